@@ -42,8 +42,8 @@ test: lint ## lint, then the whole test suite (WORKERS= test processes, 2)
 test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
 	$(PYTEST) -m "not slow and not e2e"
 
-bench: $(INSTALLED) ## measure speed side by side, into bench/results.json and a table
-	$(BIN)/python -m bench
+bench: $(INSTALLED) ## measure speed side by side, into lab/bench/results.json and a table
+	$(BIN)/python -m lab.bench
 
 docs: $(DOCS_VENV)/.installed ## build the documentation's site into site/, and check its links
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict

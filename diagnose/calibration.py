@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from numerics.errors import user_error
-from numerics.sampling import EVERY_TOKEN
-from rl.experiment import Experiment
-from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import to_groups, to_prompts
-from rl.run.feed.problems import training_problems
-from rl.run.stack import Stack
-from rollout.types import Prompt
-from trainer.step.batch import TokenBatch
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.sampling import EVERY_TOKEN
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.stack import Stack
+from fp8rl.rollout.types import Prompt
+from fp8rl.trainer.step.batch import TokenBatch
 
 PROBLEMS = 16
 ANSWERS = 2

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl.mismatch import agreement
+from fp8rl.rl.mismatch import agreement
 
 _ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from numerics.config import NumericsConfig
-from trainer import device
-from trainer.config import TrainerConfig
-from trainer.distributed import parallel
-from trainer.distributed.layout import Layout
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.trainer.distributed.layout import Layout
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def one_rank(config: TrainerConfig, numerics: NumericsConfig) -> Iterator[Layout
     device.start(0, numerics)
     layout = parallel.initialize(config)
     try:
-        from trainer.trainer import check_row_invariance  # Megatron is quiet from here on
+        from fp8rl.trainer.trainer import check_row_invariance  # Megatron is quiet from here on
 
         if numerics.mode == "exact":
             check_row_invariance()

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from diagnose.one_rank import one_rank
-from numerics.errors import user_error
-from numerics.io.reading import check_path
-from rl.guard.capsule import Capsule, read_capsule
-from rl.guard.evidence import Evidence
-from rl.record.console import format_difference
-from trainer.config import TrainerConfig
-from weight_sync.adapters import would_hold
-from weight_sync.manifest import Manifest
+from fp8rl.diagnose.one_rank import one_rank
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import check_path
+from fp8rl.rl.guard.capsule import Capsule, read_capsule
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.record.console import format_difference
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.weight_sync.adapters import would_hold
+from fp8rl.weight_sync.manifest import Manifest
 
 NATIVE_TOLERANCE = 0.01
 """Mean difference in nats up to which native log-probabilities count as the same: the libraries' own ops round
@@ -137,7 +137,7 @@ def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
     """One rank in this process, on the capsule's numerics; they carry the reduction order of the run's layout."""
     config = TrainerConfig(micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens)
     with one_rank(config, capsule.numerics) as layout:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         yield Trainer(
             weights,

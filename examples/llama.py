@@ -8,9 +8,9 @@ BF16, as SGLang's Llama (0.5.19) drops the scales of FP8 blocks: the first sync 
 
 from dataclasses import replace
 
-from models import ModelSizes, parts
-from models.architectures import qwen3
-from models.config_file import ConfigFile
+from fp8rl.models import ModelSizes, parts
+from fp8rl.models.architectures import qwen3
+from fp8rl.models.config_file import ConfigFile
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 

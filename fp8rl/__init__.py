@@ -9,34 +9,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8rl.models.tiny import TinyModel, write_tiny_model
+    from fp8rl.numerics.errors import UserError
+    from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
+    from fp8rl.rl.algorithms.parts.surrogates import Surrogate
+    from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+    from fp8rl.rl.experiment import Experiment, load_experiment
+    from fp8rl.rl.record.rollouts import RolloutRecord
+    from fp8rl.rollout.data.tasks import Problem
+    from fp8rl.rollout.environments.conversation import Conversation, Turn
     from fp8rl.run import Run
+    from fp8rl.trainer.step.batch import TokenBatch
+    from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
     from fp8rl.training import RunFailedError, train
-    from models.tiny import TinyModel, write_tiny_model
-    from numerics.errors import UserError
-    from rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
-    from rl.algorithms.parts.surrogates import Surrogate
-    from rl.algorithms.policy_gradient import PolicyGradient
-    from rl.experiment import Experiment, load_experiment
-    from rl.record.rollouts import RolloutRecord
-    from rollout.data.tasks import Problem
-    from rollout.environments.conversation import Conversation, Turn
-    from trainer.step.batch import TokenBatch
-    from trainer.step.objective import Objective, ObjectiveOutput
 
 _HOMES = {
     "fp8rl.run": ("Run",),
     "fp8rl.training": ("RunFailedError", "train"),
-    "models.tiny": ("TinyModel", "write_tiny_model"),
-    "numerics.errors": ("UserError",),
-    "rl.algorithms.base": ("AlgorithmConfig", "Needs", "Outcomes", "used_tokens"),
-    "rl.algorithms.parts.surrogates": ("Surrogate",),
-    "rl.algorithms.policy_gradient": ("PolicyGradient",),
-    "rl.experiment": ("Experiment", "load_experiment"),
-    "rl.record.rollouts": ("RolloutRecord",),
-    "rollout.data.tasks": ("Problem",),
-    "rollout.environments.conversation": ("Conversation", "Turn"),
-    "trainer.step.batch": ("TokenBatch",),
-    "trainer.step.objective": ("Objective", "ObjectiveOutput"),
+    "fp8rl.models.tiny": ("TinyModel", "write_tiny_model"),
+    "fp8rl.numerics.errors": ("UserError",),
+    "fp8rl.rl.algorithms.base": ("AlgorithmConfig", "Needs", "Outcomes", "used_tokens"),
+    "fp8rl.rl.algorithms.parts.surrogates": ("Surrogate",),
+    "fp8rl.rl.algorithms.policy_gradient": ("PolicyGradient",),
+    "fp8rl.rl.experiment": ("Experiment", "load_experiment"),
+    "fp8rl.rl.record.rollouts": ("RolloutRecord",),
+    "fp8rl.rollout.data.tasks": ("Problem",),
+    "fp8rl.rollout.environments.conversation": ("Conversation", "Turn"),
+    "fp8rl.trainer.step.batch": ("TokenBatch",),
+    "fp8rl.trainer.step.objective": ("Objective", "ObjectiveOutput"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

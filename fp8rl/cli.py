@@ -12,10 +12,10 @@ import typer.core
 
 import fp8rl
 from fp8rl.commands import causes, certifying, checks, models, runs, starting
-from numerics.io.reading import at_home
-from rl.run.lifecycle.force import exit_within
-from rl.run.lifecycle.interrupts import end_on_signal
-from rollout.loopback import reach_loopback
+from fp8rl.numerics.io.reading import at_home
+from fp8rl.rl.run.lifecycle.force import exit_within
+from fp8rl.rl.run.lifecycle.interrupts import end_on_signal
+from fp8rl.rollout.loopback import reach_loopback
 
 _EXIT_SECONDS = 60.0
 """Time between the end of a command and that of its process."""

@@ -13,13 +13,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.record.metrics import metric
+from fp8rl.rl.record.metrics_log import Row
+from fp8rl.rl.report.charts import overlaid
+from fp8rl.rl.report.page import write_page
+from fp8rl.rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
 from fp8rl.run import Run
-from numerics.errors import user_error
-from rl.record.metrics import metric
-from rl.record.metrics_log import Row
-from rl.report.charts import overlaid
-from rl.report.page import write_page
-from rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
 
 LAST = 5
 """Steps that stand for the end of a run."""

@@ -10,26 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.experiment.fetching import fetched
+from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
+from fp8rl.rl.experiment.plain_yaml import parse_yaml
+from fp8rl.rl.experiment.preconditions import read_model
+from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
+from fp8rl.rl.record.console import no_room
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.background import Background
+from fp8rl.rl.run.evaluation import HeldOut, held_out, set_metrics
+from fp8rl.rl.run.feed.conversations import Conversations
+from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rollout.deadlines import GRACE_S
+from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.rollout.sampler import sample_groups
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from fp8rl.serving import Served, read_served, serve
-from numerics.errors import UserError, user_error
-from rl.experiment import Experiment, load_experiment
-from rl.experiment.fetching import fetched
-from rl.experiment.loading import architecture_of, compose_experiment
-from rl.experiment.plain_yaml import parse_yaml
-from rl.experiment.preconditions import read_model
-from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.tokenizer import read_tokenizer
-from rl.record.console import no_room
-from rl.record.run_dir import RunDir
-from rl.run.background import Background
-from rl.run.evaluation import HeldOut, held_out, set_metrics
-from rl.run.feed.conversations import Conversations
-from rl.run.feed.judging import Judge
-from rollout.deadlines import GRACE_S
-from rollout.environments.config import SINGLE_TURN
-from rollout.sampler import sample_groups
-from rollout.server.client import EngineClient
-from rollout.types import Group, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numerics.errors import user_error
-from numerics.io.reading import BadLine, at_home, check_path
-from rl.record.events import Event, events_found
-from rl.record.metric_rows import METRICS
-from rl.record.metrics import describe, is_fixed
-from rl.record.metrics_log import Row, metrics_found
-from rl.record.rollouts import RolloutRecord, rollouts_found
-from rl.record.run_dir import RunDir
-from rl.record.sessions import Session, sessions_found
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import BadLine, at_home, check_path
+from fp8rl.rl.record.events import Event, events_found
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import describe, is_fixed
+from fp8rl.rl.record.metrics_log import Row, metrics_found
+from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import Session, sessions_found
 
 if TYPE_CHECKING:
     import pandas
 
-    from rl.experiment import Experiment
+    from fp8rl.rl.experiment import Experiment
 
 
 class Run:
@@ -59,7 +59,7 @@ class Run:
     @property
     def spec(self) -> Experiment:
         """The resolved experiment: `run.spec.trainer.lr`."""
-        from rl.experiment import read_resolved
+        from fp8rl.rl.experiment import read_resolved
 
         return read_resolved(self._files.experiment)
 
@@ -142,13 +142,13 @@ class Run:
     @property
     def verdict(self) -> list[str]:
         """The run in sentences, as the report begins: learning, agreement, syncs, and what the gates did."""
-        from rl.report.summary import summarize, verdict
+        from fp8rl.rl.report.summary import summarize, verdict
 
         return verdict(summarize(self.metrics, self.events))
 
     def report(self) -> Path:
         """Write `report.html` into the run's folder, and return its path."""
-        from rl.report.report import write_report
+        from fp8rl.rl.report.report import write_report
 
         return write_report(self.path)[0]
 

@@ -12,32 +12,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from models import load_architecture
-from models.adapters import AdapterConfig
-from models.architecture import Model
-from models.hub import model_directory
-from models.peft import read_adapter, read_config
-from models.stored import check_stored
-from numerics.config import Mode, NumericsConfig
-from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path, read_json
-from numerics.spec import QuantSpec
-from rl.experiment import read_resolved
-from rl.experiment.preconditions import read_model
-from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-from rl.experiment.sections import NumericsSection
-from rl.record.run_dir import RunDir
-from rl.run.engines.serving import engine_adapter, expected_report
-from rollout.config import RolloutConfig
-from rollout.environments.harness.tools import parsers
-from rollout.server import handshake
-from rollout.server.arguments import ServedChats, has_cuda
-from rollout.server.client import EngineClient
-from rollout.server.server import SGLangServer
-from rollout.types import LOOPBACK, Endpoint
-from weight_sync.hf_checkpoint import convert_checkpoint
-from weight_sync.manifest import Recorder
-from weight_sync.stored_adapter import give_adapter
+from fp8rl.models import load_architecture
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.architecture import Model
+from fp8rl.models.hub import model_directory
+from fp8rl.models.peft import read_adapter, read_config
+from fp8rl.models.stored import check_stored
+from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import check_path, read_json
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import read_resolved
+from fp8rl.rl.experiment.preconditions import read_model
+from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
+from fp8rl.rl.experiment.sections import NumericsSection
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.environments.harness.tools import parsers
+from fp8rl.rollout.server import handshake
+from fp8rl.rollout.server.arguments import ServedChats, has_cuda
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.types import LOOPBACK, Endpoint
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.manifest import Recorder
+from fp8rl.weight_sync.stored_adapter import give_adapter
 
 LONGEST = 32768
 """Sequence that an engine of a model directory has room for, if the model does."""

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from numerics.errors import user_error
-from numerics.io.files import check_writable, new_directory, writing
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.files import check_writable, new_directory, writing
 
 MODEL = Path(__file__).parent / "examples/models/tiny_qwen3_moe"
 """A model of half a million parameters that has seen sums."""
@@ -67,7 +67,7 @@ def write_start(folder: Path) -> list[Path]:
         UserError: there is something in the folder, it is a file, or it cannot be made. DiskFullError: there is no
             room for it; nothing is left in it.
     """
-    from rl.experiment.reference import schema_text
+    from fp8rl.rl.experiment.reference import schema_text
 
     check_writable(folder, "DIR")
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):

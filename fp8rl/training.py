@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numerics.errors import UserError
-from numerics.io.terminal import say, say_error
-from rl.run.lifecycle.interrupts import SIGNALS, interruptible
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.terminal import say, say_error
+from fp8rl.rl.run.lifecycle.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:
+    from fp8rl.rl.experiment import Experiment
     from fp8rl.run import Run
-    from rl.experiment import Experiment
 
 
 class RunFailedError(RuntimeError):
@@ -81,11 +81,11 @@ def run_experiment(
         raise UserError("--accept-changed-data: found no --resume, expected both. A new run has nothing to compare.")
     shown = spec if isinstance(spec, str | Path) else "the spec"
     say(f"fp8rl: checking {shown}")  # the imports below take seconds
-    from rl.experiment import load_experiment, read_resolved
-    from rl.experiment.contents import contents
-    from rl.experiment.fetching import fetched
-    from rl.experiment.preconditions import check
-    from rl.record.run_dir import RunDir, open_run_dir
+    from fp8rl.rl.experiment import load_experiment, read_resolved
+    from fp8rl.rl.experiment.contents import contents
+    from fp8rl.rl.experiment.fetching import fetched
+    from fp8rl.rl.experiment.preconditions import check
+    from fp8rl.rl.record.run_dir import RunDir, open_run_dir
 
     notes: list[str] = []
 
@@ -107,10 +107,10 @@ def run_experiment(
         reads=[*([Path(spec)] if isinstance(spec, str | Path) else []), *_paths_in(experiment.to_dict())],
     )
     with interruptible(), opened as files:
-        from rl.loop import train as run_loop
-        from rl.run.checkpoints import changes, check_contents, check_resumable
-        from rl.run.lifecycle.attempts import FAILURES, attempted
-        from rl.run.lifecycle.stopping import how_to_go_on, say_failed
+        from fp8rl.rl.loop import train as run_loop
+        from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
+        from fp8rl.rl.run.lifecycle.attempts import FAILURES, attempted
+        from fp8rl.rl.run.lifecycle.stopping import how_to_go_on, say_failed
 
         if resume:
             check_resumable(files, experiment)
@@ -132,7 +132,7 @@ def run_experiment(
 
 def _dotted(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Each value as an override of the command line, `key.sub=value`; JSON is YAML."""
-    from rl.experiment.loading import plain
+    from fp8rl.rl.experiment.loading import plain
 
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

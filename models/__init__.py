@@ -4,7 +4,7 @@ Trainer, engine plugin, weight sync, converter, preconditions and attribution re
 name.
 """
 
-from models.architecture import Architecture, Model, load_architecture, read_model, read_shape, register
-from models.sizes import ModelSizes
+from fp8rl.models.architecture import Architecture, Model, load_architecture, read_model, read_shape, register
+from fp8rl.models.sizes import ModelSizes
 
 __all__ = ["Architecture", "Model", "ModelSizes", "load_architecture", "read_model", "read_shape", "register"]

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.tensors import Location, TensorRow
-from numerics.errors import user_error
-from numerics.io.section import Section, SpecPath
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.section import Section, SpecPath
 
 WEIGHT = "weight"
 

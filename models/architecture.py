@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
-import models.architectures as ours
-from models.adapters import AdapterConfig, adapter_rows, check_adapter
-from models.config_file import ConfigFile
-from models.shape import Shape
-from models.sizes import ModelSizes
-from models.tensors import TensorRow, TensorTable
-from models.trace import Forward
-from numerics.errors import UserError, shown
-from numerics.io.code import module_of_file
-from numerics.spec import ALL, QuantSpec
+import fp8rl.models.architectures as ours
+from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.shape import Shape
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow, TensorTable
+from fp8rl.models.trace import Forward
+from fp8rl.numerics.errors import UserError, shown
+from fp8rl.numerics.io.code import module_of_file
+from fp8rl.numerics.spec import ALL, QuantSpec
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.architecture import Model
-from models.tensors import PADDED_TO, SCALE_SUFFIX, WHOLE, TensorRow
-from numerics.digest import tensor_digests
-from numerics.quantize import QuantizedTensor, scale_shape
-from numerics.spec import QuantSpec
+from fp8rl.models.architecture import Model
+from fp8rl.models.tensors import PADDED_TO, SCALE_SUFFIX, WHOLE, TensorRow
+from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
+from fp8rl.numerics.spec import QuantSpec
 
 ALIGNMENT = 256
 """Bytes: what kernels that load whole tiles want of an address."""

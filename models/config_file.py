@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.stored_fp8 import BLOCK
-from numerics.errors import UserError, user_error
-from numerics.io.reading import read_json
-from numerics.ops.rope import Yarn
+from fp8rl.models.stored_fp8 import BLOCK
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import read_json
+from fp8rl.numerics.ops.rope import Yarn
 
 LARGEST = 1 << 31
 """The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is

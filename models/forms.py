@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from numerics import ops
+from fp8rl.numerics import ops
 
 Part = Literal["embedding", "router", "attention", "experts", "norm"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from models.config_file import ConfigFile
-from models.forms import (
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.forms import (
     ADD_NORM,
     ATTENTION,
     EMBED,
@@ -32,10 +32,10 @@ from models.forms import (
     SWIGLU,
     TOPK,
 )
-from models.shape import Shape, WeightGroup, decoder, product, vector
-from models.sizes import ModelSizes
-from models.tensors import Location, TensorRow
-from models.trace import TOKENS, Op
+from fp8rl.models.shape import Shape, WeightGroup, decoder, product, vector
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.trace import TOKENS, Op
 
 ATTENTION_KINDS = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 LATENT_KINDS = (("q_a_proj", "kv_a_proj"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",))

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from torch import Tensor, equal
 
-from models.adapters import WEIGHT, AdapterConfig, matrix
-from models.architecture import Model
-from models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
-from models.stored import FLOAT_DTYPES, check_finite, starting_weights
-from models.storing import write_tensors
-from models.tensor_files import open_tensors
-from models.tensors import TensorRow
-from numerics.digest import tensor_digest
-from numerics.errors import UserError, user_error
-from numerics.io.files import new_directory
+from fp8rl.models.adapters import WEIGHT, AdapterConfig, matrix
+from fp8rl.models.architecture import Model
+from fp8rl.models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
+from fp8rl.models.stored import FLOAT_DTYPES, check_finite, starting_weights
+from fp8rl.models.storing import write_tensors
+from fp8rl.models.tensor_files import open_tensors
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.files import new_directory
 
 TENSORS = "adapter_model.safetensors"
 START = "adapter.start"

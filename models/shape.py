@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
-from numerics.spec import QuantSpec
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.spec import QuantSpec
 
 Share = Literal["split", "experts", "replicated"]
 """How the ranks of a pipeline stage share a weight: `split` over tensor-parallel ranks; `experts`: whole ones, spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from numerics.ops.rope import Yarn
+from fp8rl.numerics.ops.rope import Yarn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.tensor_files import open_tensors
-from models.tensors import SCALE_SUFFIX
-from numerics.errors import UserError, user_error
+from fp8rl.models.tensor_files import open_tensors
+from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics.errors import UserError, user_error
 
 BLOCK = 128
 """Rows and columns of a weight that share a scale."""

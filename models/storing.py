@@ -11,9 +11,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numerics.io.files import publish_directory, room_for
-from numerics.ranks import exhaust, rank, together
-from numerics.shards import shards
+from fp8rl.numerics.io.files import publish_directory, room_for
+from fp8rl.numerics.ranks import exhaust, rank, together
+from fp8rl.numerics.shards import shards
 
 INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 4 << 30

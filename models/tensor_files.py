@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from numerics.errors import user_error
-from numerics.io.reading import check_path, open_regular, reason
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import check_path, open_regular, reason
 
 
 def open_tensors(file: Path, key: str) -> Any:

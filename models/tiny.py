@@ -37,7 +37,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from numerics.errors import user_error
+from fp8rl.numerics.errors import user_error
 
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.forms import OpForm
+from fp8rl.models.forms import OpForm
 
 TOKENS, TARGETS, LENGTHS = "tokens", "targets", "lengths"
 """There before the first op: int64 [T], each token's next one (0 behind a sequence's last), and int64 [sequences]."""

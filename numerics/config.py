@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from numerics.errors import UserError
-from numerics.spec import ALL, QuantSpec
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import ALL, QuantSpec
 
 Mode = Literal["exact", "native"]
 RouterReplay = Literal["off", "record", "replay"]

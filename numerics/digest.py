@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from numerics.backend.compiler import compilable
-from numerics.backend.dispatch import op
+from fp8rl.numerics.backend.compiler import compilable
+from fp8rl.numerics.backend.dispatch import op
 
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""

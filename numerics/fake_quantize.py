@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from numerics.backend.compiler import compilable
-from numerics.quantize import fake_quantize
-from numerics.rounding import group_amax, round_to_grid, scale_from_amax
-from numerics.spec import Scale, TensorSpec
+from fp8rl.numerics.backend.compiler import compilable
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.rounding import group_amax, round_to_grid, scale_from_amax
+from fp8rl.numerics.spec import Scale, TensorSpec
 
 
 def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from numerics.quantize import QuantizedTensor
+from fp8rl.numerics.quantize import QuantizedTensor
 
 _ATTRIBUTE = "frozen_operand"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from numerics.holdings import give_back
+from fp8rl.numerics.holdings import give_back
 
 ZEROS, NAN = 0x00, 0xFF
 """Bytes that placeholders are filled with: zeros in every format, and NaN in every one that has it."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from numerics.backend.implementation import Implementation
-from numerics.config import NumericsConfig
-from numerics.holdings import format_of
+from fp8rl.numerics.backend.implementation import Implementation
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import format_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from numerics.backend.compiler import compilable
-from numerics.backend.dispatch import op
-from numerics.errors import UserError
-from numerics.rounding import fp8_max, group_amax, round_stochastically, scale_from_amax
-from numerics.spec import TensorSpec
+from fp8rl.numerics.backend.compiler import compilable
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.rounding import fp8_max, group_amax, round_stochastically, scale_from_amax
+from fp8rl.numerics.spec import TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)

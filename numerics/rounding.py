@@ -14,8 +14,8 @@ import math
 
 import torch
 
-from numerics.hashing import GOLDEN, mix, shifted
-from numerics.spec import Scale
+from fp8rl.numerics.hashing import GOLDEN, mix, shifted
+from fp8rl.numerics.spec import Scale
 
 _EXPONENT = 0x7F800000
 

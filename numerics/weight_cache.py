@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from numerics import ops
-from numerics.frozen import frozen_of
-from numerics.spec import TensorSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.frozen import frozen_of
+from fp8rl.numerics.spec import TensorSpec
 
 
 class WeightCache:

@@ -7,22 +7,22 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from rl.algorithms.base import used_tokens
-from rl.guard.evidence import Evidence
-from rl.guard.gates import late_metrics
-from rl.guard.judge import Fault, Guard, Verdict
-from rl.record.metrics_log import read_metrics
-from rl.run.checkpoints import is_due
-from rl.run.clock import StepClock
-from rl.run.evaluation import Evaluation, agreement_on
-from rl.run.feed.feed import Feed, Work, open_feed
-from rl.run.learning import Lesson
-from rl.run.records import rollout_records, scored_records, throughput, train_metrics
-from rl.run.run import LiveRun
-from trainer.actor import TrainerGroup
-from trainer.errors import NonFiniteLossError
-from trainer.step.batch import TokenBatch
-from trainer.step.result import PassResult
+from fp8rl.rl.algorithms.base import used_tokens
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.gates import late_metrics
+from fp8rl.rl.guard.judge import Fault, Guard, Verdict
+from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.run.checkpoints import is_due
+from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.run.evaluation import Evaluation, agreement_on
+from fp8rl.rl.run.feed.feed import Feed, Work, open_feed
+from fp8rl.rl.run.learning import Lesson
+from fp8rl.rl.run.records import rollout_records, scored_records, throughput, train_metrics
+from fp8rl.rl.run.run import LiveRun
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.errors import NonFiniteLossError
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import PassResult
 
 Row = dict[str, float]
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from numerics.io.section import Section
-from numerics.sampling import Truncation
-from rollout.speculation import Speculation
-from rollout.types import SamplingParams, some_or_all
+from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.sampling import Truncation
+from fp8rl.rollout.speculation import Speculation
+from fp8rl.rollout.types import SamplingParams, some_or_all
 
 CPU_CACHE_TOKENS = 32768
 

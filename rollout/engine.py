@@ -15,16 +15,16 @@ import ray
 import torch
 from pydantic import ValidationError
 
-from models import load_architecture, read_model
-from rollout.config import RolloutConfig
-from rollout.errors import EngineDiedError, EngineError
-from rollout.protocol import EngineReport
-from rollout.routes import route_shape
-from rollout.sampler import sample_groups
-from rollout.server import handshake
-from rollout.server.client import EngineClient, PauseMode
-from rollout.server.server import GRACE_S, SGLangServer
-from rollout.types import LOOPBACK, Endpoint, Group, Load, SamplingParams, Trajectory
+from fp8rl.models import load_architecture, read_model
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.errors import EngineDiedError, EngineError
+from fp8rl.rollout.protocol import EngineReport
+from fp8rl.rollout.routes import route_shape
+from fp8rl.rollout.sampler import sample_groups
+from fp8rl.rollout.server import handshake
+from fp8rl.rollout.server.client import EngineClient, PauseMode
+from fp8rl.rollout.server.server import GRACE_S, SGLangServer
+from fp8rl.rollout.types import LOOPBACK, Endpoint, Group, Load, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from numerics.errors import UserError, user_error
-from numerics.io.code import module_of_file
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.code import module_of_file
 
 IMPORT_SECONDS = 60.0
 """Seconds in which a large library is imported on a busy machine with cold caches."""
@@ -90,7 +90,7 @@ def check_importable(name: str, key: str) -> None:
     """
     if ":" not in name:
         return
-    command = [sys.executable, "-P", "-m", "rollout.named_functions", name]
+    command = [sys.executable, "-P", "-m", "fp8rl.rollout.named_functions", name]
     nowhere = subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True

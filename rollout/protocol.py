@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from models.roles import Role
-from numerics.backend.implementation import Implementation
-from numerics.holdings import Holding
+from fp8rl.models.roles import Role
+from fp8rl.numerics.backend.implementation import Implementation
+from fp8rl.numerics.holdings import Holding
 
 _PREFIX = "fp8rl:"
 _ANSWER = "answer"
@@ -166,7 +166,7 @@ DELTA = "delta:"
 (`numerics.delta`)."""
 LIBRARIES = ("sglang", "torch", "fp8rl")
 """Whose versions are reported."""
-ENGINE_PACKAGES = ("numerics", "models", "rollout")
+ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
 """What the plugin imports."""
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.sizes import ModelSizes
-from numerics.errors import UserError
-from rollout.errors import EngineError
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.errors import EngineError
 
 _BYTES = 4
 """SGLang reports int32."""

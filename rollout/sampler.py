@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rollout.errors import EngineError, StaleWeightsError
-from rollout.server.client import EngineClient
-from rollout.types import Completion, Group, SamplingParams, Trajectory
+from fp8rl.rollout.errors import EngineError, StaleWeightsError
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Completion, Group, SamplingParams, Trajectory
 
 _MOST_CUTS = 1000
 """How often one answer may be cut: an engine that cuts more often than it is updated would keep its caller forever."""

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from numerics.errors import user_error
-from numerics.io.section import Section
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.section import Section
 
 Source = Literal["siblings", "history"]
 

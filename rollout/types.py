@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.sampling import GREEDY
-from rollout.data.tasks import Problem
+from fp8rl.numerics.sampling import GREEDY
+from fp8rl.rollout.data.tasks import Problem
 
 
 @dataclass(frozen=True)

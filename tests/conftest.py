@@ -142,7 +142,7 @@ def warm_engines(engine_template: Any) -> Iterator[None]:
 @pytest.fixture
 def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that `studies.harness.lab` starts are forked from one that has imported the trainer."""
-    from studies.harness import lab
+    from lab.studies.harness import lab
     from tests.support.ranks import WARM
 
     context = SimpleNamespace(get_context=lambda _: WARM, active_children=multiprocessing.active_children)
@@ -157,8 +157,8 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def layout() -> Iterator[Any]:
     """This process as the one rank of a trainer."""
-    from trainer.config import TrainerConfig
-    from trainer.distributed import parallel
+    from fp8rl.trainer.config import TrainerConfig
+    from fp8rl.trainer.distributed import parallel
 
     yield parallel.initialize(TrainerConfig())
     parallel.shutdown()

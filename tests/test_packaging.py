@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,12 +16,12 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rl.record.trackers import TRACKERS
-from rollout.plugin.hooks import SGLANG_VERSION
+from fp8rl.rl.record.trackers import TRACKERS
+from fp8rl.rollout.plugin.hooks import SGLANG_VERSION
 from tests.support.paths import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-PACKAGES = ["numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose", "studies", "fp8rl"]
+PACKAGES = ["numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose", "fp8rl"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 DECLARED = {
@@ -167,9 +168,9 @@ def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
     locked, distributions = gpu_lock(), importlib.metadata.packages_distributions() | CUDA_MODULES
     missing = {
         module
-        for folder in (*PACKAGES, "bench")
+        for folder in (*PACKAGES, "lab")
         for path in (ROOT / folder).rglob("*.py")
-        for module in top_level_imports(path.read_text()) - {*PACKAGES, "bench", "tests"} - set(sys.stdlib_module_names)
+        for module in top_level_imports(path.read_text()) - {"fp8rl", "lab", "tests"} - set(sys.stdlib_module_names)
         if not {canonicalize_name(name) for name in distributions.get(module, [module])} & locked.keys()
     }
     assert missing == {*TRACKERS.values(), "verifiers"}, "each is an extra of its own"
@@ -218,7 +219,7 @@ def test_image_gets_no_environment_and_no_run() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
-    own = {*PACKAGES, "bench", "tests"}
+    own = {"fp8rl", "lab", "tests"}
     runtime = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     runtime |= {canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"]["gpu"]}
     undeclared = []
@@ -245,22 +246,78 @@ def test_every_data_file_is_declared() -> None:
         path
         for package in declared
         for pattern in declared[package]
-        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+        for path in (ROOT / package.replace(".", "/")).resolve().glob(pattern)
     }
     present = {
         path
         for package in PACKAGES
         for below in ((ROOT / package), *(link for link in (ROOT / package).rglob("*") if link.is_symlink()))
+        if below.name not in PACKAGES or not below.is_symlink()
         for path in (below.rglob("*") if below.is_dir() else [below])
         if path.is_file() and path.suffix not in {".py", ".pyc"}
     }
     assert present == shipped
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_resolve_from_any_folder(package: str, tmp_path: Path) -> None:
-    code = f"import importlib.util; print(importlib.util.find_spec({package!r}).origin)"
-    assert python(code, tmp_path).stdout.strip() == str(ROOT / package / "__init__.py")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel of a copy of the checkout, as a build writes beside what it builds."""
+    copy, out = tmp_path_factory.mktemp("copy") / "fp8rl", tmp_path_factory.mktemp("wheel")
+    left_out = shutil.ignore_patterns(
+        ".*", "__pycache__", "*.egg-info", "build", "docs", "lab", "runs", "tests", "wandb"
+    )
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        out,
+        copy,
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    shutil.unpack_archive(built, out / "unpacked", "zip")
+    return out / "unpacked"
+
+
+@pytest.mark.slow
+def test_the_wheel_has_one_package_with_every_file(wheel: Path) -> None:
+    names = {path.name for path in wheel.iterdir()}
+    assert names == {"fp8rl", f"fp8rl-{PROJECT['version']}.dist-info"}
+    modules = {path.relative_to(wheel / "fp8rl") for path in wheel.rglob("*.py")}
+    folders = [ROOT / package for package in PACKAGES]
+    sources = {
+        path.relative_to(ROOT / "fp8rl" if folder.name == "fp8rl" else ROOT)
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    assert modules == sources
+    assert (wheel / "fp8rl/rl/report/templates/report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", ["checkout", "wheel"])
+def test_folders_of_a_user_s_with_our_names_are_not_in_the_way(installed: str, wheel: Path, tmp_path: Path) -> None:
+    for package in (*PACKAGES[:-1], "lab", "bench", "studies"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError('a folder of the user')")
+    imports = "; ".join(f"import fp8rl.{package} as {package}" for package in PACKAGES[:-1])
+    code = (
+        f"import os, sys; sys.path[1:1] = {[str(wheel)] if installed == 'wheel' else []}; {imports}; "
+        "from fp8rl import Problem, TokenBatch, train; from fp8rl.cli import main; print(models.__file__); main()"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    where = wheel if installed == "wheel" else ROOT
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(where / "fp8rl/models/__init__.py")) and "certify" in done.stdout
 
 
 @pytest.mark.parametrize(("group", "name"), [("console_scripts", "fp8rl"), ("sglang.srt.plugins", "fp8rl")])

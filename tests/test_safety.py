@@ -28,9 +28,9 @@ REMOVALS = {
         "unlink",
         "rmtree",
     },  # our scratch, and shared memory of its note
-    "studies/model_scale/two_sides.py": {"rmtree"},  # a model that it has made
-    "studies/prototypes/gated_delta_engine.py": {"TemporaryDirectory"},
-    "studies/run.py": {"TemporaryDirectory"},
+    "lab/studies/model_scale/two_sides.py": {"rmtree"},  # a model that it has made
+    "lab/studies/prototypes/gated_delta_engine.py": {"TemporaryDirectory"},
+    "lab/studies/run.py": {"TemporaryDirectory"},
     "trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
 }
 """Each file that removes or renames, with the calls, and what they may touch."""
@@ -52,7 +52,7 @@ def test_every_removal_and_renaming_is_in_the_table() -> None:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for package in MAY_IMPORT:
+    for package in (*MAY_IMPORT, "lab/studies"):
         for path in python_files(package):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
 
@@ -83,9 +83,9 @@ CODE = {
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
     "numerics/io/code.py": {"exec_module"},  # files of Python that a spec names
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
-    "studies/harness/names.py": {"import_module"},  # names of studies
-    "studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
-    "studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
+    "lab/studies/harness/names.py": {"import_module"},  # names of studies
+    "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
+    "lab/studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
     "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
     "trainer/checkpoint/unpickling.py": {"Unpickler"},  # which knows a few classes
     "trainer/megatron/patches.py": {"import_module"},  # our own modules
@@ -143,8 +143,8 @@ PRINTS = {
     "rollout/environments/warden.py": "JSON",
     "rollout/named_functions.py": "a line of ours",
     "rollout/rewards/worker.py": "JSON",
-    "studies/prototypes/gated_delta.py": "numbers",
-    "studies/prototypes/gated_delta_engine.py": "numbers",
+    "lab/studies/prototypes/gated_delta.py": "numbers",
+    "lab/studies/prototypes/gated_delta_engine.py": "numbers",
 }
 """Each file that prints by itself, and what. All other lines go through `numerics.io.terminal` or `PlainConsole`."""
 

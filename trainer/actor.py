@@ -13,19 +13,19 @@ import ray
 import torch
 from torch import Tensor
 
-from models import load_architecture
-from models.adapters import AdapterConfig
-from numerics.backend.environment import BOUNDED_MEMORY
-from numerics.config import NumericsConfig
-from trainer.checkpoint.files import discard
-from trainer.config import TrainerConfig
-from trainer.seat import Seat
-from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.objective import Objective
-from trainer.step.result import MovedAside, PassResult, RankPassResult, Scored
+from fp8rl.models import load_architecture
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.backend.environment import BOUNDED_MEMORY
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.trainer.checkpoint.files import discard
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.seat import Seat
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.result import MovedAside, PassResult, RankPassResult, Scored
 
 if TYPE_CHECKING:
-    from models.roles import Role
+    from fp8rl.models.roles import Role
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
@@ -70,7 +70,7 @@ class TrainerActor:
 
     def open_rendezvous(self, host: str) -> int:
         """Serve the rendezvous at `host` and return its port; rank 0 is asked."""
-        from trainer.distributed import parallel
+        from fp8rl.trainer.distributed import parallel
 
         self._store = parallel.open_store(host, self.config.world_size)
         return self._store.port
@@ -80,14 +80,14 @@ class TrainerActor:
     ) -> None:
         """Join the other ranks and build the models. architecture: see `TrainerGroup.start`. options: the keywords of
         `Roles`."""
-        from trainer import device
-        from trainer.distributed import parallel
+        from fp8rl.trainer import device
+        from fp8rl.trainer.distributed import parallel
 
         device.start(self.rank, numerics)
         if architecture is not None:
             load_architecture(architecture)
-        from trainer.roles import Roles
-        from trainer.trainer import check_row_invariance
+        from fp8rl.trainer.roles import Roles
+        from fp8rl.trainer.trainer import check_row_invariance
 
         if numerics.mode == "exact":
             check_row_invariance(numerics.deepgemm)
@@ -151,7 +151,7 @@ class TrainerActor:
         return function(self._roles.policy, *args)
 
     def stop(self) -> None:
-        from trainer.distributed import parallel
+        from fp8rl.trainer.distributed import parallel
 
         self._roles = None
         parallel.shutdown()

@@ -11,22 +11,22 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from models.adapters import AdapterConfig
-from models.peft import digest_of_all
-from models.tensors import TensorRow
-from numerics import ops
-from numerics.digest import tensor_digests
-from numerics.errors import user_error
-from numerics.ops.low_rank import Fused
-from numerics.quantize import quantize
-from numerics.ranks import all_gathered, exhaust
-from numerics.shards import shards
-from numerics.spec import TensorSpec
-from numerics.weight_cache import WeightCache
-from trainer.distributed.layout import Layout
-from trainer.modules.adapter import Adapter, initial_a
-from trainer.modules.weights import beside, matrices, tag_split
-from trainer.weights.hf_weights import HFWeights
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.peft import digest_of_all
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics import ops
+from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.ops.low_rank import Fused
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.ranks import all_gathered, exhaust
+from fp8rl.numerics.shards import shards
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.modules.adapter import Adapter, initial_a
+from fp8rl.trainer.modules.weights import beside, matrices, tag_split
+from fp8rl.trainer.weights.hf_weights import HFWeights
 
 _BATCH_BYTES = 16 << 20
 

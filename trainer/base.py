@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.step.batch import TokenBatch
-from trainer.step.result import Scored
-from trainer.trainer import Trainer
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import Scored
+from fp8rl.trainer.trainer import Trainer
 
 
 class Base:

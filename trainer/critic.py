@@ -10,11 +10,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from trainer.distributed.layout import Layout
-from trainer.step.head import Head
-from trainer.step.microbatches import MicroBatch
-from trainer.step.reading import Read
-from trainer.trainer import Trainer
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.head import Head
+from fp8rl.trainer.step.microbatches import MicroBatch
+from fp8rl.trainer.step.reading import Read
+from fp8rl.trainer.trainer import Trainer
 
 
 class Critic(Trainer):

@@ -10,11 +10,11 @@ import importlib.util
 
 import torch
 
-from numerics.backend import implementation
-from numerics.backend.compiler import enable_compiler
-from numerics.config import NumericsConfig
-from trainer.megatron import te_runtime
-from trainer.megatron.lowering import lower
+from fp8rl.numerics.backend import implementation
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.trainer.megatron import te_runtime
+from fp8rl.trainer.megatron.lowering import lower
 
 CPU = torch.device("cpu")
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from numerics.holdings import Holding, format_of, holding, tensors_in
-from trainer.distributed.gathering import matrices_of_shard
-from trainer.modules.weights import matrices, named_weights
-from trainer.weights import te_weights
+from fp8rl.numerics.holdings import Holding, format_of, holding, tensors_in
+from fp8rl.trainer.distributed.gathering import matrices_of_shard
+from fp8rl.trainer.modules.weights import matrices, named_weights
+from fp8rl.trainer.weights import te_weights
 
 if TYPE_CHECKING:
-    from trainer.scorer import Scorer
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.scorer import Scorer
+    from fp8rl.trainer.trainer import Trainer
 
 Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
 """The kinds of what a rank holds. `parameters`: what the forward reads. `operands`: quantized weights in the form

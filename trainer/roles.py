@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.adapters import AdapterConfig
-from models.roles import Role
-from numerics.config import NumericsConfig
-from trainer.base import Base
-from trainer.checkpoint import checkpoint
-from trainer.config import TrainerConfig
-from trainer.critic import Critic
-from trainer.distributed.layout import Layout
-from trainer.inventory import inventory, of_model
-from trainer.room import put_aside, take_back
-from trainer.scorer import Scorer
-from trainer.step.result import MovedAside
-from trainer.trainer import Trainer
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.roles import Role
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.trainer.base import Base
+from fp8rl.trainer.checkpoint import checkpoint
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.critic import Critic
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.inventory import inventory, of_model
+from fp8rl.trainer.room import put_aside, take_back
+from fp8rl.trainer.scorer import Scorer
+from fp8rl.trainer.step.result import MovedAside
+from fp8rl.trainer.trainer import Trainer
 
 
 class Roles:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer import device
-from trainer.inventory import buffers, optimizer_tensors
-from trainer.trainer import Trainer
+from fp8rl.trainer import device
+from fp8rl.trainer.inventory import buffers, optimizer_tensors
+from fp8rl.trainer.trainer import Trainer
 
 
 def put_aside(trainer: Trainer) -> int:

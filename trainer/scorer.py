@@ -10,32 +10,32 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from models import read_model
-from models.adapters import AdapterConfig
-from models.base import Base
-from numerics.config import NumericsConfig
-from numerics.errors import user_error
-from numerics.holdings import give_back
-from numerics.placeholders import NAN, placeholders
-from numerics.weight_cache import WeightCache
-from trainer import device
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron import te_runtime
-from trainer.megatron.lowering import lower
-from trainer.megatron.model import build_model
-from trainer.megatron.model_checks import check_layout, check_packing, check_sharing
-from trainer.modules.precision import Precision
-from trainer.modules.weights import matrices
-from trainer.step.batch import TokenBatch
-from trainer.step.head import Head
-from trainer.step.microbatches import MicroBatch
-from trainer.step.objective import Objective
-from trainer.step.passes import RankPass, run_pass
-from trainer.step.reading import Read, read_logprobs
-from trainer.step.result import Scored
-from trainer.weights import te_weights
-from trainer.weights.hf_weights import HFWeights
+from fp8rl.models import read_model
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.base import Base
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.holdings import give_back
+from fp8rl.numerics.placeholders import NAN, placeholders
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron import te_runtime
+from fp8rl.trainer.megatron.lowering import lower
+from fp8rl.trainer.megatron.model import build_model
+from fp8rl.trainer.megatron.model_checks import check_layout, check_packing, check_sharing
+from fp8rl.trainer.modules.precision import Precision
+from fp8rl.trainer.modules.weights import matrices
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.head import Head
+from fp8rl.trainer.step.microbatches import MicroBatch
+from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.passes import RankPass, run_pass
+from fp8rl.trainer.step.reading import Read, read_logprobs
+from fp8rl.trainer.step.result import Scored
+from fp8rl.trainer.weights import te_weights
+from fp8rl.trainer.weights.hf_weights import HFWeights
 
 
 class Scorer:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from models.shape import Shape, WeightGroup, overlap
-from numerics.config import NumericsConfig
-from numerics.quantize import scale_shape
-from numerics.spec import QuantSpec, TensorSpec
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron.lowering import by_mx
+from fp8rl.models.shape import Shape, WeightGroup, overlap
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.quantize import scale_shape
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron.lowering import by_mx
 
 Storage = Literal["torch", "kernels", "transformer_engine"]
 """What computes FP8 products, and so in which form quantized weights are kept: `torch`: beside the BF16 weight, what it

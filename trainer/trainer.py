@@ -13,31 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.adapters import AdapterConfig
-from models.peft import START, read_adapter
-from models.tensors import TensorRow
-from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
-from numerics.config import NumericsConfig
-from numerics.delta import LastSent
-from numerics.errors import user_error
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
-from numerics.weight_cache import WeightCache
-from trainer import device
-from trainer.adapters import attach, base_digest, keep_graph, update_survival
-from trainer.checkpoint import checkpoint
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.distributed.optimizer import Optimizer
-from trainer.distributed.weight_gather import travels_in_fp8
-from trainer.errors import NonFiniteLossError
-from trainer.megatron.model_checks import check_router_bias, check_wires
-from trainer.modules.weights import matrices
-from trainer.scorer import Scorer
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective
-from trainer.step.result import PassResult, RankPassResult
-from trainer.step.router_bias import move_biases
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.peft import START, read_adapter
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.delta import LastSent
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer import device
+from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survival
+from fp8rl.trainer.checkpoint import checkpoint
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.optimizer import Optimizer
+from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
+from fp8rl.trainer.errors import NonFiniteLossError
+from fp8rl.trainer.megatron.model_checks import check_router_bias, check_wires
+from fp8rl.trainer.modules.weights import matrices
+from fp8rl.trainer.scorer import Scorer
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.result import PassResult, RankPassResult
+from fp8rl.trainer.step.router_bias import move_biases
 
 
 class Trainer(Scorer):

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from models.adapters import AdapterConfig
-from numerics.digest import tensor_digests
-from numerics.frozen import frozen_of
-from numerics.quantize import QuantizedTensor
-from numerics.ranks import rank
-from numerics.spec import QuantSpec
-from rollout.protocol import ADAPTER_SCALE
-from weight_sync.manifest import Sent, SyncError, some_of
-from weight_sync.quantized import would_send
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.frozen import frozen_of
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.ranks import rank
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.weight_sync.manifest import Sent, SyncError, some_of
+from fp8rl.weight_sync.quantized import would_send
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
 Contents = Literal["weights", "adapters", "weights and adapters", "adapters beside a base"]
 """What a sync sends. `weights`: what the model serves, with adapters merged into it if it has any. `adapters beside a

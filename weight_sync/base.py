@@ -14,19 +14,19 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from models.base import Base, base_bytes
-from models.peft import digest_of_all
-from models.stored import starting_weights
-from numerics.io.shared import Shared, mapped, share
-from numerics.ranks import all_gathered, rank, together
-from numerics.spec import QuantSpec
-from rollout.server.client import EngineClient
-from rollout.types import Endpoint
-from weight_sync.manifest import Recorder, Sent
-from weight_sync.quantized import served_tensors
+from fp8rl.models.base import Base, base_bytes
+from fp8rl.models.peft import digest_of_all
+from fp8rl.models.stored import starting_weights
+from fp8rl.numerics.io.shared import Shared, mapped, share
+from fp8rl.numerics.ranks import all_gathered, rank, together
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Endpoint
+from fp8rl.weight_sync.manifest import Recorder, Sent
+from fp8rl.weight_sync.quantized import served_tensors
 
 if TYPE_CHECKING:
-    from trainer.scorer import Scorer
+    from fp8rl.trainer.scorer import Scorer
 
 
 class Ranks(Protocol):

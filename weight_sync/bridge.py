@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
-from models.adapters import AdapterConfig
-from numerics.ranks import exhaust
-from numerics.spec import QuantSpec
-from rollout.errors import EngineError
-from rollout.protocol import CACHE, GRAPHS, WEIGHTS
-from rollout.server.client import EngineClient, PauseMode
-from rollout.types import Endpoint
-from trainer.actor import TrainerGroup
-from weight_sync.adapters import Contents, HeldBase, check_frozen, exported
-from weight_sync.base import give_base, reads
-from weight_sync.buckets import Named
-from weight_sync.config import ANSWER_WITHIN_S, SyncConfig
-from weight_sync.delta import changes
-from weight_sync.hf_checkpoint import write_served_checkpoint
-from weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
-from weight_sync.quantized import served_tensors
-from weight_sync.transports import Transport, make_transport
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.ranks import exhaust
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.protocol import CACHE, GRAPHS, WEIGHTS
+from fp8rl.rollout.server.client import EngineClient, PauseMode
+from fp8rl.rollout.types import Endpoint
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.weight_sync.adapters import Contents, HeldBase, check_frozen, exported
+from fp8rl.weight_sync.base import give_base, reads
+from fp8rl.weight_sync.buckets import Named
+from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncConfig
+from fp8rl.weight_sync.delta import changes
+from fp8rl.weight_sync.hf_checkpoint import write_served_checkpoint
+from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
+from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.transports import Transport, make_transport
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 Result = TypeVar("Result")
 

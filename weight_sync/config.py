@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from numerics.io.section import Section
-from numerics.spec import QuantSpec
+from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.spec import QuantSpec
 
 ANSWER_WITHIN_S = 600.0
 

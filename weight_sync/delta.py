@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from models.tensors import EngineRank, TensorTable
-from numerics.delta import LastSent, encode
-from rollout.protocol import DELTA
-from weight_sync.buckets import Named
+from fp8rl.models.tensors import EngineRank, TensorTable
+from fp8rl.numerics.delta import LastSent, encode
+from fp8rl.rollout.protocol import DELTA
+from fp8rl.weight_sync.buckets import Named
 
 
 def changes(

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from models import Model, read_model
-from models.peft import pair_of, read_adapter, read_config
-from models.stored import starting_weights
-from models.storing import INDEX, write_directory
-from numerics.io.reading import read_bytes
-from numerics.ops.low_rank import LowRank
-from numerics.ops.merged import merged
-from numerics.spec import QuantSpec
-from weight_sync.manifest import Recorder
-from weight_sync.quantized import served_tensors
+from fp8rl.models import Model, read_model
+from fp8rl.models.peft import pair_of, read_adapter, read_config
+from fp8rl.models.stored import starting_weights
+from fp8rl.models.storing import INDEX, write_directory
+from fp8rl.numerics.io.reading import read_bytes
+from fp8rl.numerics.ops.low_rank import LowRank
+from fp8rl.numerics.ops.merged import merged
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.manifest import Recorder
+from fp8rl.weight_sync.quantized import served_tensors
 
 ADAPTER = "--adapter"
 """What messages call an adapter that is merged."""

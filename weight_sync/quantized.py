@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from models import Model
-from models.tensors import SCALE_SUFFIX, SERVED_SCALES
-from numerics.errors import UserError
-from numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
-from numerics.ranks import exhaust
-from numerics.shards import shards
-from numerics.spec import QuantSpec, TensorSpec
-from weight_sync.buckets import Allocate
-from weight_sync.manifest import Recorder, Sent
+from fp8rl.models import Model
+from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
+from fp8rl.numerics.ranks import exhaust
+from fp8rl.numerics.shards import shards
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
+from fp8rl.weight_sync.buckets import Allocate
+from fp8rl.weight_sync.manifest import Recorder, Sent
 
 _BATCH_BYTES = 32 << 20  # quantized at a time: experts are many and small, and each launch has its price
 

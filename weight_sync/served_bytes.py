@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from models.shape import BF16_BYTES, Shape, WeightGroup
-from models.tensors import SERVED_SCALES
-from numerics.quantize import scale_shape
-from numerics.spec import QuantSpec
+from fp8rl.models.shape import BF16_BYTES, Shape, WeightGroup
+from fp8rl.models.tensors import SERVED_SCALES
+from fp8rl.numerics.quantize import scale_shape
+from fp8rl.numerics.spec import QuantSpec
 
 
 def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from models import Model
-from numerics.spec import QuantSpec
-from rollout.server.client import EngineClient
-from rollout.types import Endpoint
-from weight_sync.adapters import scale_of
-from weight_sync.bridge import send_and_verify
-from weight_sync.manifest import Recorder, Sent, SyncError, some_of
-from weight_sync.transports.tensor import TensorTransport
+from fp8rl.models import Model
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Endpoint
+from fp8rl.weight_sync.adapters import scale_of
+from fp8rl.weight_sync.bridge import send_and_verify
+from fp8rl.weight_sync.manifest import Recorder, Sent, SyncError, some_of
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 _BUCKET_BYTES = 64 << 20
 

@@ -11,24 +11,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diagnose.attribution.compare import expert_differences, op_differences, position_differences, stream_differences
-from diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank
-from diagnose.attribution.probe import EngineAnswer, ask_engine
-from diagnose.attribution.result import Attribution, Cause, CauseName
-from diagnose.attribution.temperature import TemperatureFit, fit_temperature
-from diagnose.attribution.weights import expected_manifest, uncommitted
-from models import Model
-from models.trace import TARGETS, OpTrace
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from rollout.server.client import EngineClient
-from rollout.types import Endpoint
-from trainer.actor import TrainerGroup
-from trainer.step.batch import UNKNOWN, TokenBatch
-from weight_sync.manifest import Manifest
+from fp8rl.diagnose.attribution.compare import (
+    expert_differences,
+    op_differences,
+    position_differences,
+    stream_differences,
+)
+from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank
+from fp8rl.diagnose.attribution.probe import EngineAnswer, ask_engine
+from fp8rl.diagnose.attribution.result import Attribution, Cause, CauseName
+from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
+from fp8rl.diagnose.attribution.weights import expected_manifest, uncommitted
+from fp8rl.models import Model
+from fp8rl.models.trace import TARGETS, OpTrace
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Endpoint
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
 TRACED_TOKENS = 2048
 """Tokens whose ops are compared: as many whole sequences as fit, those that disagree most first."""
@@ -162,7 +167,7 @@ class _Views:
 
 
 def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
-    from trainer.step.op_trace import trace_ops  # on the rank: the driver does without megatron
+    from fp8rl.trainer.step.op_trace import trace_ops  # on the rank: the driver does without megatron
 
     return trace_ops(trainer, batch)
 

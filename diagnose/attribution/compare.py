@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diagnose.attribution.result import ExpertDifference, OpDifference, PositionDifference
-from models.trace import CHOSEN, EACH, RESIDUAL, Forward, output
+from fp8rl.diagnose.attribution.result import ExpertDifference, OpDifference, PositionDifference
+from fp8rl.models.trace import CHOSEN, EACH, RESIDUAL, Forward, output
 
 SHORTEST_BUCKET = 32
 

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from diagnose.attribution.result import Cause, ExpertDifference, Finding, OpDifference
-from diagnose.attribution.temperature import TemperatureFit
-from diagnose.attribution.weights import uncommitted
-from models import Model
-from models.tensors import SCALE_SUFFIX
-from numerics.config import Mode, NumericsConfig
-from weight_sync.manifest import Manifest
+from fp8rl.diagnose.attribution.result import Cause, ExpertDifference, Finding, OpDifference
+from fp8rl.diagnose.attribution.temperature import TemperatureFit
+from fp8rl.diagnose.attribution.weights import uncommitted
+from fp8rl.models import Model
+from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.weight_sync.manifest import Manifest
 
 NATIVE_FLOOR = 2.0**-7
 """Relative RMS that two correct definitions of an op stay below: twice the spacing of BF16 numbers."""

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from diagnose.attribution.attribute import Pair, attribute
-from diagnose.attribution.result import Attribution
-from diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
-from models import read_model
-from numerics.config import NumericsConfig
-from numerics.errors import user_error
-from numerics.io.reading import check_path
-from rl.experiment import Experiment, read_resolved
-from rl.guard.capsule import read_capsule
-from rl.guard.standing import Standing
-from rl.record.run_dir import RunDir
-from rl.run.stack import Stack, open_pair
-from rollout.environments.config import EnvironmentConfig
-from rollout.rewards.config import RewardsConfig
-from trainer.config import TrainerConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.diagnose.attribution.attribute import Pair, attribute
+from fp8rl.diagnose.attribution.result import Attribution
+from fp8rl.diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
+from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import check_path
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.guard.capsule import read_capsule
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diagnose.attribution.result import Attribution
-from diagnose.attribution.tables import headline
-from numerics.io.files import write_atomically
-from rl.record.console import format_difference
-from rl.report import page
+from fp8rl.diagnose.attribution.result import Attribution
+from fp8rl.diagnose.attribution.tables import headline
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.record.console import format_difference
+from fp8rl.rl.report import page
 
 LEAST = 1e-6
 """Relative RMS at which the colours begin; exact zeros are blank."""

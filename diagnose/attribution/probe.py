@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.trace import OpTrace
-from rollout.errors import EngineError
-from rollout.plugin.op_probe import ANSWER
-from rollout.server.client import EngineClient
+from fp8rl.models.trace import OpTrace
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.plugin.op_probe import ANSWER
+from fp8rl.rollout.server.client import EngineClient
 
 
 @dataclass(frozen=True)

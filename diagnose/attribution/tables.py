@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.attribution.result import Attribution
-from rl.record.console import format_difference
+from fp8rl.diagnose.attribution.result import Attribution
+from fp8rl.rl.record.console import format_difference
 
 SHOWN_OPS = 12
 SHOWN_EXPERTS = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numerics import ops
+from fp8rl.numerics import ops
 
 LOWEST, HIGHEST, GRID = 0.05, 10.0, 48
 """The search begins with GRID temperatures from LOWEST to HIGHEST, in equal ratios."""

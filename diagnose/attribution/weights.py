@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numerics.spec import QuantSpec
-from trainer.actor import TrainerGroup
-from weight_sync.adapters import would_hold
-from weight_sync.manifest import Manifest
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.weight_sync.adapters import would_hold
+from fp8rl.weight_sync.manifest import Manifest
 
 
 def expected_manifest(trainer: TrainerGroup, spec: QuantSpec) -> Manifest:

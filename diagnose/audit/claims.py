@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from numerics.precision_map import CLASSES, DOCUMENTED
+from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 Verdict = Literal["confirmed", "contradicted", "undecided"]
 Found = Mapping[str, Mapping[str, int]]

@@ -1,13 +1,13 @@
-"""The precision map as the table of docs/precision.md: `python -m diagnose.audit.document` writes it there."""
+"""The precision map as the table of docs/precision.md: `python -m fp8rl.diagnose.audit.document` writes it there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from numerics.precision_map import CLASSES, TensorClass
+from fp8rl.numerics.precision_map import CLASSES, TensorClass
 
 PAGE = Path("docs/precision.md")
-BEGIN, END = "<!-- table: python -m diagnose.audit.document -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: python -m fp8rl.diagnose.audit.document -->", "<!-- end of table -->"
 _SPEC = {
     "activation": "`activation`",
     "weight": "`weight`",

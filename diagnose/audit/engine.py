@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diagnose.audit.sighting import Sighting
-from models import Model
-from models.tensors import base_name
-from numerics.config import NumericsConfig
-from numerics.holdings import Holding, format_of
-from numerics.precision_map import precision_map
-from rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.models import Model
+from fp8rl.models.tensors import base_name
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import Holding, format_of
+from fp8rl.numerics.precision_map import precision_map
+from fp8rl.rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
 
 
 def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:

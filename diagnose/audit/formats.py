@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numerics.config import NumericsConfig
-from numerics.holdings import format_of
-from numerics.quantize import fake_quantize
-from numerics.spec import QuantSpec, Role, TensorSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import format_of
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import QuantSpec, Role, TensorSpec
 
 ROWS = 256
 """That are looked at, of a larger matrix."""

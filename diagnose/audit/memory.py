@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from diagnose.audit.formats import stored
-from diagnose.audit.sighting import Sighting
-from diagnose.audit.sites import Part, Sites
-from numerics.holdings import format_of
-from numerics.precision_map import Planned
+from fp8rl.diagnose.audit.formats import stored
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.sites import Part, Sites
+from fp8rl.numerics.holdings import format_of
+from fp8rl.numerics.precision_map import Planned
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 _WEIGHTS: dict[Part, str] = {
     "embedding": "embedding.weight",
@@ -26,7 +26,7 @@ _WEIGHTS: dict[Part, str] = {
 
 def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
     """What is held after a backward: weights, what products have made of them, and gradients."""
-    from trainer.inventory import inventory
+    from fp8rl.trainer.inventory import inventory
 
     for each in inventory(trainer):
         part = sites.parameters.get(each.name)
@@ -45,7 +45,7 @@ def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned
 
     A master whose moments are zero was never updated, and is taken for what its dtype says.
     """
-    from trainer.inventory import optimizer_state
+    from fp8rl.trainer.inventory import optimizer_state
 
     held = [(name.partition(":")[0], name, kind, tensor) for name, kind, tensor in optimizer_state(trainer)]
     updated = {parameter for parameter, _, kind, tensor in held if kind == "moments" and tensor.any()}

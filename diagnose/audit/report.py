@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.audit.claims import AuditClaim, answers
-from diagnose.audit.sighting import Sighting
-from diagnose.report import Report
-from numerics.precision_map import CLASSES, DOCUMENTED
+from fp8rl.diagnose.audit.claims import AuditClaim, answers
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.report import Report
+from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 _NOT_IN_EVERY_RUN = {
     "head.weight",

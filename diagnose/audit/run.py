@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from diagnose.audit.engine import engine_sightings
-from diagnose.audit.report import AuditReport, Deviation, differences_of, rows_of
-from diagnose.audit.sighting import Sighting
-from diagnose.audit.watch import watch_step
-from diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
-from models import Model
-from numerics.config import NumericsConfig
-from rl.algorithms.sft import SftObjective
-from rl.experiment import Experiment
-from rl.experiment.preconditions import check, read_model
-from rl.run.engines.serving import engine_adapter
-from rl.run.stack import Stack, open_pair
-from rollout.errors import HandshakeError
-from trainer.step.batch import TokenBatch
+from fp8rl.diagnose.audit.engine import engine_sightings
+from fp8rl.diagnose.audit.report import AuditReport, Deviation, differences_of, rows_of
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
+from fp8rl.models import Model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions import check, read_model
+from fp8rl.rl.run.engines.serving import engine_adapter
+from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> AuditReport:

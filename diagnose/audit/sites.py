@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from models.forms import LINEAR, OpForm
-from models.tensors import TensorRow
-from numerics.config import NumericsConfig
+from fp8rl.models.forms import LINEAR, OpForm
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.config import NumericsConfig
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
 Part = Literal["embedding", "head", "router", "attention", "product", "experts", "norm"]
 """What a module is. A product may have a norm inside, a layer of experts has its products inside."""

@@ -18,24 +18,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diagnose.audit.formats import Grids, stored
-from diagnose.audit.memory import held_by_optimizer, held_in_pass
-from diagnose.audit.sighting import Sighting
-from diagnose.audit.sites import Part, Site, Sites
-from models.sizes import ModelSizes
-from numerics.backend import dispatch
-from numerics.backend.compiler import uncompiled
-from numerics.backend.implementation import Implementation, using
-from numerics.config import Mode, NumericsConfig
-from numerics.holdings import format_of, tensors_in
-from numerics.precision_map import Planned, precision_map, unquantized
-from numerics.spec import Role
-from trainer.config import TrainerConfig
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective
+from fp8rl.diagnose.audit.formats import Grids, stored
+from fp8rl.diagnose.audit.memory import held_by_optimizer, held_in_pass
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.sites import Part, Site, Sites
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend.compiler import uncompiled
+from fp8rl.numerics.backend.implementation import Implementation, using
+from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.numerics.holdings import format_of, tensors_in
+from fp8rl.numerics.precision_map import Planned, precision_map, unquantized
+from fp8rl.numerics.spec import Role
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 SUMS = {"mean", "sum", "norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "_fused_rms_norm"}
@@ -112,8 +112,8 @@ def _own_formats(sizes: ModelSizes, mode: Mode) -> dict[str, str]:
 class _Watcher(TorchDispatchMode):
     def __init__(self, trainer: Trainer, sites: Sites, plan: Mapping[str, Planned], grids: Grids) -> None:
         super().__init__()
-        from trainer.inventory import buffer_kinds
-        from trainer.modules.weights import named_weights
+        from fp8rl.trainer.inventory import buffer_kinds
+        from fp8rl.trainer.modules.weights import named_weights
 
         self._trainer, self._sites = trainer, sites
         self._plan, self._grids = plan, grids
@@ -309,7 +309,7 @@ class _Watcher(TorchDispatchMode):
                 self._note(key, site.path, found)
 
     def _sent(self, func: Any, args: Any, kwargs: Any) -> None:
-        from trainer.inventory import transfer
+        from fp8rl.trainer.inventory import transfer
 
         call = transfer(func, args, kwargs, self._buffers)
         name = f"{call.collective} of {call.ranks} ranks"

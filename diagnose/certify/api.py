@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from diagnose.certify.http import Http, Refused, ServerFailed
-from diagnose.certify.said import Count, Name, Said
-from numerics.errors import UserError, shown, user_error
+from fp8rl.diagnose.certify.http import Http, Refused, ServerFailed
+from fp8rl.diagnose.certify.said import Count, Name, Said
+from fp8rl.numerics.errors import UserError, shown, user_error
 
 Prompt = str | list[int]
 OTHERS = 5

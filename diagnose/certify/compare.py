@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from diagnose.certify.api import Answer
-from diagnose.difference import Difference, difference
+from fp8rl.diagnose.certify.api import Answer
+from fp8rl.diagnose.difference import Difference, difference
 
 
 @dataclass(frozen=True)

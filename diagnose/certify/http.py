@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from numerics.errors import shown, user_error
-from rollout.deadlines import end
+from fp8rl.numerics.errors import shown, user_error
+from fp8rl.rollout.deadlines import end
 
 T = TypeVar("T")
 LARGEST = 64 << 20

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from diagnose.certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
-from diagnose.certify.http import Http, Refused, ServerFailed
-from diagnose.certify.said import Count, Logprob, Said, TokenId
+from fp8rl.diagnose.certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
+from fp8rl.diagnose.certify.http import Http, Refused, ServerFailed
+from fp8rl.diagnose.certify.said import Count, Logprob, Said, TokenId
 
 PATH = "/v1/completions"
 _EXTRAS: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"return_token_ids": True}, {"cache_salt": "1"})

@@ -20,12 +20,12 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from diagnose.certify import prompts as lengths
-from diagnose.certify.api import Answer, Prompt, Server
-from diagnose.certify.compare import Comparison, compare
-from diagnose.certify.http import Refused, ServerFailed, TimeUp
-from diagnose.certify.prompts import SHORTEST_LONG, Writer
-from numerics.errors import UserError
+from fp8rl.diagnose.certify import prompts as lengths
+from fp8rl.diagnose.certify.api import Answer, Prompt, Server
+from fp8rl.diagnose.certify.compare import Comparison, compare
+from fp8rl.diagnose.certify.http import Refused, ServerFailed, TimeUp
+from fp8rl.diagnose.certify.prompts import SHORTEST_LONG, Writer
+from fp8rl.numerics.errors import UserError
 
 TOKENS = 24
 """Length of each answer."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from diagnose.certify.api import Prompt, Server
-from diagnose.certify.http import Refused
+from fp8rl.diagnose.certify.api import Prompt, Server
+from fp8rl.diagnose.certify.http import Refused
 
 IDS = range(8, 64)
 """Token ids of prompts: every vocabulary has them, and most have their special tokens elsewhere."""

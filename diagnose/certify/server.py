@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from diagnose.certify.api import Server
-from diagnose.certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
-from diagnose.certify.openai_api import OpenAI
-from diagnose.certify.probe import Probe, Way
-from diagnose.certify.prompts import Writer
-from diagnose.certify.server_report import ServerReport
-from diagnose.certify.sglang_api import SGLang
-from numerics.errors import UserError, user_error
+from fp8rl.diagnose.certify.api import Server
+from fp8rl.diagnose.certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
+from fp8rl.diagnose.certify.openai_api import OpenAI
+from fp8rl.diagnose.certify.probe import Probe, Way
+from fp8rl.diagnose.certify.prompts import Writer
+from fp8rl.diagnose.certify.server_report import ServerReport
+from fp8rl.diagnose.certify.sglang_api import SGLang
+from fp8rl.numerics.errors import UserError, user_error
 
 _DAY_S = 86400.0
 

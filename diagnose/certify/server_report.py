@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.certify.probe import Cause, Way
-from diagnose.difference import shown_number
-from diagnose.report import Report
-from numerics.errors import shown
+from fp8rl.diagnose.certify.probe import Cause, Way
+from fp8rl.diagnose.difference import shown_number
+from fp8rl.diagnose.report import Report
+from fp8rl.numerics.errors import shown
 
 Verdict = Literal["certified", "broken", "undecided"]
 _STYLES = {"equal": "green", "differs": "bold red", "absent": "dim", "not reached": "yellow"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diagnose.doctor.judge import Diagnosis, Remark
-from numerics.errors import UserError
-from rl.experiment import Experiment
+from fp8rl.diagnose.doctor.judge import Diagnosis, Remark
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment
 
 
 def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
@@ -16,8 +16,8 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
     """
     if not diagnosis.ok:
         return diagnosis
-    from diagnose.doctor.data import data_found
-    from rl.experiment.preconditions import check
+    from fp8rl.diagnose.doctor.data import data_found
+    from fp8rl.rl.experiment.preconditions import check
 
     notes: list[str] = []
     try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from diagnose.doctor.judge import DataFound
-from rl.experiment import Experiment
-from rl.experiment.preconditions.data import evaluated
-from rl.experiment.preconditions.tokenizer import load_tokenizer
-from rollout.data.sources import Source, load_problems
-from rollout.data.tasks import Problem, prompt_ids
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardsConfig
-from rollout.rewards.functions import EACH, RewardFunction, load_function
-from rollout.rewards.workers import RewardFailure, Workers
+from fp8rl.diagnose.doctor.judge import DataFound
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.data import evaluated
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rollout.data.sources import Source, load_problems
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.functions import EACH, RewardFunction, load_function
+from fp8rl.rollout.rewards.workers import RewardFailure, Workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

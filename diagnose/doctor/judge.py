@@ -13,15 +13,15 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from diagnose.doctor.machine import InstalledGpu, Machine
-from diagnose.report import Report
-from numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
-from rollout.config import RolloutConfig
-from rollout.server.arguments import server_arguments
-from trainer.megatron.lowering import by_mx, lower
+from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
+from fp8rl.diagnose.report import Report
+from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.server.arguments import server_arguments
+from fp8rl.trainer.megatron.lowering import by_mx, lower
 
 Blocks = Literal["native", "by MX", "no"]
 

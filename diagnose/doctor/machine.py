@@ -18,8 +18,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from numerics.config import NumericsConfig
-from rollout.deadlines import kill_family
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rollout.deadlines import kill_family
 
 LIBRARIES = (
     *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core", "mbridge"),
@@ -29,10 +29,10 @@ LIBRARIES = (
 """Distributions that decide where a run's parts run."""
 PROBE = """
 import json, sys
-from numerics.backend.compiler import enable_compiler
-from numerics.config import NumericsConfig
-from numerics.backend.probe import allow_deepgemm, row_variant_ops
-from trainer import device
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.backend.probe import allow_deepgemm, row_variant_ops
+from fp8rl.trainer import device
 numerics = NumericsConfig.from_dict(json.loads(sys.argv[1]))
 device.start(0, numerics)
 here = device.current()

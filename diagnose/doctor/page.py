@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.doctor.judge import DataFound, Diagnosis, Remark
-from diagnose.doctor.machine import Machine
+from fp8rl.diagnose.doctor.judge import DataFound, Diagnosis, Remark
+from fp8rl.diagnose.doctor.machine import Machine
 
 
 def rendered(diagnosis: Diagnosis) -> RenderableType:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diagnose.plan.efficiency import Rates
-from models.shape import Shape
-from numerics.spec import QuantSpec
-from rl.experiment.budget.gpus import Gpu
-from weight_sync.served_bytes import weight_bytes
+from fp8rl.diagnose.plan.efficiency import Rates
+from fp8rl.models.shape import Shape
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.weight_sync.served_bytes import weight_bytes
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from numerics.config import Mode
-from numerics.errors import user_error
-from numerics.io.reading import parsed
-from rl.experiment.budget.gpus import Gpu
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import parsed
+from fp8rl.rl.experiment.budget.gpus import Gpu
 
 LARGE = 4096
 """Tokens from which a product's rate in `gpu.json` counts: smaller ones are bound by memory, which is calculated."""
@@ -76,12 +76,12 @@ def assumed(mode: Mode) -> Efficiency:
 
 
 def measured(path: Path, mode: Mode, gpu: Gpu) -> Efficiency:
-    """Efficiency from a `gpu.json` that `python -m bench.gpu` has written on such a GPU; what it lacks is assumed.
+    """Efficiency from a `gpu.json` that `python -m lab.bench.gpu` has written on such a GPU; what it lacks is assumed.
 
     Raises:
         UserError: it cannot be read as one.
     """
-    remedy = "Make one with `python -m bench.gpu gemms grouped` on such a GPU, or leave --bench out."
+    remedy = "Make one with `python -m lab.bench.gpu gemms grouped` on such a GPU, or leave --bench out."
     return parsed(path, "--bench", lambda report: _measured(report, path, mode, gpu, remedy), remedy)
 
 

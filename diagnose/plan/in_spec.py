@@ -1,4 +1,4 @@
-"""Write the planner's tables into specs that have one: `python -m diagnose.plan.in_spec SPEC...`."""
+"""Write the planner's tables into specs that have one: `python -m fp8rl.diagnose.plan.in_spec SPEC...`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from diagnose.plan import Plan, assumed, gpu_named, make_plan, read_subject
-from rl.experiment.budget.memory import PHASES
+from fp8rl.diagnose.plan import Plan, assumed, gpu_named, make_plan, read_subject
+from fp8rl.rl.experiment.budget.memory import PHASES
 
 _TITLE = "# The plan, `fp8rl plan SPEC --gpu {}`: GB on the fullest GPU in each phase of a step"
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from diagnose.plan.efficiency import Efficiency
-from diagnose.plan.time import step_time
-from models.shape import Shape
-from models.sizes import ModelSizes
-from numerics.errors import UserError, user_error
-from numerics.spec import QuantSpec
-from rl.experiment.budget.fit import SLACK
-from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import colocated_memory, engine_memory, trainer_memory
-from trainer.config import TrainerConfig
-from trainer.megatron.model_checks import check_engine_layout, check_layout
+from fp8rl.diagnose.plan.efficiency import Efficiency
+from fp8rl.diagnose.plan.time import step_time
+from fp8rl.models.shape import Shape
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.fit import SLACK
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import colocated_memory, engine_memory, trainer_memory
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout
 
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 64
 MOST_GPUS = 4096

@@ -11,13 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.doctor.judge import Remark
-from diagnose.plan.plan import Plan
-from diagnose.plan.time import StepTime
-from diagnose.plan.verdict import by
-from diagnose.report import SCHEMA
-from rl.experiment.budget.memory import PHASES
-from trainer.config import TrainerConfig
+from fp8rl.diagnose.doctor.judge import Remark
+from fp8rl.diagnose.plan.plan import Plan
+from fp8rl.diagnose.plan.time import StepTime
+from fp8rl.diagnose.plan.verdict import by
+from fp8rl.diagnose.report import SCHEMA
+from fp8rl.rl.experiment.budget.memory import PHASES
+from fp8rl.trainer.config import TrainerConfig
 
 _PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
 

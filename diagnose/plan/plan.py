@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diagnose.doctor.judge import Remark
-from diagnose.plan import layouts, verdict
-from diagnose.plan.decode import Decode, decode_step
-from diagnose.plan.efficiency import Efficiency
-from diagnose.plan.search import keys_that_fit, written
-from diagnose.plan.subject import Subject, is_apart, job_on, read_subject
-from diagnose.plan.time import StepTime, step_time
-from diagnose.plan.verdict import Bracket, Pays
-from numerics.config import Mode
-from numerics.errors import user_error
-from rl.experiment import Experiment
-from rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
-from rl.experiment.budget.gpus import Gpu
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
-from trainer.config import TrainerConfig
-from weight_sync.served_bytes import served_bytes
+from fp8rl.diagnose.doctor.judge import Remark
+from fp8rl.diagnose.plan import layouts, verdict
+from fp8rl.diagnose.plan.decode import Decode, decode_step
+from fp8rl.diagnose.plan.efficiency import Efficiency
+from fp8rl.diagnose.plan.search import keys_that_fit, written
+from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
+from fp8rl.diagnose.plan.time import StepTime, step_time
+from fp8rl.diagnose.plan.verdict import Bracket, Pays
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.weight_sync.served_bytes import served_bytes
 
 DECODED = (1, 32, 256)
 """Answers at a time for which decoding is calculated."""
@@ -166,11 +166,12 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
     full = fullest(job, apart)
     ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
     times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
+    break_even = verdict.break_even(job, gpu, efficiency)
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
     remarks = [
         *verdict.refusals(subject, job, gpu, full),
         *verdict.stand_in(subject),
-        *verdict.remarks(job, gpu, full, ratio),
+        *verdict.remarks(job, gpu, full, ratio, break_even),
     ]
     world = job.layout.world_size
     shape = job.shape
@@ -204,7 +205,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
         tokens_per_second=Bracket(*(job.tokens / times[corner].total / world for corner in corners)),
         fp8_over_bf16=ratio,
         pays=verdict.pays(ratio),
-        break_even=verdict.break_even(job, gpu, efficiency),
+        break_even=break_even,
         decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)) if job.engines else (),
         efficiency=efficiency,
         left_out=tuple(_left_out(subject.experiment)),

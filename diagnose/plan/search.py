@@ -11,18 +11,18 @@ from functools import reduce
 from itertools import product
 from typing import Any
 
-from diagnose.plan import layouts
-from diagnose.plan.efficiency import Efficiency, assumed
-from diagnose.plan.subject import Subject, is_apart, job_on
-from diagnose.plan.time import step_time
-from numerics.errors import UserError
-from rl.experiment import Experiment, parse_experiment
-from rl.experiment.budget.fit import fullest, with_cache
-from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import engine_memory
-from rl.experiment.preconditions.rules import Target, broken_rules
-from trainer.config import TrainerConfig
+from fp8rl.diagnose.plan import layouts
+from fp8rl.diagnose.plan.efficiency import Efficiency, assumed
+from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on
+from fp8rl.diagnose.plan.time import step_time
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment, parse_experiment
+from fp8rl.rl.experiment.budget.fit import fullest, with_cache
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import engine_memory
+from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
+from fp8rl.trainer.config import TrainerConfig
 
 MOST_GPUS = 1024
 _SIZES = ("tp", "pp", "ep", "dp", "cp")

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models import load_architecture, read_shape
-from models.hub import model_directory
-from models.shape import Shape
-from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path
-from rl.experiment import Experiment, load_experiment
-from rl.experiment.budget.gpus import Gpu
-from rl.experiment.budget.job import Job, job_of, teacher_bytes
-from rl.experiment.loading import architecture_of, compose_experiment
-from trainer.state_bytes import storage_on
+from fp8rl.models import load_architecture, read_shape
+from fp8rl.models.hub import model_directory
+from fp8rl.models.shape import Shape
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import check_path
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
+from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
+from fp8rl.trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
 """Directories with nothing but a config.json, of models that anyone can download; part of the package."""

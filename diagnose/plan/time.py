@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diagnose.plan.efficiency import Rates
-from diagnose.plan.transfers import layer_transfers, sums
-from models.shape import WeightGroup, overlap
-from rl.experiment.budget.gpus import Gpu
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import LOGIT_BYTES
-from trainer.config import OptimizerMemory
-from trainer.state_bytes import layers_of_stage, state_bytes
+from fp8rl.diagnose.plan.efficiency import Rates
+from fp8rl.diagnose.plan.transfers import layer_transfers, sums
+from fp8rl.models.shape import WeightGroup, overlap
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
+from fp8rl.trainer.config import OptimizerMemory
+from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
 LAUNCH_S = 5e-6
 OPTIMIZER_BYTES = 30

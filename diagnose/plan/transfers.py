@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diagnose.plan.efficiency import Rates
-from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
-from rl.experiment.budget.job import Job
-from trainer.state_bytes import layers_of_stage, state_bytes
+from fp8rl.diagnose.plan.efficiency import Rates
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
 GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 / 128}
 """Bytes of a number on its way to be summed, by `trainer.gradient_wire`."""

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from diagnose.doctor.judge import Remark
-from diagnose.plan import layouts
-from diagnose.plan.efficiency import Efficiency, Rates
-from diagnose.plan.subject import Subject
-from diagnose.plan.time import step_time
-from numerics.errors import UserError
-from rl.experiment import Experiment
-from rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
-from rl.experiment.budget.gpus import Gpu
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
-from rl.experiment.preconditions.rules import Target, broken_rules
-from rl.experiment.preconditions.teacher import check_teacher_layout
+from fp8rl.diagnose.doctor.judge import Remark
+from fp8rl.diagnose.plan import layouts
+from fp8rl.diagnose.plan.efficiency import Efficiency, Rates
+from fp8rl.diagnose.plan.subject import Subject
+from fp8rl.diagnose.plan.time import step_time
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
+from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
+from fp8rl.rl.experiment.preconditions.teacher import check_teacher_layout
 
 Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
 FEWEST, MOST = 1 << 7, 1 << 27
@@ -99,8 +99,13 @@ def planned_experiment(experiment: Experiment, job: Job) -> Experiment:
     return experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
 
 
-def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Remark]:
-    """What a plan rests on, and what speaks against it. memory: of its fullest GPU."""
+def remarks(
+    job: Job, gpu: Gpu, memory: Memory, ratio: Bracket, break_even: tuple[int | None, int | None]
+) -> Iterator[Remark]:
+    """What a plan rests on, and what speaks against it.
+
+    memory: of its fullest GPU. break_even: tokens of a step from which FP8 is faster, of both corners; None: never.
+    """
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
     if memory.peak <= gpu.memory and not layouts.leaves_slack(memory.peak, gpu):
         yield Remark(
@@ -111,13 +116,13 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
             _remedy(job, gpu, memory),
         )
     if pays(ratio) == "FP8 is slower here":
-        yield Remark(
-            False,
-            "numerics.trainer",
-            f"fp8, with which a training step takes {by(ratio)} longer than in BF16",
-            "steps of more tokens: kernels and quantization take longer than products gain",
-            "Raise trainer.micro_batch_tokens and the tokens of a step, or train in BF16 for speed, and lose equality.",
-        )
+        found = f"fp8, with which a training step takes {by(ratio)} longer than in BF16"
+        expected = "steps of more tokens: kernels and quantization take longer than products gain"
+        remedy = "Raise trainer.micro_batch_tokens and the tokens of a step, or set numerics.trainer=bf16."
+        if not any(break_even):
+            expected = "BF16 for speed: kernels and quantization take longer than products gain, at any batch size"
+            remedy = "Keep fp8 for equality, or set numerics.trainer=bf16."
+        yield Remark(False, "numerics.trainer", found, expected, remedy)
     bf16 = colocated_memory(job.in_bf16()).peak
     if job.fp8 and memory.peak > bf16 and memory.rank is not None:
         yield Remark(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from numerics.errors import UserError
+from fp8rl.numerics.errors import UserError
 
 Agreement = Literal["spec", "bytes", "logprobs"]
 """Same spec, same bytes, same log-probabilities."""

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from diagnose.calibration import sampled_batch
-from diagnose.difference import Difference, difference
-from rl.run.stack import Stack
-from rollout.server.client import EngineClient
-from rollout.types import Prompt
-from trainer.step.batch import TokenBatch
+from fp8rl.diagnose.calibration import sampled_batch
+from fp8rl.diagnose.difference import Difference, difference
+from fp8rl.rl.run.stack import Stack
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Prompt
+from fp8rl.trainer.step.batch import TokenBatch
 
 ALONE = 8
 """Sequences that are scored one by one."""

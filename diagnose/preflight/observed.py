@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 
 @dataclass(frozen=True)

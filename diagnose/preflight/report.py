@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.difference import Difference
-from diagnose.preflight.check import Agreement, Check
-from diagnose.report import Report
+from fp8rl.diagnose.difference import Difference
+from fp8rl.diagnose.preflight.check import Agreement, Check
+from fp8rl.diagnose.report import Report
 
 _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}
 

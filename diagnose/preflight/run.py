@@ -6,22 +6,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
-from diagnose.difference import Difference
-from diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
-from diagnose.preflight.check import Check
-from diagnose.preflight.observed import Observed, observe
-from diagnose.preflight.report import PreflightReport
-from diagnose.preflight.static import block_alignment, same_precision
-from models.stored import check_stored
-from numerics.errors import user_error
-from rl.experiment import Experiment
-from rl.experiment.preconditions import check, read_model
-from rl.run.engines.serving import engine_adapter
-from rl.run.stack import Stack, open_pair
-from rollout.errors import HandshakeError
-from trainer.step.batch import TokenBatch
-from weight_sync.manifest import SyncError
+from fp8rl.diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
+from fp8rl.diagnose.difference import Difference
+from fp8rl.diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
+from fp8rl.diagnose.preflight.check import Check
+from fp8rl.diagnose.preflight.observed import Observed, observe
+from fp8rl.diagnose.preflight.report import PreflightReport
+from fp8rl.diagnose.preflight.static import block_alignment, same_precision
+from fp8rl.models.stored import check_stored
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions import check, read_model
+from fp8rl.rl.run.engines.serving import engine_adapter
+from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.manifest import SyncError
 
 BF16 = "BF16 on both sides"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diagnose.preflight.check import Check, judged
-from weight_sync.bridge import SyncReport
-from weight_sync.manifest import SyncError
+from fp8rl.diagnose.preflight.check import Check, judged
+from fp8rl.weight_sync.bridge import SyncReport
+from fp8rl.weight_sync.manifest import SyncError
 
 
 def manifest_of(report: SyncReport) -> Check:

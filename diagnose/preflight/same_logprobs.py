@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from diagnose.difference import Difference, described, shown_number
-from diagnose.preflight.check import Check, judged
-from diagnose.preflight.floor import against_trainer
-from diagnose.preflight.static import SAME_PRECISION
-from numerics.config import Mode, NumericsConfig
-from rl.run.stack import Stack
-from trainer.step.batch import TokenBatch
+from fp8rl.diagnose.difference import Difference, described, shown_number
+from fp8rl.diagnose.preflight.check import Check, judged
+from fp8rl.diagnose.preflight.floor import against_trainer
+from fp8rl.diagnose.preflight.static import SAME_PRECISION
+from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.rl.run.stack import Stack
+from fp8rl.trainer.step.batch import TokenBatch
 
 NATIVE_LIMIT = 6.0
 """How many times the mean of BF16/BF16 the mean abs(d) may be in native mode. Measured with FP8 on both sides: 4.2 on

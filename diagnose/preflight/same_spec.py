@@ -9,17 +9,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from diagnose.preflight.check import Check, judged
-from models.adapters import AdapterConfig
-from models.forms import TOPK
-from models.tensors import SCALE_SUFFIX
-from numerics.config import NumericsConfig
-from numerics.digest import tensor_digest
-from numerics.spec import Scale
-from rl.run.engines.serving import expected_report
-from rollout.errors import HandshakeError
-from rollout.protocol import EngineReport
-from rollout.server.handshake import differences
+from fp8rl.diagnose.preflight.check import Check, judged
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.forms import TOPK
+from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.spec import Scale
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.rollout.protocol import EngineReport
+from fp8rl.rollout.server.handshake import differences
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
 _RESTART = "Start the engine from this spec, in this environment."

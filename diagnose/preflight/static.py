@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from diagnose.preflight.check import Check, judged, refused
-from models import ModelSizes
-from numerics.errors import UserError
-from rl.experiment import Experiment
-from rl.experiment.preconditions.model import check_model_layout
+from fp8rl.diagnose.preflight.check import Check, judged, refused
+from fp8rl.models import ModelSizes
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.model import check_model_layout
 
 
 def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
-from rl.run.lifecycle.interrupts import interruptible
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 
 def attribute(
@@ -22,10 +23,10 @@ def attribute(
 ) -> None:
     """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
-        from diagnose.attribution.offline import attribute_offline, read_subject
-        from diagnose.attribution.page import write_page
-        from diagnose.attribution.tables import rendered
-        from numerics.io.files import check_page, writing
+        from fp8rl.diagnose.attribution.offline import attribute_offline, read_subject
+        from fp8rl.diagnose.attribution.page import write_page
+        from fp8rl.diagnose.attribution.tables import rendered
+        from fp8rl.numerics.io.files import check_page, writing
 
         named = read_subject(subject)
         page = out or named.page
@@ -51,9 +52,9 @@ def rescore(
 ) -> None:
     """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
     with user_errors():
-        from diagnose.rescore import print_rescored
-        from diagnose.rescore import rescore as score_again
-        from rl.record.console import PlainConsole
+        from fp8rl.diagnose.rescore import print_rescored
+        from fp8rl.diagnose.rescore import rescore as score_again
+        from fp8rl.rl.record.console import PlainConsole
 
         result = score_again(capsule, model)
         if as_json:
@@ -76,8 +77,22 @@ def study(
     Exit code 0, 1 if a control does not hold, 2 for bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
-        from studies.run import run_studies
+        _find_the_laboratory()
+        from lab.studies.run import run_studies
 
         with interruptible():
             sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress(), out=out)
     end(sound)
+
+
+def _find_the_laboratory() -> None:
+    """Have `lab` imported from the checkout. Raises UserError: this is an installation without one."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / "lab/studies").is_dir():
+        raise user_error(
+            "study",
+            found="an installed fp8rl",
+            expected="one in a checkout, as studies are in its folder lab/ and not in the package",
+            remedy="Clone the repository, and run `make install` and `.venv/bin/fp8rl study` in it.",
+        )
+    sys.path.insert(0, str(checkout))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
-from numerics.errors import user_error
-from rl.run.lifecycle.interrupts import interruptible
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from diagnose.certify.dump.row import Sampling
+    from fp8rl.diagnose.certify.dump.row import Sampling
 
 _SERVER, _DUMP = "A server", "A dump"
 Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
@@ -79,16 +79,16 @@ def certify(
             )
         with interruptible():
             if server is not None:
-                from diagnose.certify import certify_server, rendered
+                from fp8rl.diagnose.certify import certify_server, rendered
 
                 found = certify_server(server, model, api_key, seconds=seconds, say=progress())
                 text, shown, ok = found.to_json(), rendered(found), found.ok
             else:
                 assert dump is not None
-                from diagnose.certify import dump as dumps
-                from models.hub import model_directory
-                from numerics.io.files import check_page, writing
-                from numerics.io.reading import check_path
+                from fp8rl.diagnose.certify import dump as dumps
+                from fp8rl.models.hub import model_directory
+                from fp8rl.numerics.io.files import check_page, writing
+                from fp8rl.numerics.io.reading import check_path
 
                 check_path(dump, "DUMP")
                 written = page or _beside(dump)

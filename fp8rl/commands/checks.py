@@ -11,10 +11,10 @@ import typer
 
 from fp8rl.commands import complete
 from fp8rl.commands.shared import AsJson, Overrides, SpecPath, end, progress, show, user_errors
-from rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from numerics.config import Mode
+    from fp8rl.numerics.config import Mode
 
 
 def doctor(
@@ -30,10 +30,10 @@ def doctor(
     Exit code 0, 1 if it cannot run here, 2 for bad input.
     """
     with user_errors():
-        from diagnose.doctor import gather, judge, rendered, with_conditions
-        from rl.experiment import load_experiment
-        from rl.experiment.fetching import fetched
-        from rl.experiment.sections import NumericsSection
+        from fp8rl.diagnose.doctor import gather, judge, rendered, with_conditions
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.sections import NumericsSection
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
@@ -61,7 +61,7 @@ def plan(
     ] = "h100",
     gpus: Annotated[int | None, typer.Option(help="GPUs of the trainer; engines share them, or have others.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; else as long as they may be.")] = None,
-    bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
+    bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m lab.bench.gpu` on such a GPU.")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Look for keys with which it fits, and print them.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +70,7 @@ def plan(
     Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
     """
     with user_errors():
-        from diagnose import plan as planning
+        from fp8rl.diagnose import plan as planning
 
         kind = planning.gpu_named(gpu)
 
@@ -97,10 +97,10 @@ def preflight(
     Exit code 0, 1 if they do not, 2 for bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
-        from diagnose.preflight import preflight as examine
-        from diagnose.preflight import rendered
-        from rl.experiment import load_experiment
-        from rl.experiment.fetching import fetched
+        from fp8rl.diagnose.preflight import preflight as examine
+        from fp8rl.diagnose.preflight import rendered
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.fetching import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
@@ -114,10 +114,10 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
     Exit code 0, 1 if one is not, 2 for bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
-        from diagnose.audit import audit as examine
-        from diagnose.audit import rendered
-        from rl.experiment import load_experiment
-        from rl.experiment.fetching import fetched
+        from fp8rl.diagnose.audit import audit as examine
+        from fp8rl.diagnose.audit import rendered
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.fetching import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())

@@ -12,7 +12,7 @@ from typing import Any
 
 SCHEMA = Path(__file__).parents[1] / "spec.schema.json"
 """Part of the distribution, and in a checkout a link into docs/."""
-CONFIGS = Path(__file__).parents[2] / "diagnose/plan/configs"
+CONFIGS = Path(__file__).parents[1] / "diagnose/plan/configs"
 
 
 def overrides(args: list[str], incomplete: str) -> list[tuple[str, str]]:

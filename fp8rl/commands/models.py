@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands.shared import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
-from numerics.errors import UserError
-from rl.run.lifecycle.interrupts import interruptible
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 
 def serve(
@@ -101,17 +101,17 @@ def convert(
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
-        from models import load_architecture
-        from models.hub import model_directory
-        from models.stored import check_stored
-        from numerics.io.files import check_writable, writing
-        from numerics.io.reading import check_path
-        from numerics.spec import QuantSpec
-        from rl.experiment.preconditions import read_model
-        from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-        from trainer.config import TrainerConfig
-        from trainer.megatron.model_checks import check_layout
-        from weight_sync.hf_checkpoint import convert_checkpoint
+        from fp8rl.models import load_architecture
+        from fp8rl.models.hub import model_directory
+        from fp8rl.models.stored import check_stored
+        from fp8rl.numerics.io.files import check_writable, writing
+        from fp8rl.numerics.io.reading import check_path
+        from fp8rl.numerics.spec import QuantSpec
+        from fp8rl.rl.experiment.preconditions import read_model
+        from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
+        from fp8rl.trainer.config import TrainerConfig
+        from fp8rl.trainer.megatron.model_checks import check_layout
+        from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 
         check_path(model, "MODEL")
         if architecture is not None:

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands.shared import AcceptChangedData, Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
+from fp8rl.numerics.io.terminal import say_error
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.lifecycle.stopping import STOPPED
 from fp8rl.training import RunFailedError, run_experiment
-from numerics.io.terminal import say_error
-from rl.run.lifecycle.interrupts import interruptible
-from rl.run.lifecycle.stopping import STOPPED
 
 DEMO_SPEC = Path("examples/arithmetic.yaml")
 INSTALLED = Path(__file__).parents[1]
@@ -57,8 +57,8 @@ def submit(
     Exit code 0, 1 if the job that was waited for did not succeed, 2 for bad input.
     """
     with user_errors():
-        from rl.experiment import load_experiment
-        from rl.run.cluster import submission
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.run.cluster import submission
 
         load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
         flags = ["--resume"] * resume + ["--overwrite"] * overwrite
@@ -71,7 +71,7 @@ def submit(
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, e.g. runs/demo.")]) -> None:
     """Write the run's report.html: a self-contained page with curves, verdict, sample rollouts and the spec."""
     with user_errors():
-        from rl.report.report import write_report
+        from fp8rl.rl.report.report import write_report
 
         with interruptible():
             page, damage = write_report(run)

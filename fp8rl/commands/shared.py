@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8rl.commands import complete
-from numerics.errors import UserError
-from numerics.io.files import is_full
-from numerics.io.terminal import say_error
-from rl.run.lifecycle.interrupts import INTERRUPTED
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.files import is_full
+from fp8rl.numerics.io.terminal import say_error
+from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,14 +56,14 @@ def user_errors() -> Iterator[None]:
 
 def progress() -> Callable[[RenderableType], None]:
     """Prints a line to the standard error, which leaves the standard output to the result."""
-    from rl.record.console import PlainConsole
+    from fp8rl.rl.record.console import PlainConsole
 
     return PlainConsole(stderr=True).print
 
 
 def show(*found: RenderableType, soft_wrap: bool = False) -> None:
     """Print a result to the standard output."""
-    from rl.record.console import PlainConsole
+    from fp8rl.rl.record.console import PlainConsole
 
     PlainConsole().print(*found, soft_wrap=soft_wrap)
 

@@ -9,7 +9,7 @@ import typer
 
 from fp8rl.commands import complete
 from fp8rl.commands.shared import show, user_errors
-from numerics.errors import user_error
+from fp8rl.numerics.errors import user_error
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
@@ -38,9 +38,9 @@ def runs(
     """List the runs of a folder, or compare two: where their specs and their metrics at the end differ."""
     with user_errors():
         from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared, write_comparison
+        from fp8rl.numerics.io.files import check_page, writing
+        from fp8rl.numerics.io.reading import check_path
         from fp8rl.run import Run
-        from numerics.io.files import check_page, writing
-        from numerics.io.reading import check_path
 
         check_path(folder, "--dir")
         for name in filter(None, (one, other)):

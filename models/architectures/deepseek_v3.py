@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import torch
 
-from models import parts
-from models.architecture import Architecture
-from models.config_file import ConfigFile
-from models.shape import Shape, decoder
-from models.sizes import Latent, ModelSizes, SigmoidRouter
-from models.tensors import TensorRow
-from models.trace import Forward
+from fp8rl.models import parts
+from fp8rl.models.architecture import Architecture
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.shape import Shape, decoder
+from fp8rl.models.sizes import Latent, ModelSizes, SigmoidRouter
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
 
 VARIANTS = {
     "hidden_act": "silu",

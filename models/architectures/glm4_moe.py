@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from models import parts
-from models.architecture import Architecture
-from models.config_file import ConfigFile
-from models.shape import Shape
-from models.sizes import ModelSizes, SigmoidRouter
-from models.tensors import TensorRow
-from models.trace import Forward
+from fp8rl.models import parts
+from fp8rl.models.architecture import Architecture
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.shape import Shape
+from fp8rl.models.sizes import ModelSizes, SigmoidRouter
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
 
 NORM_EPS = 1e-5
 

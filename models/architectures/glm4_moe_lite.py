@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from models.architectures import deepseek_v3
-from models.config_file import ConfigFile
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
+from fp8rl.models.architectures import deepseek_v3
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
 
 
 def sizes(config: ConfigFile) -> ModelSizes:

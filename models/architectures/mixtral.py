@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from models import parts
-from models.architectures import qwen3_moe
-from models.config_file import ConfigFile
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
-from models.trace import Forward
+from fp8rl.models import parts
+from fp8rl.models.architectures import qwen3_moe
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
 
 PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}

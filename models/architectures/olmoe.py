@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models import parts
-from models.architectures import qwen3, qwen3_moe
-from models.config_file import ConfigFile
-from models.sizes import ModelSizes
+from fp8rl.models import parts
+from fp8rl.models.architectures import qwen3, qwen3_moe
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
 
 NORM_EPS = 1e-5
 

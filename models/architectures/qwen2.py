@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models import parts
-from models.architectures import qwen3
-from models.config_file import ConfigFile
-from models.sizes import ModelSizes
+from fp8rl.models import parts
+from fp8rl.models.architectures import qwen3
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
 
 VARIANTS = {
     "hidden_act": "silu",

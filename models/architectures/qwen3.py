@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from models import parts
-from models.architecture import Architecture
-from models.config_file import ConfigFile
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
-from models.trace import Forward
+from fp8rl.models import parts
+from fp8rl.models.architecture import Architecture
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
 """The only values of these keys that the shared ops define."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from models import parts
-from models.architecture import Architecture
-from models.architectures import qwen3
-from models.config_file import ConfigFile
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
-from models.trace import Forward
+from fp8rl.models import parts
+from fp8rl.models.architecture import Architecture
+from fp8rl.models.architectures import qwen3
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
 
 
 def sizes(config: ConfigFile) -> ModelSizes:

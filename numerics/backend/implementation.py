@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from numerics.backend import dispatch
-from numerics.spec import Granularity, QuantSpec, TensorSpec
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.spec import Granularity, QuantSpec, TensorSpec
 
 Implementation = Literal["torch", "triton"]
 
@@ -83,6 +83,6 @@ def _install(implementation: Implementation) -> None:
     if implementation == "torch":
         dispatch.install(None)
     else:
-        from numerics.kernels.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
+        from fp8rl.numerics.kernels.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
 
         dispatch.install(KERNELS)

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.backend import dispatch
-from numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
-from numerics.ops import ExpertWeights, Fused, LowRank
-from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
-from numerics.ops.experts import adapted_grouped_linear
-from numerics.ops.grouped import grouped_linear
-from numerics.ops.rope import Yarn
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
+from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
+from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
+from fp8rl.numerics.ops.experts import adapted_grouped_linear
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.ops.rope import Yarn
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def allow_short_tiles(device: torch.device | str) -> bool:
     """
     if dispatch.installed() is None:
         return False
-    from numerics.kernels.products import heights  # Triton is imported where its kernels run, and nowhere else
+    from fp8rl.numerics.kernels.products import heights  # Triton is imported where its kernels run, and nowhere else
 
     heights.allow_short(False)
     tall = _of_few_rows(device)
@@ -144,7 +144,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
         return f"no {lacking}"
     if dispatch.installed() is None:
         return "no kernels for the spec, which the products could be compared with"
-    from numerics.kernels.products import deepgemm
+    from fp8rl.numerics.kernels.products import deepgemm
 
     deepgemm.allow(None)
     ours = _products(device)
@@ -164,9 +164,9 @@ _GROUPED = ((300, 0, 213), 384, 512)
 
 @torch.no_grad()
 def _products(device: torch.device | str) -> dict[str, Tensor]:
-    from numerics.kernels.products.gemm import gemm
-    from numerics.kernels.products.grouped import grouped_gemm
-    from numerics.kernels.products.tiles import make_tiles
+    from fp8rl.numerics.kernels.products.gemm import gemm
+    from fp8rl.numerics.kernels.products.grouped import grouped_gemm
+    from fp8rl.numerics.kernels.products.tiles import make_tiles
 
     generator, found = torch.Generator().manual_seed(2), {}
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from numerics.io.reading import read_bytes
+from fp8rl.numerics.io.reading import read_bytes
 
 _SOURCE = "__fp8rl_source__"
 """The attribute of a module that says which file it is, and what that said."""

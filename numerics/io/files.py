@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from numerics.errors import user_error
-from numerics.io.reading import check_path, reason
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import check_path, reason
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

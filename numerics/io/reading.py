@@ -11,8 +11,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from numerics.errors import UserError, shown, user_error
-from numerics.io.parsing import parse_json
+from fp8rl.numerics.errors import UserError, shown, user_error
+from fp8rl.numerics.io.parsing import parse_json
 
 T = TypeVar("T")
 RESTORE = "Restore the file."

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast
+from fp8rl.numerics.kernels.arithmetic import cast
 
 _BLOCK = 1024
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.digest import CHUNK, odd_weights
+from fp8rl.numerics.digest import CHUNK, odd_weights
 
 # A program takes several chunks side by side, so that one load of the weights, which are four times as long as the
 # words, serves all of them.

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics import hashing
-from numerics.kernels.memory import dense_rows
-from numerics.sampling import GREEDY
+from fp8rl.numerics import hashing
+from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.sampling import GREEDY
 
 _BLOCK = 4096
 _GOLDEN, _GREEDY = tl.constexpr(hashing.GOLDEN), tl.constexpr(GREEDY)

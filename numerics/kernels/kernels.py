@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numerics.kernels.attention.backward import attention_dkv, attention_dq
-from numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
-from numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
-from numerics.kernels.combine import combine
-from numerics.kernels.digest import chunk_sums
-from numerics.kernels.draw import draw
-from numerics.kernels.logprobs import token_logprobs
-from numerics.kernels.norm import add_rms_norm, rms_norm
-from numerics.kernels.products.experts import experts, grouped_linear
-from numerics.kernels.products.heads import head_linear
-from numerics.kernels.products.linear import (
+from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
+from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
+from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
+from fp8rl.numerics.kernels.combine import combine
+from fp8rl.numerics.kernels.digest import chunk_sums
+from fp8rl.numerics.kernels.draw import draw
+from fp8rl.numerics.kernels.logprobs import token_logprobs
+from fp8rl.numerics.kernels.norm import add_rms_norm, rms_norm
+from fp8rl.numerics.kernels.products.experts import experts, grouped_linear
+from fp8rl.numerics.kernels.products.heads import head_linear
+from fp8rl.numerics.kernels.products.linear import (
     fp8_linear,
     fp8_linear_partial,
     group_operand,
@@ -25,12 +25,12 @@ from numerics.kernels.products.linear import (
     trained_operand,
     weight_operand,
 )
-from numerics.kernels.products.low_rank import grouped_low_rank_term, low_rank_term
-from numerics.kernels.quantize import quantize, quantize_many
-from numerics.kernels.rope import rope, rope_pairs
-from numerics.kernels.router import route, route_sigmoid, top_experts
-from numerics.kernels.support import support_floors
-from numerics.kernels.swiglu import swiglu
+from fp8rl.numerics.kernels.products.low_rank import grouped_low_rank_term, low_rank_term
+from fp8rl.numerics.kernels.quantize import quantize, quantize_many
+from fp8rl.numerics.kernels.rope import rope, rope_pairs
+from fp8rl.numerics.kernels.router import route, route_sigmoid, top_experts
+from fp8rl.numerics.kernels.support import support_floors
+from fp8rl.numerics.kernels.swiglu import swiglu
 
 _ALL = (
     add_rms_norm, attention, attention_dkv, attention_dq, attention_forward, chunk_sums, combine, draw, experts,

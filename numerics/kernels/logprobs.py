@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast, pairwise_sum
-from numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, pairwise_sum
+from fp8rl.numerics.kernels.memory import dense_rows
 
 _BLOCK = 4096
 # exp of it is 0, and it has finite multiples where -inf has not; NaN and zero weights stay what they are.

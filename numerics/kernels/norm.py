@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast, pairwise_sum
-from numerics.kernels.memory import as_rows
-from numerics.kernels.quantize import empty_rows, format_constants
-from numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
+from fp8rl.numerics.kernels.arithmetic import cast, pairwise_sum
+from fp8rl.numerics.kernels.memory import as_rows
+from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
+from fp8rl.numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 _ELEMENTS = 4096  # of a program: several short rows (the heads), or one long one
 _PROGRAMS = 256  # that share the rows in the backward: two for each multiprocessor

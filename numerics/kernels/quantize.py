@@ -15,15 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics import quantize as definitions
-from numerics.errors import user_error
-from numerics.kernels.memory import as_rows, dense_rows
-from numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
-from numerics.quantize import QuantizedTensor, scale_shape
-from numerics.spec import TensorSpec
+from fp8rl.numerics import quantize as definitions
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.memory import as_rows, dense_rows
+from fp8rl.numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
+from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
+from fp8rl.numerics.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from numerics.kernels.products.tiles import Tiles
+    from fp8rl.numerics.kernels.products.tiles import Tiles
 
 # A program holds 8 rows of 8 groups: 8 scales side by side fill one 32-byte sector of memory.
 _ROWS, _GROUPS = 8, 8

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast
-from numerics.kernels.memory import dense_rows
-from numerics.ops.rope import Yarn, frequencies
+from fp8rl.numerics.kernels.arithmetic import cast
+from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.ops.rope import Yarn, frequencies
 
 _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)

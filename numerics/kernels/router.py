@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.errors import user_error
-from numerics.kernels.arithmetic import pairwise_sum
-from numerics.ops import router as definition
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.arithmetic import pairwise_sum
+from fp8rl.numerics.ops import router as definition
 
 _TOKENS = 4
 """Tokens of a program: one for each of its warps."""

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.memory import dense_rows
-from numerics.ops import support
+from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.ops import support
 
 _BLOCK = 1024
 _ONE, _LOG2_E, _LEAST = tl.constexpr(support.ONE), tl.constexpr(support.LOG2_E), tl.constexpr(support.LEAST)

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast
-from numerics.kernels.memory import as_rows
-from numerics.kernels.quantize import empty_rows, format_constants
-from numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
+from fp8rl.numerics.kernels.arithmetic import cast
+from fp8rl.numerics.kernels.memory import as_rows
+from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
+from fp8rl.numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 _BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
 

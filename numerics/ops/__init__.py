@@ -5,7 +5,7 @@ it. Each names its rounding points and its order of reduction. What a CPU's matr
 checked at start by `numerics.backend.probe`.
 """
 
-from numerics.ops.attention import (
+from fp8rl.numerics.ops.attention import (
     attention,
     attention_dkv,
     attention_dq,
@@ -13,16 +13,16 @@ from numerics.ops.attention import (
     packed_attention,
     paged_attention,
 )
-from numerics.ops.draw import draw
-from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
-from numerics.ops.latent import (
+from fp8rl.numerics.ops.draw import draw
+from fp8rl.numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
+from fp8rl.numerics.ops.latent import (
     head_linear,
     head_term,
     latent_attention,
     packed_latent_attention,
     paged_latent_attention,
 )
-from numerics.ops.linear import (
+from fp8rl.numerics.ops.linear import (
     add_bias,
     fp8_linear,
     fp8_linear_partial,
@@ -34,8 +34,8 @@ from numerics.ops.linear import (
     trained_operand,
     weight_operand,
 )
-from numerics.ops.logprobs import token_logprobs
-from numerics.ops.low_rank import (
+from fp8rl.numerics.ops.logprobs import token_logprobs
+from fp8rl.numerics.ops.low_rank import (
     Fused,
     LowRank,
     adapted_fp8_linear,
@@ -44,12 +44,12 @@ from numerics.ops.low_rank import (
     low_rank_of,
     low_rank_term,
 )
-from numerics.ops.merged import merged, reaching, reaching_term, updates
-from numerics.ops.norm import add_rms_norm, rms_norm
-from numerics.ops.rope import rope, rope_pairs
-from numerics.ops.router import route, route_sigmoid, top_experts
-from numerics.ops.support import narrowed, support_floors
-from numerics.ops.swiglu import swiglu
+from fp8rl.numerics.ops.merged import merged, reaching, reaching_term, updates
+from fp8rl.numerics.ops.norm import add_rms_norm, rms_norm
+from fp8rl.numerics.ops.rope import rope, rope_pairs
+from fp8rl.numerics.ops.router import route, route_sigmoid, top_experts
+from fp8rl.numerics.ops.support import narrowed, support_floors
+from fp8rl.numerics.ops.swiglu import swiglu
 
 __all__ = [
     "ExpertWeights",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from numerics.backend.dispatch import op
-from numerics.ops.linear import FEWEST_ROWS
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.linear import FEWEST_ROWS
 
 KEY_SPLIT = 128
 KEY_CHUNK = 1024

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from numerics.backend.dispatch import op
-from numerics.hashing import GOLDEN, mix, shifted
-from numerics.sampling import GREEDY
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.hashing import GOLDEN, mix, shifted
+from fp8rl.numerics.sampling import GREEDY
 
 _BLOCK = {"cpu": 1 << 18}
 """Logits at a time: more fall out of a CPU's caches."""

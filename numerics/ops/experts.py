@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from numerics.backend.dispatch import op
-from numerics.ops.grouped import grouped_linear
-from numerics.ops.linear import Backward
-from numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank_of
-from numerics.ops.swiglu import swiglu
-from numerics.spec import QuantSpec
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.ops.linear import Backward
+from fp8rl.numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank_of
+from fp8rl.numerics.ops.swiglu import swiglu
+from fp8rl.numerics.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from numerics.backend.dispatch import op
-from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
-from numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from fp8rl.numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 _CALL = 1 << 22  # multiplications in the time of a call of the matrix library
 _WEIGHTS_AS_ROWS = 64  # reading a matrix takes as long as so many rows of its products

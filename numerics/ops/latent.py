@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.backend.dispatch import op
-from numerics.ops.attention import attention, packed_attention, paged_attention
-from numerics.ops.linear import dense, linear, product, wide_mm
-from numerics.ops.low_rank import LowRank, low_rank_term
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.attention import attention, packed_attention, paged_attention
+from fp8rl.numerics.ops.linear import dense, linear, product, wide_mm
+from fp8rl.numerics.ops.low_rank import LowRank, low_rank_term
 
 
 @op

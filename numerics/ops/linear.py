@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from numerics.backend.dispatch import op
-from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.frozen import Frozen
-from numerics.ops.norm import rms_norm
-from numerics.quantize import QuantizedTensor, quantize
-from numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from fp8rl.numerics.frozen import Frozen
+from fp8rl.numerics.ops.norm import rms_norm
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 Backward = Literal["fp8", "bf16"]
 

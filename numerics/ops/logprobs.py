@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import op
 
 
 @op

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.backend.dispatch import op
-from numerics.ops.grouped import group_of_rows, narrow
-from numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
-from numerics.spec import QuantSpec
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.grouped import group_of_rows, narrow
+from fp8rl.numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
+from fp8rl.numerics.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.ops.linear import wide_mm
-from numerics.ops.low_rank import LowRank
+from fp8rl.numerics.ops.linear import wide_mm
+from fp8rl.numerics.ops.low_rank import LowRank
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import op
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import op
 
 SMALLEST_SUM = 1e-20
 """Added to the sum that sigmoids are divided by."""

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import op
 
 ONE = 40
 """The most probable token weighs 2^ONE, and every other a whole number, which is cut. The weights of 2^22 tokens have

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import op
 
 
 @op

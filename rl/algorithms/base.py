@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from numerics.io.section import Section, SpecFunction
-from rollout.config import RolloutConfig
-from trainer.config import TrainerConfig
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective
+from fp8rl.numerics.io.section import Section, SpecFunction
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
 
 CAP_WITHOUT_TIS = 2.0
 """C of the clip fractions where no cap is configured."""

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.parts.surrogates import Surrogate, clipped_weight, token_ratio
+from fp8rl.rl.algorithms.grpo import GroupRelative
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped_weight, token_ratio
 
 
 class Cispo(GroupRelative):

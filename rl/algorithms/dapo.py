@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.parts.overlong import OverlongConfig
+from fp8rl.rl.algorithms.grpo import GroupRelative
+from fp8rl.rl.algorithms.parts.overlong import OverlongConfig
 
 
 class Dapo(GroupRelative):

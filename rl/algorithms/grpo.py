@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from rl.algorithms.parts.advantages import group_advantages
-from rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.algorithms.parts.advantages import group_advantages
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 
 
 class GroupRelative(PolicyGradient):

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.parts.aggregation import Mode
-from rl.algorithms.parts.surrogates import Surrogate, clipped, sequence_ratio
+from fp8rl.rl.algorithms.grpo import GroupRelative
+from fp8rl.rl.algorithms.parts.aggregation import Mode
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, sequence_ratio
 
 WIDE_CLIP = 0.01
 """A sequence's ratio, a geometric mean, stays within some 1e-3 of 1: such a clip would never act."""

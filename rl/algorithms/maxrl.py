@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 from torch import Tensor
 
-from rl.algorithms.parts.advantages import relative_to_mean
-from rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.algorithms.parts.advantages import relative_to_mean
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 
 
 class MaxRl(PolicyGradient):

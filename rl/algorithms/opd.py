@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rl.algorithms.base import Needs, Outcomes, used_tokens
-from rl.algorithms.grpo import GroupRelative
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective, ObjectiveOutput
+from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
+from fp8rl.rl.algorithms.grpo import GroupRelative
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class Opd(GroupRelative):

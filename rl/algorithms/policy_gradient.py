@@ -17,17 +17,17 @@ import torch
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
-from rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
-from rl.algorithms.parts.advantages import spread, whitened
-from rl.algorithms.parts.aggregation import Aggregation, Mode
-from rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionConfig
-from rl.algorithms.parts.kl import KlConfig
-from rl.algorithms.parts.overlong import OverlongConfig
-from rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
-from rl.algorithms.policy_objective import PolicyObjective, usable_tokens
-from rollout.config import RolloutConfig
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective
+from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
+from fp8rl.rl.algorithms.parts.advantages import spread, whitened
+from fp8rl.rl.algorithms.parts.aggregation import Aggregation, Mode
+from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionConfig
+from fp8rl.rl.algorithms.parts.kl import KlConfig
+from fp8rl.rl.algorithms.parts.overlong import OverlongConfig
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
+from fp8rl.rl.algorithms.policy_objective import PolicyObjective, usable_tokens
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
 
 RatioSource = Literal["recompute", "bypass", "on_policy"]
 

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl.algorithms.base import used_tokens
-from rl.algorithms.parts.aggregation import Aggregation
-from rl.algorithms.parts.corrections import Correction
-from rl.algorithms.parts.kl import ESTIMATORS, KlConfig, k3
-from rl.algorithms.parts.surrogates import Surrogate, token_ratio
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import ObjectiveOutput
+from fp8rl.rl.algorithms.base import used_tokens
+from fp8rl.rl.algorithms.parts.aggregation import Aggregation
+from fp8rl.rl.algorithms.parts.corrections import Correction
+from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlConfig, k3
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate, token_ratio
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import ObjectiveOutput
 
 
 class HasSurrogate(Protocol):

@@ -9,12 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rl.algorithms.base import Needs, Outcomes, used_tokens
-from rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
-from rl.algorithms.policy_gradient import PolicyGradient
-from trainer.config import RateConfig, TrainerConfig
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective, ObjectiveOutput
+from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
+from fp8rl.rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.trainer.config import RateConfig, TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class CriticConfig(RateConfig):

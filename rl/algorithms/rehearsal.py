@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl.algorithms.base import AlgorithmConfig, Outcomes
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes
+from fp8rl.trainer.step.batch import TokenBatch
 
 LENGTHS = (4, 8, 8, 1, 3, 6)
 """Tokens of the answers."""

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rl.algorithms.base import Outcomes
-from rl.algorithms.parts.gae import to_go
-from rl.algorithms.policy_gradient import PolicyGradient
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.parts.gae import to_go
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 class ReinforcePlusPlus(PolicyGradient):

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from rl.algorithms.base import Outcomes
-from rl.algorithms.parts.advantages import group_advantages
-from rl.algorithms.policy_gradient import PolicyGradient
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.parts.advantages import group_advantages
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):

@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rl.algorithms.base import AlgorithmConfig
-from rollout.config import RolloutConfig
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import ObjectiveOutput
+from fp8rl.rl.algorithms.base import AlgorithmConfig
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import ObjectiveOutput
 
 
 class Sft(AlgorithmConfig):

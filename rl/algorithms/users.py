@@ -6,9 +6,9 @@ import inspect
 import sys
 from types import FunctionType
 
-from numerics.errors import user_error
-from rl.algorithms.base import AlgorithmConfig
-from rollout.named_functions import named_object
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.algorithms.base import AlgorithmConfig
+from fp8rl.rollout.named_functions import named_object
 
 KEY = "algorithm.name"
 
@@ -42,7 +42,7 @@ def check_methods(kind: type[AlgorithmConfig], name: str) -> None:
     Raises:
         UserError: one takes other parameters, or a method stands where a property is read.
     """
-    ours = [each for each in kind.__mro__ if each.__module__.startswith("rl.algorithms")]
+    ours = [each for each in kind.__mro__ if each.__module__.startswith("fp8rl.rl.algorithms")]
     for own in (each for each in kind.__mro__ if issubclass(each, AlgorithmConfig) and each not in ours):
         for method, said in vars(own).items():
             base = next((vars(above)[method] for above in ours if method in vars(above)), None)

@@ -17,11 +17,11 @@ from fnmatch import fnmatch
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from numerics.io.reading import open_regular
-from rl.experiment.experiment import Experiment
-from rollout.environments.config import HarnessConfig
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardsConfig
+from fp8rl.numerics.io.reading import open_regular
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rollout.environments.config import HarnessConfig
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardsConfig
 
 _HEX = 32
 SAMPLED_BEYOND = 64 << 20

@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from numerics.errors import UserError, user_error
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.experiment.features import missing
-from rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
-from rl.record.metrics import metric
-from rollout.environments.config import SINGLE_TURN
-from weight_sync.config import reason_to_send
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment.features import missing
+from fp8rl.rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
+from fp8rl.rl.record.metrics import metric
+from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.weight_sync.config import reason_to_send
 
 if TYPE_CHECKING:
-    from rl.experiment.experiment import Experiment
+    from fp8rl.rl.experiment.experiment import Experiment
 
 
 def check_environment(experiment: Experiment) -> None:

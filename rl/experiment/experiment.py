@@ -7,14 +7,14 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from models.adapters import AdapterConfig
-from numerics.config import NumericsConfig
-from numerics.io.section import Section
-from numerics.spec import QuantSpec
-from rl.algorithms import Algorithm
-from rl.algorithms.grpo import Grpo
-from rl.experiment.gates import GateSection, GuardSection
-from rl.experiment.sections import (
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.algorithms import Algorithm
+from fp8rl.rl.algorithms.grpo import Grpo
+from fp8rl.rl.experiment.gates import GateSection, GuardSection
+from fp8rl.rl.experiment.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
@@ -24,12 +24,12 @@ from rl.experiment.sections import (
     RunSection,
     TrackingSection,
 )
-from rl.experiment.teacher import TeacherSection
-from rollout.config import RolloutConfig
-from rollout.environments.config import EnvironmentConfig
-from rollout.rewards.config import RewardsConfig
-from trainer.config import TrainerConfig
-from weight_sync.config import SyncConfig
+from fp8rl.rl.experiment.teacher import TeacherSection
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.weight_sync.config import SyncConfig
 
 
 class Experiment(Section):

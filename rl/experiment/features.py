@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.record.metric import Feature, Metric
-from rollout.environments.config import SINGLE_TURN
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.record.metric import Feature, Metric
+from fp8rl.rollout.environments.config import SINGLE_TURN
 
 if TYPE_CHECKING:
-    from rl.experiment.experiment import Experiment
+    from fp8rl.rl.experiment.experiment import Experiment
 
 
 @dataclass(frozen=True)

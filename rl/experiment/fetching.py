@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from models.hub import Kind, commit, is_hub_name
-from rl.experiment.experiment import Experiment
-from rl.experiment.sections import DataSource, EvalSet, ModelSection, TrainSource
-from rl.experiment.teacher import TeacherSection
+from fp8rl.models.hub import Kind, commit, is_hub_name
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.sections import DataSource, EvalSet, ModelSection, TrainSource
+from fp8rl.rl.experiment.teacher import TeacherSection
 
 Named = ModelSection | TeacherSection | DataSource
 T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)

@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from numerics.errors import shown
-from numerics.io.section import Section
-from rl.record.metrics import describe, nearest_metric
+from fp8rl.numerics.errors import shown
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.record.metrics import describe, nearest_metric
 
 Action = Literal["warn", "tighten_tis", "enable_r3", "skip_step", "resync", "bf16_both", "checkpoint_and_stop"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from numerics.errors import shown
-from numerics.io.section import Section, sections_in
-from rl.experiment.experiment import Experiment
-from rl.experiment.members import MEMBERS, Say, leaves, of_member
-from rl.experiment.sections import DataSource
+from fp8rl.numerics.errors import shown
+from fp8rl.numerics.io.section import Section, sections_in
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.members import MEMBERS, Say, leaves, of_member
+from fp8rl.rl.experiment.sections import DataSource
 
 
 def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:

@@ -14,15 +14,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from numerics.errors import UserError, user_error
-from numerics.io.reading import at_home, check_path, read_text
-from numerics.io.section import Section
-from numerics.io.terminal import say_error
-from rl.experiment.experiment import Experiment
-from rl.experiment.layers import Say, merged
-from rl.experiment.plain_yaml import parse_override, parse_yaml
-from rl.experiment.validation import check_plain, named_architecture, parse_experiment
-from rollout.named_functions import check_importable
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import at_home, check_path, read_text
+from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.io.terminal import say_error
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.layers import Say, merged
+from fp8rl.rl.experiment.plain_yaml import parse_override, parse_yaml
+from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
+from fp8rl.rollout.named_functions import check_importable
 
 _HERE = Path("(a mapping)")
 """Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from numerics.errors import UserError, shown
-from rl.algorithms import algorithm_class
-from rl.algorithms.parts.corrections import BOUNDS
-from rollout.environments.config import HARNESS, VERIFIERS
-from rollout.environments.functions import BUILT_IN
-from rollout.environments.verifiers import Verifiers
-from rollout.named_functions import check_importable, named_object, signature_of
+from fp8rl.numerics.errors import UserError, shown
+from fp8rl.rl.algorithms import algorithm_class
+from fp8rl.rl.algorithms.parts.corrections import BOUNDS
+from fp8rl.rollout.environments.config import HARNESS, VERIFIERS
+from fp8rl.rollout.environments.functions import BUILT_IN
+from fp8rl.rollout.environments.verifiers import Verifiers
+from fp8rl.rollout.named_functions import check_importable, named_object, signature_of
 
 Say = Callable[[str], object]
 _NONE: Any = object()

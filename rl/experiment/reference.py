@@ -2,8 +2,8 @@
 
 Both are made of the sections: their types, bounds, defaults, and the text below each field.
 
-    python -m rl.experiment.reference > docs/reference.md
-    python -m rl.experiment.reference --schema > docs/spec.schema.json
+    python -m fp8rl.rl.experiment.reference > docs/reference.md
+    python -m fp8rl.rl.experiment.reference --schema > docs/spec.schema.json
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
-from numerics.io.section import Located, Section, sections_in
-from rl.algorithms import ALGORITHMS
-from rl.algorithms.grpo import Grpo
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.experiment.experiment import Experiment
+from fp8rl.numerics.io.section import Located, Section, sections_in
+from fp8rl.rl.algorithms import ALGORITHMS
+from fp8rl.rl.algorithms.grpo import Grpo
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment.experiment import Experiment
 
 _HEAD = """# Every key of a spec
 
-Made of the sections themselves by `python -m rl.experiment.reference`, as `spec.schema.json` is (`--schema`); a test
-holds both. Editors complete and check a spec that begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
+Made of the sections themselves by `python -m fp8rl.rl.experiment.reference`, as `spec.schema.json` is (`--schema`); a
+test holds both. Editors complete and check a spec that begins with
+`# yaml-language-server: $schema=PATH/spec.schema.json`.
 
 A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are merged,
 lists are replaced. On the command line `section.key=value` overrides all files. Where one of them names another

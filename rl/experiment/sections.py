@@ -7,16 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from models.architecture import check_scope
-from models.hub import HubPath, Revision, data_directory, model_directory
-from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
-from numerics.errors import UserError
-from numerics.io.section import Section, SpecPath
-from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
-from rl.record.wandb_run import WandbConfig
-from rollout.data.sources import Source
-from rollout.rewards.config import RewardsConfig
-from rollout.types import some_or_all
+from fp8rl.models.architecture import check_scope
+from fp8rl.models.hub import HubPath, Revision, data_directory, model_directory
+from fp8rl.numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.section import Section, SpecPath
+from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
+from fp8rl.rl.record.wandb_run import WandbConfig
+from fp8rl.rollout.data.sources import Source
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.types import some_or_all
 
 
 class RunSection(Section):

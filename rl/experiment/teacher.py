@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from models.hub import HubPath, Revision, model_directory
-from numerics.config import NumericsConfig, RolloutPrecision
-from numerics.io.section import Section
-from rl.experiment.sections import NumericsSection
-from rollout.config import RolloutConfig
-from rollout.server.client import SCORED_SHORT_OF
+from fp8rl.models.hub import HubPath, Revision, model_directory
+from fp8rl.numerics.config import NumericsConfig, RolloutPrecision
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.experiment.sections import NumericsSection
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.server.client import SCORED_SHORT_OF
 
 
 class TeacherSection(Section):

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from models import load_architecture
-from numerics.errors import UserError, shown, user_error
-from rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
-from rl.experiment.contradictions import (
+from fp8rl.models import load_architecture
+from fp8rl.numerics.errors import UserError, shown, user_error
+from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
+from fp8rl.rl.experiment.contradictions import (
     check_adapter,
     check_environment,
     check_gates,
@@ -29,7 +29,7 @@ from rl.experiment.contradictions import (
     check_teacher,
     check_updates,
 )
-from rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment
 
 _LONGEST_NUMBER = 1024
 """Bits."""

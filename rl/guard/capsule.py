@@ -19,24 +19,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors.torch import save_file
 
-from models.adapters import AdapterConfig
-from models.tensor_files import open_tensors
-from numerics.config import NumericsConfig
-from numerics.errors import user_error
-from numerics.io.files import new_directory
-from numerics.io.reading import check_path, parsed, read_text
-from numerics.io.section import validated
-from numerics.sampling import Truncation
-from rl.experiment import Experiment, read_resolved
-from rl.guard.evidence import Evidence
-from rl.record.run_dir import RunDir
-from rl.record.written import CAPSULE
-from trainer.step.batch import TokenBatch
-from trainer.step.support import Supports
-from weight_sync.manifest import Manifest
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.tensor_files import open_tensors
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.files import new_directory
+from fp8rl.numerics.io.reading import check_path, parsed, read_text
+from fp8rl.numerics.io.section import validated
+from fp8rl.numerics.sampling import Truncation
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.written import CAPSULE
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.support import Supports
+from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
-    from trainer.actor import TrainerGroup
+    from fp8rl.trainer.actor import TrainerGroup
 
 FORMAT = 1
 _ABOUT = "capsule.json"

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.mismatch import agreement, drift_metrics, redraw_metrics, router_agreement
-from rl.mismatch.redraw import NOT_DRAWN
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.mismatch import agreement, drift_metrics, redraw_metrics, router_agreement
+from fp8rl.rl.mismatch.redraw import NOT_DRAWN
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import ConfigDict, NonNegativeInt
 
-from rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
-from rl.record.events import Event
-from rl.record.metrics import metric
+from fp8rl.rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
+from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.metrics import metric
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from rl.algorithms.base import AlgorithmConfig
-from rl.experiment.gates import GateSection, GuardSection
-from rl.guard.gates import Firing, Gates
-from rl.guard.standing import Standing
-from rl.record.events import Event
+from fp8rl.rl.algorithms.base import AlgorithmConfig
+from fp8rl.rl.experiment.gates import GateSection, GuardSection
+from fp8rl.rl.guard.gates import Firing, Gates
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.events import Event
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from numerics.config import NumericsConfig
-from numerics.io.section import validated
-from rl.guard.gates import RuleState
-from rl.record.run_dir import RunDir
-from trainer.checkpoint.files import read_about
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.io.section import validated
+from fp8rl.rl.guard.gates import RuleState
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.trainer.checkpoint.files import read_about
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rollout.types import Trajectory
+    from fp8rl.rollout.types import Trajectory
 
 POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)
 """First position of each bucket of generated tokens; the last bucket is open. An answer's first token is at 0."""

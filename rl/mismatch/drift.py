@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl.mismatch.statistics import bounded, effective_sample_size
+from fp8rl.rl.mismatch.statistics import bounded, effective_sample_size
 
 OLDEST = 8
 """Age from which on tokens share one metric, so that an asynchronous run has a bounded number of names."""

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from rl.mismatch.breakdown import position_metrics
-from rl.mismatch.sequences import sequence_metrics
-from rl.mismatch.tokens import token_metrics
+from fp8rl.rl.mismatch.breakdown import position_metrics
+from fp8rl.rl.mismatch.sequences import sequence_metrics
+from fp8rl.rl.mismatch.tokens import token_metrics
 
 
 def agreement(

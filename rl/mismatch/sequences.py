@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl.mismatch.statistics import bounded, distribution, effective_sample_size, order_statistics
+from fp8rl.rl.mismatch.statistics import bounded, distribution, effective_sample_size, order_statistics
 
 
 def sequence_metrics(d: Tensor, used: Tensor) -> dict[str, float]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl.mismatch.statistics import MAX_EXPONENT, bounded, distribution, effective_sample_size, order_statistics
+from fp8rl.rl.mismatch.statistics import MAX_EXPONENT, bounded, distribution, effective_sample_size, order_statistics
 
 EXTREME_FACTORS = (2, 10)
 """Factors between the two probabilities of a token beyond which it counts as extreme."""

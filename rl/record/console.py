@@ -15,8 +15,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from numerics.io.terminal import printable
-from rl.record.log import CONSOLE
+from fp8rl.numerics.io.terminal import printable
+from fp8rl.rl.record.log import CONSOLE
 
 
 class PlainConsole(Console):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.record.metric import Metric, distribution, rows
+from fp8rl.rl.record.metric import Metric, distribution, rows
 
 TIME = "Time per step"
 """The chart that the parts of a step's time are stacked in."""

@@ -16,10 +16,10 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from rl.mismatch.breakdown import POSITION_STARTS
-from rl.mismatch.drift import OLDEST
-from rl.record.metric import Family, Metric, named, rows
-from rl.record.metric_rows import ANSWERS, METRICS
+from fp8rl.rl.mismatch.breakdown import POSITION_STARTS
+from fp8rl.rl.mismatch.drift import OLDEST
+from fp8rl.rl.record.metric import Family, Metric, named, rows
+from fp8rl.rl.record.metric_rows import ANSWERS, METRICS
 
 AGE = "Age of the tokens"
 """The chart of the tokens by the age of the weights that sampled them."""

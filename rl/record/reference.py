@@ -1,20 +1,20 @@
-"""docs/metrics.md, written from the registry: `python -m rl.record.reference`."""
+"""docs/metrics.md, written from the registry: `python -m fp8rl.rl.record.reference`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.record.metric import Metric
-from rl.record.metric_rows import METRICS
-from rl.record.metrics import FAMILIES
+from fp8rl.rl.record.metric import Metric
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import FAMILIES
 
 PAGE = Path("docs/metrics.md")
 _HEAD = """\
 # Metrics
 
 Every number that a step writes into `metrics.jsonl`. This page is written from the registry (`rl/record/metrics.py`)
-by `python -m rl.record.reference`; change it there.
+by `python -m fp8rl.rl.record.reference`; change it there.
 
 d is the trainer's log-probability of a sampled token minus the engine's, and rho = e^d. `mismatch/` compares tokens
 that the trainer's own weights have sampled, `drift/` trained tokens that older weights have sampled. Those of `train/`

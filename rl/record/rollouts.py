@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from numerics.io.files import write_atomically
-from numerics.io.reading import BadLine, json_lines
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.io.reading import BadLine, json_lines
 
 SHOWN = 8
 """Trajectories of a step that a person is shown."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import yaml
 
-from numerics.errors import UserError, user_error
-from numerics.io.files import write_atomically
-from rl.record.run_lock import run_lock
-from rl.record.written import MODEL, RUN, Tree, remove_written, strangers
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.record.run_lock import run_lock
+from fp8rl.rl.record.written import MODEL, RUN, Tree, remove_written, strangers
 
 
 @dataclass(frozen=True)

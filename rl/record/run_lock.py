@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from numerics.errors import user_error
+from fp8rl.numerics.errors import user_error
 
 _NOTE = re.compile(rb"(process \d+ on \S+)?")
 

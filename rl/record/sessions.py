@@ -20,11 +20,11 @@ import psutil
 import torch
 from pydantic import Field, TypeAdapter
 
-from numerics.io.files import append_line
-from numerics.io.reading import BadLine, json_lines
+from fp8rl.numerics.io.files import append_line
+from fp8rl.numerics.io.reading import BadLine, json_lines
 
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
-_REPOSITORY = Path(__file__).parents[2]
+_REPOSITORY = Path(__file__).parents[3]
 _TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
 """What a calendar has a date for."""
 

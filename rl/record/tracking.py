@@ -8,11 +8,11 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from rl.record.metrics_log import MetricsLog
-from rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
-from rl.record.run_dir import RunDir
-from rl.record.trackers.beside import Beside
-from rl.record.wandb_run import WandbRun, table
+from fp8rl.rl.record.metrics_log import MetricsLog
+from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.trackers.beside import Beside
+from fp8rl.rl.record.wandb_run import WandbRun, table
 
 TABLE_EVERY = 10
 """Steps between tables of rollouts in wandb, which are slow to write; the files have those of every step."""

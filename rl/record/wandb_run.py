@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from numerics.errors import UserError, user_error
-from numerics.io.files import write_atomically
-from numerics.io.section import Section
-from rl.record.metric_rows import METRICS
-from rl.record.run_dir import RunDir
-from rl.record.wandb_upload import Upload
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.wandb_upload import Upload
 
 if TYPE_CHECKING:
     import wandb

@@ -28,7 +28,7 @@ class Upload:
         self.folder, self._log = folder, log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rl.record.wandb_upload", str(folder)],
+                [sys.executable, "-P", "-m", "fp8rl.rl.record.wandb_upload", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

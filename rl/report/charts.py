@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.record.metric_rows import METRICS, TIME
-from rl.record.metrics import AGE, metric
-from rl.report.summary import Row, evaluated_at
+from fp8rl.rl.record.metric_rows import METRICS, TIME
+from fp8rl.rl.record.metrics import AGE, metric
+from fp8rl.rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""

@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 import plotly.offline
 
-from numerics.io.files import write_atomically
-from rl.record.console import format_difference
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.record.console import format_difference
 
 
 def write_page(
@@ -52,4 +52,4 @@ def _environment() -> jinja2.Environment:
 
 
 def _read(name: str) -> str:
-    return resources.files("rl.report").joinpath("templates", name).read_text(encoding="utf-8")
+    return resources.files("fp8rl.rl.report").joinpath("templates", name).read_text(encoding="utf-8")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from numerics.errors import UserError
-from rl.experiment import read_resolved
-from rl.record.run_dir import RunDir
-from rollout.data.sources import load_problems
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import read_resolved
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rollout.data.sources import load_problems
 
 MOST_READ = 100_000
 """Problems of a source that are looked through."""

@@ -7,21 +7,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from numerics.errors import UserError
-from numerics.io.files import check_page, writing
-from numerics.io.reading import BadLine, check_path, read_text
-from rl.experiment.plain_yaml import parse_yaml
-from rl.record.console import format_percent
-from rl.record.events import events_found
-from rl.record.metrics import metric
-from rl.record.metrics_log import metrics_found
-from rl.record.rollouts import rollouts_found, shown
-from rl.record.run_dir import RunDir
-from rl.record.sessions import Session, sessions_found
-from rl.report import page
-from rl.report.charts import sections
-from rl.report.references import references
-from rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.files import check_page, writing
+from fp8rl.numerics.io.reading import BadLine, check_path, read_text
+from fp8rl.rl.experiment.plain_yaml import parse_yaml
+from fp8rl.rl.record.console import format_percent
+from fp8rl.rl.record.events import events_found
+from fp8rl.rl.record.metrics import metric
+from fp8rl.rl.record.metrics_log import metrics_found
+from fp8rl.rl.record.rollouts import rollouts_found, shown
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import Session, sessions_found
+from fp8rl.rl.report import page
+from fp8rl.rl.report.charts import sections
+from fp8rl.rl.report.references import references
+from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
 
 
 def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.record.events import Event
+from fp8rl.rl.record.events import Event
 
 Row = dict[str, Any]
 Tone = Literal["good", "bad", "neutral"]

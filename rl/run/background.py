@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rollout.deadlines import GRACE_S, end
+from fp8rl.rollout.deadlines import GRACE_S, end
 
 Result = TypeVar("Result")
 

@@ -11,20 +11,20 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from numerics.errors import UserError, shown, user_error
-from numerics.io.files import flush_to_disk
-from numerics.io.reading import RESTORE
-from numerics.io.section import validated
-from rl.experiment import Experiment, read_resolved
-from rl.experiment.contents import Content
-from rl.guard.standing import Standing
-from rl.record.events import read_events
-from rl.record.metrics_log import read_metrics
-from rl.record.run_dir import RunDir
-from rl.record.written import CHECKPOINT, unfinished
-from rl.run.feed.ahead import FeedState
-from trainer.actor import TrainerDiedError, TrainerGroup
-from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
+from fp8rl.numerics.errors import UserError, shown, user_error
+from fp8rl.numerics.io.files import flush_to_disk
+from fp8rl.numerics.io.reading import RESTORE
+from fp8rl.numerics.io.section import validated
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.experiment.contents import Content
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.events import read_events
+from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.written import CHECKPOINT, unfinished
+from fp8rl.rl.run.feed.ahead import FeedState
+from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
+from fp8rl.trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
 _CONTENTS = "contents"
 """The key of `About.extra` for digests of what the spec names; older checkpoints have none."""

@@ -13,21 +13,21 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from numerics.sampling import GREEDY, evaluation_seed
-from rl.experiment import Experiment
-from rl.guard.evidence import Evidence
-from rl.mismatch import token_versions
-from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import to_prompts
-from rl.run.feed.judging import Judge, JudgedAnswer
-from rl.run.lifecycle.interrupts import Closing
-from rl.run.sampling import Asked, Sampling
-from rollout.chat import end_ids
-from rollout.data.sources import load_problems
-from rollout.rewards.config import RewardsConfig
-from rollout.sampler import check_versions
-from rollout.types import Group, SamplingParams
-from trainer.actor import TrainerGroup
+from fp8rl.numerics.sampling import GREEDY, evaluation_seed
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.mismatch import token_versions
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import to_prompts
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.sampling import Asked, Sampling
+from fp8rl.rollout.chat import end_ids
+from fp8rl.rollout.data.sources import load_problems
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.sampler import check_versions
+from fp8rl.rollout.types import Group, SamplingParams
+from fp8rl.trainer.actor import TrainerGroup
 
 
 @dataclass(frozen=True)

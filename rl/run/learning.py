@@ -9,13 +9,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from numerics.sampling import EVERY_TOKEN
-from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
-from rl.run.records import train_metrics
-from trainer.actor import TrainerGroup
-from trainer.errors import NonFiniteLossError
-from trainer.step.batch import TokenBatch
-from trainer.step.result import PassResult, Scored
+from fp8rl.numerics.sampling import EVERY_TOKEN
+from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
+from fp8rl.rl.run.records import train_metrics
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.errors import NonFiniteLossError
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import PassResult, Scored
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rl.run.engines.pool import EnginePool
-from rl.run.feed.failures import Failures
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.feed.failures import Failures
 
 Tell = Callable[[str, int, str], None]
 """Takes note of what was mended: the metric that counts it, how many there were, and in words."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl.algorithms.base import used_tokens
-from rl.guard.evidence import Evidence
-from rl.mismatch import row_abs_diff_means
-from rl.record.rollouts import RolloutRecord, ScoredRecord
-from rl.run.feed.feed import Work
-from trainer.step.batch import TokenBatch
-from trainer.step.result import PassResult
+from fp8rl.rl.algorithms.base import used_tokens
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.mismatch import row_abs_diff_means
+from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
+from fp8rl.rl.run.feed.feed import Work
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import PassResult
 
 
 def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:

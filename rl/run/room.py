@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rl.run.engines.pool import EnginePool
-from rl.run.turns import Side
-from rollout.engine import Slept
-from trainer.actor import TrainerGroup
-from trainer.step.result import MovedAside
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.turns import Side
+from fp8rl.rollout.engine import Slept
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.step.result import MovedAside
 
 
 @dataclass

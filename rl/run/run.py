@@ -12,32 +12,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rl.experiment import Experiment
-from rl.experiment.contents import contents
-from rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
-from rl.guard.evidence import Evidence
-from rl.guard.judge import Verdict
-from rl.guard.standing import Standing
-from rl.record.console import StepConsole
-from rl.record.events import Event, append_event, cut_events
-from rl.record.log import CONSOLE, run_log
-from rl.record.run_dir import RunDir
-from rl.record.sessions import Session, append_session, this_session
-from rl.record.trackers import TRACKERS, Tracked
-from rl.record.trackers.beside import Beside
-from rl.record.tracking import TRACKER_LOST, WANDB_LOST, Tracker
-from rl.record.wandb_run import WandbRun, leet
-from rl.run.checkpoints import Checkpoints, check_contents, with_older
-from rl.run.feed.ahead import FeedState
-from rl.run.feed.conversations import ENVIRONMENT_FAILURES
-from rl.run.feed.judging import REWARD_FAILURES
-from rl.run.lifecycle.folder import Folder
-from rl.run.lifecycle.interrupts import Closing
-from rl.run.lifecycle.stopping import end_without_ray
-from rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
-from rl.run.stack import Stack
-from trainer.checkpoint.files import DamagedCheckpointError
-from weight_sync.bridge import SyncReport
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.contents import contents
+from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.judge import Verdict
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.console import StepConsole
+from fp8rl.rl.record.events import Event, append_event, cut_events
+from fp8rl.rl.record.log import CONSOLE, run_log
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import Session, append_session, this_session
+from fp8rl.rl.record.trackers import TRACKERS, Tracked
+from fp8rl.rl.record.trackers.beside import Beside
+from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Tracker
+from fp8rl.rl.record.wandb_run import WandbRun, leet
+from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
+from fp8rl.rl.run.feed.ahead import FeedState
+from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
+from fp8rl.rl.run.feed.judging import REWARD_FAILURES
+from fp8rl.rl.run.lifecycle.folder import Folder
+from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.lifecycle.stopping import end_without_ray
+from fp8rl.rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
+from fp8rl.rl.run.stack import Stack
+from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
+from fp8rl.weight_sync.bridge import SyncReport
 
 RESUMED = "tracking/resumed"
 BEFORE_THE_FIRST = -1

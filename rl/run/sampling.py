@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rl.run.engines.pool import EnginePool
-from rl.run.feed.conversations import Conversations
-from rl.run.feed.failures import Failures
-from rl.run.feed.judging import Judge, JudgedAnswer
-from rl.run.listener import STALE_RESYNCS, Listener
-from rl.run.syncing import Syncing
-from rl.run.turns import Turns
-from rollout.chat import end_ids
-from rollout.config import RolloutConfig
-from rollout.errors import StaleWeightsError
-from rollout.types import Group, SamplingParams, Trajectory
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.feed.conversations import Conversations
+from fp8rl.rl.run.feed.failures import Failures
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.listener import STALE_RESYNCS, Listener
+from fp8rl.rl.run.syncing import Syncing
+from fp8rl.rl.run.turns import Turns
+from fp8rl.rollout.chat import end_ids
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.errors import StaleWeightsError
+from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a new engine waits for weights."""

@@ -10,31 +10,31 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from models import read_model
-from numerics.config import NumericsConfig
-from rl.experiment import Experiment
-from rl.experiment.budget.here import with_own_cache
-from rl.record.written import SERVED, remove_written
-from rl.run.cluster.cluster import end_at_once, ray_cluster
-from rl.run.cluster.seats import Seats
-from rl.run.engines.canary import Canary
-from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import Serving, engine_adapter, engine_maker
-from rl.run.engines.teacher import Teacher
-from rl.run.feed.conversations import Conversations
-from rl.run.feed.judging import Judge
-from rl.run.lifecycle.interrupts import Closing
-from rl.run.listener import Listener
-from rl.run.room import SharedRoom
-from rl.run.sampling import Sampling
-from rl.run.syncing import Syncing
-from rl.run.turns import Side, Turns
-from rollout.environments.config import SINGLE_TURN
-from rollout.types import NO_WEIGHTS
-from trainer.actor import TrainerGroup
-from weight_sync.base import write_base
-from weight_sync.bridge import Bridge
-from weight_sync.hf_checkpoint import write_description
+from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.budget.here import with_own_cache
+from fp8rl.rl.record.written import SERVED, remove_written
+from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
+from fp8rl.rl.run.cluster.seats import Seats
+from fp8rl.rl.run.engines.canary import Canary
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
+from fp8rl.rl.run.engines.teacher import Teacher
+from fp8rl.rl.run.feed.conversations import Conversations
+from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.listener import Listener
+from fp8rl.rl.run.room import SharedRoom
+from fp8rl.rl.run.sampling import Sampling
+from fp8rl.rl.run.syncing import Syncing
+from fp8rl.rl.run.turns import Side, Turns
+from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.rollout.types import NO_WEIGHTS
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.weight_sync.base import write_base
+from fp8rl.weight_sync.bridge import Bridge
+from fp8rl.weight_sync.hf_checkpoint import write_description
 
 
 @dataclass

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.run.engines.canary import Canary, Expected
-from rl.run.engines.pool import EnginePool
-from rl.run.listener import SYNCS_REPEATED, Listener
-from rl.run.turns import Turns
-from rollout.types import Endpoint
-from weight_sync.bridge import Bridge, SyncReport
-from weight_sync.manifest import SyncError
+from fp8rl.rl.run.engines.canary import Canary, Expected
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.listener import SYNCS_REPEATED, Listener
+from fp8rl.rl.run.turns import Turns
+from fp8rl.rollout.types import Endpoint
+from fp8rl.weight_sync.bridge import Bridge, SyncReport
+from fp8rl.weight_sync.manifest import SyncError
 
 
 @dataclass

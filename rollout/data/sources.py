@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numerics.errors import UserError, user_error
-from rollout.data.rows import Row, Rows, open_rows
-from rollout.data.tasks import Message, Problem
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.rollout.data.rows import Row, Rows, open_rows
+from fp8rl.rollout.data.tasks import Message, Problem
 
 _ABSENT = object()
 

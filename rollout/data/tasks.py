@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout import chat
-from rollout.chat import Message
+from fp8rl.rollout import chat
+from fp8rl.rollout.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

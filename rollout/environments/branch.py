@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rollout.types import Supports, Trajectory
+from fp8rl.rollout.types import Supports, Trajectory
 
 
 class ConversationOverError(Exception):

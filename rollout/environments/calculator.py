@@ -3,7 +3,7 @@
 import re
 from operator import add, mul, sub
 
-from rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.conversation import Conversation
 
 OPEN, CALL, CLOSE = "(", "=", ")"
 _SUM = re.compile(r"(-?\d{1,9})([-+*])(-?\d{1,9})")

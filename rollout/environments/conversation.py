@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from numerics.sampling import branch_seed
-from rollout.chat import continuation_ids, opening_ids, prompt_ids
-from rollout.deadlines import end
-from rollout.environments.branch import Branch, ConversationOverError
-from rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.numerics.sampling import branch_seed
+from fp8rl.rollout.chat import continuation_ids, opening_ids, prompt_ids
+from fp8rl.rollout.deadlines import end
+from fp8rl.rollout.environments.branch import Branch, ConversationOverError
+from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.data.tasks import Problem
+    from fp8rl.rollout.data.tasks import Problem
 
 Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
 """One answer to a prompt."""

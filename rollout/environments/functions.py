@@ -10,22 +10,22 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from numerics.errors import user_error
-from rollout.environments.config import HARNESS, VERIFIERS, EnvironmentConfig, HarnessConfig
-from rollout.environments.conversation import Conversation
-from rollout.environments.harness.harness import Harness
-from rollout.environments.harness.tools import parsers
-from rollout.environments.verifiers import Verifiers
-from rollout.named_functions import named_object, signature_of
+from fp8rl.numerics.errors import user_error
+from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentConfig, HarnessConfig
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.harness.harness import Harness
+from fp8rl.rollout.environments.harness.tools import parsers
+from fp8rl.rollout.environments.verifiers import Verifiers
+from fp8rl.rollout.named_functions import named_object, signature_of
 
 Environment = Callable[[Conversation], Awaitable[Any]]
 
 BUILT_IN = {
-    "single_turn": "rollout.environments.single_turn:single_turn",
-    "calculator": "rollout.environments.calculator:calculator",
-    "python": "rollout.environments.python:python",
-    "guess": "rollout.environments.guess:guess",
-    "openenv": "rollout.environments.openenv:openenv",
+    "single_turn": "fp8rl.rollout.environments.single_turn:single_turn",
+    "calculator": "fp8rl.rollout.environments.calculator:calculator",
+    "python": "fp8rl.rollout.environments.python:python",
+    "guess": "fp8rl.rollout.environments.guess:guess",
+    "openenv": "fp8rl.rollout.environments.openenv:openenv",
 }
 
 

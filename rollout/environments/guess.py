@@ -1,6 +1,6 @@
 """A number to be guessed: the data's answer is hidden, and after each guess the model hears which way it is."""
 
-from rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.conversation import Conversation
 
 HIGHER, LOWER, UNREAD = ">,", "<,", "?,"
 

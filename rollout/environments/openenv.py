@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from numerics.errors import shown
-from rollout.environments.conversation import Conversation
+from fp8rl.numerics.errors import shown
+from fp8rl.rollout.environments.conversation import Conversation
 
 _MOST_BYTES = 64 << 20
 

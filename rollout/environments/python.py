@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollout.environments.conversation import Conversation
-from rollout.environments.sandbox import run_python
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.sandbox import run_python
 
 FENCE, LANGUAGE = "```", "python"
 

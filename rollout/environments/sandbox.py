@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.deadlines import end_process, within
+from fp8rl.rollout.deadlines import end_process, within
 
 LONGEST_OUTPUT = 4096
 """Characters of its output that are kept."""

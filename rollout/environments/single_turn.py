@@ -1,6 +1,6 @@
 """A question and its answer: the environment of a run that names none."""
 
-from rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.conversation import Conversation
 
 
 async def single_turn(conversation: Conversation) -> None:

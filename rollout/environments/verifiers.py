@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollout.data.tasks import Problem
+    from fp8rl.rollout.data.tasks import Problem
 
 _LEASH = Path(__file__).with_name("harness") / "leash.py"
 _KEPT = 40
@@ -73,7 +73,7 @@ class Verifiers:
 
     async def close(self) -> None:
         """End the process and all that it has started."""
-        from rollout.deadlines import GRACE_S, end_process, within
+        from fp8rl.rollout.deadlines import GRACE_S, end_process, within
 
         process, self._process = self._process, None
         if process is not None:

@@ -21,11 +21,11 @@ def register() -> None:
         return
     import torch
 
-    from models import load_architecture
-    from models.adapters import AdapterConfig
-    from numerics.config import NumericsConfig
-    from rollout.plugin import hooks, speculation, state
-    from rollout.speculation import Speculation
+    from fp8rl.models import load_architecture
+    from fp8rl.models.adapters import AdapterConfig
+    from fp8rl.numerics.config import NumericsConfig
+    from fp8rl.rollout.plugin import hooks, speculation, state
+    from fp8rl.rollout.speculation import Speculation
 
     config = json.loads(text)
     if (architecture := config.get("architecture")) is not None:

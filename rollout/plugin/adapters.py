@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import Model
-from models.adapters import AdapterConfig
-from models.tensors import EngineRank, TensorRow
-from numerics.ops import Fused, LowRank
+from fp8rl.models import Model
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.tensors import EngineRank, TensorRow
+from fp8rl.numerics.ops import Fused, LowRank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import forms
-from models.forms import OpForm
-from models.sizes import ModelSizes
-from models.trace import Forward
-from numerics import ops
-from numerics.sampling import GREEDY
-from rollout.plugin import latent
-from rollout.plugin.state import state
+from fp8rl.models import forms
+from fp8rl.models.forms import OpForm
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.trace import Forward
+from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import GREEDY
+from fp8rl.rollout.plugin import latent
+from fp8rl.rollout.plugin.state import state
 
 Read = Sequence[Tensor | None]
 _OF_ITS_SCHEDULER = (
@@ -82,8 +82,9 @@ def check_forms(forward: Forward, provided: tuple[str, ...]) -> None:
     if unknown or stock:
         raise RuntimeError(
             f"fp8rl plugin: found ops of forms without an engine side {unknown}, and of forms that no hook computes by "
-            f"their definition {stock}, expected neither in exact mode. Enter the first in rollout.plugin.forms.SIDES, "
-            "where the architecture's model is defined, and give the second a row in rollout/plugin/hooks.py"
+            f"their definition {stock}, expected neither in exact mode. Enter the first in SIDES of "
+            "rollout/plugin/forms.py, where the architecture's model is defined, and give the second a row in "
+            "rollout/plugin/hooks.py"
         )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from torch import Tensor, nn
 
-from models import Model
-from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
+from fp8rl.models import Model
+from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
 
 Served = tuple[str, Tensor, Tensor]
 """A tensor's name in the checkpoint, of a part of it as the rank labels it, the engine's parameter that holds it, and

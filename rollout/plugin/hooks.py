@@ -13,12 +13,12 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from models import forms
-from models.forms import OpForm
-from numerics.config import NumericsConfig
-from numerics.spec import TensorSpec
-from rollout.plugin import latent, lifecycle, logprobs, native, ops, pausing, sampling, sleeping
-from rollout.plugin.state import state
+from fp8rl.models import forms
+from fp8rl.models.forms import OpForm
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.rollout.plugin import latent, lifecycle, logprobs, native, ops, pausing, sampling, sleeping
+from fp8rl.rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
 

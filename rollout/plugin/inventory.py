@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from models.tensors import SCALE_SUFFIX
-from numerics.holdings import Holding, format_of, holding
-from rollout.plugin.weights import ServedWeights
+from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics.holdings import Holding, format_of, holding
+from fp8rl.rollout.plugin.weights import ServedWeights
 
 WEIGHTS, SCALES, DERIVED, KV_CACHE = "weights", "scales", "derived", "kv_cache"
 """Kinds of what an engine holds. `derived`: what products multiply with in place of the weights, in further memory."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.quantize import QuantizedTensor
-from rollout.plugin.state import state
+from fp8rl.numerics import ops
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.rollout.plugin.state import state
 
 
 @dataclass(frozen=True)

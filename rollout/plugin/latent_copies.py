@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from models import read_model
-from models.base import Base, places
-from models.tensors import EngineRank
-from numerics.backend.compiler import enable_compiler
-from numerics.backend.implementation import choose
-from numerics.backend.probe import allow_deepgemm, allow_short_tiles
-from numerics.holdings import give_back
-from numerics.io.shared import mapped
-from numerics.placeholders import ZEROS, placeholders
-from rollout import protocol
-from rollout.plugin import op_probe, sleeping
-from rollout.plugin.adapters import AdaptedRows
-from rollout.plugin.forms import check_forms
-from rollout.plugin.inventory import inventory
-from rollout.plugin.state import report, state
-from rollout.protocol import (
+from fp8rl.models import read_model
+from fp8rl.models.base import Base, places
+from fp8rl.models.tensors import EngineRank
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.backend.implementation import choose
+from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles
+from fp8rl.numerics.holdings import give_back
+from fp8rl.numerics.io.shared import mapped
+from fp8rl.numerics.placeholders import ZEROS, placeholders
+from fp8rl.rollout import protocol
+from fp8rl.rollout.plugin import op_probe, sleeping
+from fp8rl.rollout.plugin.adapters import AdaptedRows
+from fp8rl.rollout.plugin.forms import check_forms
+from fp8rl.rollout.plugin.inventory import inventory
+from fp8rl.rollout.plugin.state import report, state
+from fp8rl.rollout.protocol import (
     Commit,
     EngineReport,
     Held,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from numerics import ops
-from rollout.plugin.sampling import draw_from_logits, narrowed, supports
+from fp8rl.numerics import ops
+from fp8rl.rollout.plugin.sampling import draw_from_logits, narrowed, supports
 
 NEVER = -9999.0
 """The log-probability of a token that cannot be drawn, as OpenAI writes it: JSON has no infinity."""

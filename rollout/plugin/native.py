@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from numerics import ops
-from numerics.ops.grouped import grouped_linear
-from numerics.quantize import QuantizedTensor, quantize
-from rollout.plugin.state import state
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.rollout.plugin.state import state
 
 
 def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:

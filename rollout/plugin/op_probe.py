@@ -18,10 +18,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import Model
-from models.trace import CHOSEN, EACH, LENGTHS, LOGITS, LOGPROBS, RESIDUAL, TARGETS, TOKENS, OpSite, inputs, recorded
-from rollout.plugin.forms import SIDES, Probed, Read
-from rollout.plugin.state import state
+from fp8rl.models import Model
+from fp8rl.models.trace import (
+    CHOSEN,
+    EACH,
+    LENGTHS,
+    LOGITS,
+    LOGPROBS,
+    RESIDUAL,
+    TARGETS,
+    TOKENS,
+    OpSite,
+    inputs,
+    recorded,
+)
+from fp8rl.rollout.plugin.forms import SIDES, Probed, Read
+from fp8rl.rollout.plugin.state import state
 
 ANSWER = "engine.safetensors"
 """Name of the answer, in the recording's directory.

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from numerics import ops
-from numerics.ops import ExpertWeights
-from rollout.plugin import ranks
-from rollout.plugin.state import state
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.rollout.plugin import ranks
+from fp8rl.rollout.plugin.state import state
 
 
 def rms_norm(

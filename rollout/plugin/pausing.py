@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.plugin.state import state
+from fp8rl.rollout.plugin.state import state
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:

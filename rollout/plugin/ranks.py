@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.ops import LowRank
-from rollout.plugin.state import state
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops import LowRank
+from fp8rl.rollout.plugin.state import state
 
 
 def splits(layer: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.sampling import GREEDY
+from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import GREEDY
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:

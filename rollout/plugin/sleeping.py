@@ -13,10 +13,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from numerics.holdings import give_back
-from rollout.plugin.inventory import cache_buffers
-from rollout.plugin.state import state
-from rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory
+from fp8rl.numerics.holdings import give_back
+from fp8rl.rollout.plugin.inventory import cache_buffers
+from fp8rl.rollout.plugin.state import state
+from fp8rl.rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory
 
 
 def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from models.adapters import AdapterConfig
-from models.roles import Role
-from numerics.backend.implementation import Implementation
-from numerics.backend.probe import row_variant_ops
-from numerics.config import NumericsConfig
-from numerics.io.code import code_digest
-from rollout.plugin.weights import ServedWeights
-from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.roles import Role
+from fp8rl.numerics.backend.implementation import Implementation
+from fp8rl.numerics.backend.probe import row_variant_ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.io.code import code_digest
+from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 
 
 @dataclasses.dataclass

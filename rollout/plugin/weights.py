@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import Model
-from models.base import Base
-from models.tensors import WHOLE, EngineRank, base_name
-from numerics import delta, ops
-from numerics.digest import tensor_digests
-from numerics.frozen import Frozen
-from numerics.holdings import tensors_in
-from numerics.ops import LowRank
-from numerics.placeholders import own_memory
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
-from rollout.plugin import adapters
-from rollout.plugin.adapters import AdaptedRows, Adapter
-from rollout.plugin.held import Served, check_table, hf_tensors, quantized_parameters
-from rollout.plugin.latent_copies import Copies, copies_in
-from rollout.protocol import ADAPTER_SCALE, DELTA
+from fp8rl.models import Model
+from fp8rl.models.base import Base
+from fp8rl.models.tensors import WHOLE, EngineRank, base_name
+from fp8rl.numerics import delta, ops
+from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.frozen import Frozen
+from fp8rl.numerics.holdings import tensors_in
+from fp8rl.numerics.ops import LowRank
+from fp8rl.numerics.placeholders import own_memory
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.rollout.plugin import adapters
+from fp8rl.rollout.plugin.adapters import AdaptedRows, Adapter
+from fp8rl.rollout.plugin.held import Served, check_table, hf_tensors, quantized_parameters
+from fp8rl.rollout.plugin.latent_copies import Copies, copies_in
+from fp8rl.rollout.protocol import ADAPTER_SCALE, DELTA
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout.rewards.integer import final_integer
+from fp8rl.rollout.rewards.integer import final_integer
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ def _has_a_result(answer: str) -> bool:
 
 BUILT_IN = {
     "integer": BuiltIn(
-        "rollout.rewards.integer:integer",
+        "fp8rl.rollout.rewards.integer:integer",
         cheap=True,
         reads=lambda answer: final_integer(answer) is not None,
         reference="text that ends in '#### ' and an integer",
     ),
     "math": BuiltIn(
-        "rollout.rewards.mathematics:math",
+        "fp8rl.rollout.rewards.mathematics:math",
         reads=_has_a_result,
         reference="a result after '####' that math-verify can read",
     ),
     "format": BuiltIn("rollout.rewards.form:format"),
-    "length": BuiltIn("rollout.rewards.length:length", cheap=True),
+    "length": BuiltIn("fp8rl.rollout.rewards.length:length", cheap=True),
     "environment": BuiltIn("rollout.rewards.environment:environment", cheap=True),
-    "http": BuiltIn("rollout.rewards.http:http"),
-    "model": BuiltIn("rollout.rewards.model:model", tokenizer="tokenizer"),
+    "http": BuiltIn("fp8rl.rollout.rewards.http:http"),
+    "model": BuiltIn("fp8rl.rollout.rewards.model:model", tokenizer="tokenizer"),
 }

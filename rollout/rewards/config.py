@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from numerics.io.section import Section, SpecFunction, SpecPath, located_as
-from rollout.rewards.builtin import BUILT_IN
+from fp8rl.numerics.io.section import Section, SpecFunction, SpecPath, located_as
+from fp8rl.rollout.rewards.builtin import BUILT_IN
 
 
 class RewardConfig(Section):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rollout.returned import ReturnError
+from fp8rl.rollout.returned import ReturnError
 
 
 def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:

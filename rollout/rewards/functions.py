@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numerics.errors import user_error
-from rollout.named_functions import named_object, signature_of
-from rollout.returned import Numbers, ReturnError, brief, named_numbers
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardConfig
+from fp8rl.numerics.errors import user_error
+from fp8rl.rollout.named_functions import named_object, signature_of
+from fp8rl.rollout.returned import Numbers, ReturnError, brief, named_numbers
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardConfig
 
 EACH = ("finished", "tokens", "turns", "outcome")
 """What each answer has of its own, besides its text."""

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from rollout.loopback import is_loopback
+from fp8rl.rollout.loopback import is_loopback
 
 _IDLE_S = 1.0
 """Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a question that is asked

@@ -6,8 +6,8 @@ import logging
 from itertools import product
 from typing import Any
 
-from rollout.rewards.integer import final_integer
-from rollout.rewards.prose import plain
+from fp8rl.rollout.rewards.integer import final_integer
+from fp8rl.rollout.rewards.prose import plain
 
 _DIGITS = 50
 """Digits to which what is no fraction is computed to be compared."""

@@ -7,8 +7,8 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat import render
-from rollout.rewards.http import posted
+from fp8rl.rollout.chat import render
+from fp8rl.rollout.rewards.http import posted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,8 +16,8 @@ import sys
 import traceback
 from typing import Any
 
-from rollout.rewards.config import RewardConfig
-from rollout.rewards.functions import RewardFunction, load_function
+from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.functions import RewardFunction, load_function
 
 MEMORY_LIMIT = 4 * 2**30
 """Bytes of data that a worker may take: 9^9^9^9 must fail here, not exhaust the machine."""

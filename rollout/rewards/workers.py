@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from rollout.returned import Numbers
-from rollout.rewards.config import RewardConfig
+from fp8rl.rollout.returned import Numbers
+from fp8rl.rollout.rewards.config import RewardConfig
 
 START_SECONDS = 120.0
 """Seconds in which sympy is imported on a busy machine with cold caches."""
@@ -69,7 +69,7 @@ class _Worker:
 
     def _started(self) -> subprocess.Popen[str]:
         process = self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollout.rewards.worker"],
+            [sys.executable, "-P", "-m", "fp8rl.rollout.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

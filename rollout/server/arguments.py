@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from numerics.backend.environment import BOUNDED_MEMORY
-from numerics.config import Mode
-from rollout.config import RolloutConfig
-from rollout.plugin import CONFIG_VARIABLE
-from rollout.plugin.speculation import NAME as ALGORITHM
-from rollout.speculation import Speculation, check_drafts
-from rollout.types import IDLE_S, LOOPBACK
+from fp8rl.numerics.backend.environment import BOUNDED_MEMORY
+from fp8rl.numerics.config import Mode
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.plugin import CONFIG_VARIABLE
+from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
+from fp8rl.rollout.speculation import Speculation, check_drafts
+from fp8rl.rollout.types import IDLE_S, LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
 """What an engine has no use for."""

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import httpx
 
-from numerics.holdings import Holding
-from rollout.errors import EngineError
-from rollout.protocol import (
+from fp8rl.numerics.holdings import Holding
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.protocol import (
     RELEASED,
     Call,
     Commit,
@@ -35,8 +35,8 @@ from rollout.protocol import (
     from_checksums,
     to_action,
 )
-from rollout.routes import RouteShape, parse_routes
-from rollout.types import IDLE_S, Completion, Decoding, Endpoint, Load, SamplingParams, Supports
+from fp8rl.rollout.routes import RouteShape, parse_routes
+from fp8rl.rollout.types import IDLE_S, Completion, Decoding, Endpoint, Load, SamplingParams, Supports
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.errors import HandshakeError
-from rollout.protocol import EngineReport
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.rollout.protocol import EngineReport
 
 _REMEDIES = {
     "role": "The engine serves another model of the run: start it with the plugin's role of this one.",

@@ -26,9 +26,9 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from rollout.server import public
-from rollout.server.idle import limit_headers
-from rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
+from fp8rl.rollout.server import public
+from fp8rl.rollout.server.idle import limit_headers
+from fp8rl.rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5
 """Seconds between two looks at whether the server lives. The end of the lifeline is seen at once."""
@@ -64,7 +64,7 @@ def main() -> None:
     if request["fork"]:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
     if request["openai"]:
-        from rollout.plugin.hooks import register
+        from fp8rl.rollout.plugin.hooks import register
 
         register(public.HOOKS)
     load_plugins()
@@ -92,7 +92,7 @@ def _check_keys(request: dict[str, Any]) -> None:
     host = request["arguments"][request["arguments"].index("--host") + 1]
     if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
         raise SystemExit(
-            f"rollout.server.launcher: found no two keys for an engine at {host}, expected one for generation and one "
+            f"engine: found no two keys for an engine at {host}, expected one for generation and one "
             "for administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
         )
 
@@ -104,7 +104,7 @@ def _read_line(descriptor: int) -> bytes:
         byte = os.read(descriptor, 1)
         if not byte:
             raise SystemExit(
-                "rollout.server.launcher is started by rollout.server.server, which writes one JSON line to its input"
+                "The launcher is started by fp8rl.rollout.server.server, which writes one JSON line to its input"
             )
         line += byte
     return line

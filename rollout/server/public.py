@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from numerics.io.parsing import parse_json
-from numerics.sampling import answer_seed
-from rollout.chat import end_ids, read_arguments, template_arguments
-from rollout.lengths import fewest_tokens, text_size
-from rollout.plugin.hooks import Hook
-from rollout.plugin.state import state
+from fp8rl.numerics.io.parsing import parse_json
+from fp8rl.numerics.sampling import answer_seed
+from fp8rl.rollout.chat import end_ids, read_arguments, template_arguments
+from fp8rl.rollout.lengths import fewest_tokens, text_size
+from fp8rl.rollout.plugin.hooks import Hook
+from fp8rl.rollout.plugin.state import state
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
 """What is opened besides what the engine's owner uses, and besides the list of models (`open_models`)."""

@@ -19,14 +19,14 @@ from typing import Any
 import httpx
 import psutil
 
-from models.config_file import ConfigFile
-from numerics.config import Mode
-from numerics.errors import user_error
-from rollout.config import RolloutConfig
-from rollout.errors import EngineDiedError, EngineError
-from rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
-from rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
-from rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.errors import user_error
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.errors import EngineDiedError, EngineError
+from fp8rl.rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
+from fp8rl.rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
+from fp8rl.rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint
 
 GRACE_S = 4.0
 """Time for an orderly exit before the remaining processes are killed."""
@@ -101,7 +101,7 @@ class SGLangServer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.server.launcher"],  # -P: not from the current directory
+                [sys.executable, "-P", "-m", "fp8rl.rollout.server.launcher"],  # -P: not from the current directory
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

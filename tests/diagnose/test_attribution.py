@@ -11,25 +11,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diagnose.attribution.compare import expert_differences, op_differences, position_differences, relative_rms
-from diagnose.attribution.findings import Clues, rank
-from diagnose.attribution.offline import read_subject
-from diagnose.attribution.page import write_page
-from diagnose.attribution.result import Attribution, Cause, ExpertDifference, Finding, OpDifference
-from diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from fp8rl.cli import app
-from models.architecture import Model
-from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from models.forms import ADD_NORM, EMBED, EXPERTS, LINEAR, TOPK
-from models.trace import Forward, Op
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
-from rl.experiment import load_experiment
-from rl.guard.standing import Standing
+from fp8rl.diagnose.attribution.compare import expert_differences, op_differences, position_differences, relative_rms
+from fp8rl.diagnose.attribution.findings import Clues, rank
+from fp8rl.diagnose.attribution.offline import read_subject
+from fp8rl.diagnose.attribution.page import write_page
+from fp8rl.diagnose.attribution.result import Attribution, Cause, ExpertDifference, Finding, OpDifference
+from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
+from fp8rl.models.architecture import Model
+from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from fp8rl.models.forms import ADD_NORM, EMBED, EXPERTS, LINEAR, TOPK
+from fp8rl.models.trace import Forward, Op
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.trainer.checkpoint.files import About, write_about
+from fp8rl.weight_sync.manifest import Manifest
 from tests.support.definitions import SIZES
-from trainer.checkpoint.files import About, write_about
-from weight_sync.manifest import Manifest
 
 MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
 PLACES = [(place.layer, place.op.name) for place in MODEL.forward.places()]
@@ -196,7 +196,7 @@ def test_ops_are_ranked_by_size_and_grouped_over_layers() -> None:
     found = rank(clues(ops=differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))))
     assert [(f.op, f.layers) for f in found] == [("rope", (0, 1)), ("embed", ()), ("router", (0,))]
     assert found[0].text.startswith("rope differs in every layer on equal inputs (relative RMS 0.6, 100%")
-    assert "; in exact mode it is numerics.ops.rope.rope)" in found[0].text
+    assert "; in exact mode it is fp8rl.numerics.ops.rope.rope)" in found[0].text
     assert found[2].text.startswith("router differs in layer 0 on equal inputs")
 
 

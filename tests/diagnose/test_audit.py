@@ -14,30 +14,30 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from diagnose.audit import AuditReport, rendered, run
-from diagnose.audit.claims import answers
-from diagnose.audit.engine import engine_sightings
-from diagnose.audit.formats import Grids, stored
-from diagnose.audit.report import Deviation, differences_of, rows_of
-from diagnose.audit.sighting import Sighting
-from diagnose.audit.watch import watch_step
 from fp8rl.cli import app
-from models import read_model
-from models.adapters import AdapterConfig
-from models.tiny import TinyModel, write_tiny_model
-from numerics import ops
-from numerics.backend import dispatch
-from numerics.config import NumericsConfig
-from numerics.holdings import Holding
-from numerics.precision_map import CLASSES, DOCUMENTED, precision_map
-from numerics.quantize import fake_quantize
-from numerics.spec import QuantSpec, TensorSpec
-from rl.experiment import load_experiment
-from rollout.errors import HandshakeError
-from rollout.plugin.inventory import WEIGHTS
+from fp8rl.diagnose.audit import AuditReport, rendered, run
+from fp8rl.diagnose.audit.claims import answers
+from fp8rl.diagnose.audit.engine import engine_sightings
+from fp8rl.diagnose.audit.formats import Grids, stored
+from fp8rl.diagnose.audit.report import Deviation, differences_of, rows_of
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.models import read_model
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED, precision_map
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.rollout.plugin.inventory import WEIGHTS
+from fp8rl.trainer.config import TrainerConfig
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_model
-from trainer.config import TrainerConfig
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MODES = ("exact", "native")
@@ -59,7 +59,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def make(paths: dict[str, Path], layout: Any) -> Callable[..., Any]:
     def make(numerics: NumericsConfig, kind: str = "moe", adapter: AdapterConfig | None = None) -> Any:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
         sizes = {"seed": 0, "total_steps": 10, "max_sequence_length": LENGTH}
@@ -140,7 +140,7 @@ def test_an_adapter_that_is_multiplied_in_fp8_is_found(
     def coarse(h: Tensor, *rest: Any) -> Tensor:
         return term(fake_quantize(h, SPEC.activation, h.dtype), *rest)
 
-    monkeypatch.setattr("numerics.ops.low_rank.low_rank_term", coarse)
+    monkeypatch.setattr("fp8rl.numerics.ops.low_rank.low_rank_term", coarse)
     trainer = make(numerics, "dense", AdapterConfig(rank=64))
     (difference,) = differences_of(watched(trainer, numerics))
     assert (difference.key, difference.found) == ("adapter.operands", "e4m3")
@@ -412,7 +412,7 @@ def test_what_was_not_seen_decides_no_claim() -> None:
 
 
 def run_keys() -> tuple[str, ...]:
-    from diagnose.audit.claims import BACKWARD, OPTIMIZER
+    from fp8rl.diagnose.audit.claims import BACKWARD, OPTIMIZER
 
     return (*BACKWARD, *OPTIMIZER)
 

@@ -20,22 +20,22 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from diagnose.certify.dump import DumpReport, certify_dump, write_page
-from diagnose.certify.dump.reading import read_dump
-from diagnose.certify.dump.reference import Reference
-from diagnose.certify.dump.report import sentence
-from diagnose.certify.dump.row import Sampling
 from fp8rl.cli import app
-from numerics.config import NumericsConfig
-from numerics.sampling import Truncation
-from numerics.spec import QuantSpec
-from rl.record.rollouts import RolloutRecord, write_rollouts
+from fp8rl.diagnose.certify.dump import DumpReport, certify_dump, write_page
+from fp8rl.diagnose.certify.dump.reading import read_dump
+from fp8rl.diagnose.certify.dump.reference import Reference
+from fp8rl.diagnose.certify.dump.report import sentence
+from fp8rl.diagnose.certify.dump.row import Sampling
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.sampling import Truncation
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import random_batch
 from tests.support.evidence import CapsuleRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import WARM
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
 
 BOS, EOS, VOCABULARY = 1, 2, 128
 ROWS, PROMPT, ANSWER = 12, 6, 20
@@ -467,7 +467,7 @@ def _certify_in_a_process(path: Path, model: Path, result: Path) -> None:
 @pytest.mark.slow
 def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
     """Scored by a trainer, in FP8 and in one batch; certified in a process of its own."""
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
     model, batch = EXAMPLES / "models/tiny_qwen3_moe", random_batch(rows=6, longest=40)
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))

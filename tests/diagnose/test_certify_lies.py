@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diagnose.certify import probe, prompts
-from diagnose.certify.http import Http
 from fp8rl.cli import app
+from fp8rl.diagnose.certify import probe, prompts
+from fp8rl.diagnose.certify.http import Http
 from tests.support.planted_server import Planted, ask_little
 
 LIES = (

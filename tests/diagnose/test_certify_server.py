@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.certify import ServerReport, certify_server, prompts, rendered
-from diagnose.certify.api import Answer
-from diagnose.certify.compare import compare
-from diagnose.certify.http import Http, TimeUp
 from fp8rl.cli import app
+from fp8rl.diagnose.certify import ServerReport, certify_server, prompts, rendered
+from fp8rl.diagnose.certify.api import Answer
+from fp8rl.diagnose.certify.compare import compare
+from fp8rl.diagnose.certify.http import Http, TimeUp
 from tests.support.planted_server import NAME, Planted, ask_little, serve
 
 

@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-import diagnose.doctor
-from diagnose.doctor import Diagnosis, Machine, judge, rendered
-from diagnose.doctor.judge import DataFound
-from diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
+import fp8rl.diagnose.doctor
 from fp8rl.cli import app
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.diagnose.doctor import Diagnosis, Machine, judge, rendered
+from fp8rl.diagnose.doctor.judge import DataFound
+from fp8rl.diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.paths import EXAMPLES
 
 CPU_LIBRARIES = {
@@ -303,7 +303,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
-    monkeypatch.setattr(diagnose.doctor, "gather", lambda numerics, say, quick: CPU)
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: CPU)
     example = str(EXAMPLES / "arithmetic.yaml")
     assert CliRunner().invoke(app, ["doctor", example]).exit_code == 0
     result = CliRunner().invoke(app, ["doctor", example, override])
@@ -311,7 +311,7 @@ def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnose.doctor, "gather", lambda numerics, say, quick: without(CPU, "ray"))
+    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: without(CPU, "ray"))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output
 

@@ -15,20 +15,20 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.difference import Difference, described, difference
-from diagnose.preflight import PreflightReport, preflight, rendered, run, same_spec, static
-from diagnose.preflight.check import Check
-from diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
 from fp8rl.cli import app
-from models.sizes import ModelSizes
-from models.tiny import TinyModel, write_tiny_model
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
-from rl.experiment import Experiment, load_experiment, parse_experiment
-from rl.run.engines.serving import expected_report
-from rollout.plugin.hooks import hooks_for, provided
+from fp8rl.diagnose.difference import Difference, described, difference
+from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, run, same_spec, static
+from fp8rl.diagnose.preflight.check import Check
+from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rollout.plugin.hooks import hooks_for, provided
 from tests.support.definitions import SIZES
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)

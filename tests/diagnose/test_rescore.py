@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.rescore import Rescored, print_rescored
 from fp8rl.cli import app
-from rl.guard.capsule import Capsule, read_capsule
+from fp8rl.diagnose.rescore import Rescored, print_rescored
+from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from tests.support.evidence import CapsuleRun, evidence
 from tests.support.paths import EXAMPLES
 

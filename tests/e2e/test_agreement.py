@@ -15,24 +15,24 @@ import httpx
 import pytest
 import torch
 
-from diagnose.attribution import attribute
-from diagnose.attribution.result import Finding
-from models.adapters import AdapterConfig
-from numerics import ops
-from numerics.sampling import Truncation
-from rl.mismatch import token_versions
-from rl.run.feed.batching import batch_from_trajectories
-from rollout.environments.conversation import Conversation
-from rollout.errors import StaleWeightsError
-from rollout.protocol import ADAPTER_SCALE
-from rollout.types import Group, SamplingParams
+from fp8rl.diagnose.attribution import attribute
+from fp8rl.diagnose.attribution.result import Finding
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import Truncation
+from fp8rl.rl.mismatch import token_versions
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.errors import StaleWeightsError
+from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.rollout.types import Group, SamplingParams
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.weight_sync import bridge
+from fp8rl.weight_sync.manifest import SyncError
+from fp8rl.weight_sync.transports import TensorTransport
 from tests.support import faults
 from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push
-from trainer.step.batch import UNKNOWN, TokenBatch
-from weight_sync import bridge
-from weight_sync.manifest import SyncError
-from weight_sync.transports import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from diagnose.attribution import Attribution, attribute
-from numerics import ops
-from rollout.server.client import EngineClient
+from fp8rl.diagnose.attribution import Attribution, attribute
+from fp8rl.numerics import ops
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync import bridge
+from fp8rl.weight_sync.manifest import SyncError
+from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support import faults
 from tests.support.rig import Pipeline, Rig, Setup
-from trainer.step.batch import TokenBatch
-from weight_sync import bridge
-from weight_sync.manifest import SyncError
-from weight_sync.quantized import served_tensors
-from weight_sync.transports.tensor import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

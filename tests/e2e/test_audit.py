@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from diagnose.audit.engine import engine_sightings
-from diagnose.audit.report import differences_of
-from models import read_model
-from numerics.holdings import Holding
-from rl.run.engines.serving import expected_report
-from rollout.protocol import EngineReport
-from rollout.server import arguments
-from rollout.server.client import EngineClient
-from rollout.server.handshake import differences
+from fp8rl.diagnose.audit.engine import engine_sightings
+from fp8rl.diagnose.audit.report import differences_of
+from fp8rl.models import read_model
+from fp8rl.numerics.holdings import Holding
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rollout.protocol import EngineReport
+from fp8rl.rollout.server import arguments
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.server.handshake import differences
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.rig import MODELS, Setup, make_engine
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 SETUP = Setup("moe")

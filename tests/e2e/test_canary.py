@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl.run.engines.canary import Canary
-from rollout.types import SamplingParams
+from fp8rl.rl.run.engines.canary import Canary
+from fp8rl.rollout.types import SamplingParams
 from tests.support.plants import PLANT, stale_operands
 from tests.support.rig import MODELS, Pipeline, Rig, Setup
 

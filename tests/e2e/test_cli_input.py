@@ -16,9 +16,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-import rl.experiment.preconditions.resources as resources
+import fp8rl.rl.experiment.preconditions.resources as resources
 from fp8rl.cli import app
-from models.tiny import TinyModel, write_tiny_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from tests.support.cli_runs import FP8RL, ROOT
 
 
@@ -53,7 +53,7 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def must_not_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr("rl.run.stack.Stack.open", must_not_start)
+    monkeypatch.setattr("fp8rl.rl.run.stack.Stack.open", must_not_start)
     before = psutil.Process().children(recursive=True)
 
     def train(*arguments: str, path: Path = spec) -> str:
@@ -204,7 +204,7 @@ def test_memory_is_checked_for_all_engines(
 def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl.run.stack.Stack.open", None)
+    monkeypatch.setattr("fp8rl.rl.run.stack.Stack.open", None)
     run = tmp_path / "runs" / "it"
     run.mkdir(parents=True)
     (run / "spec.yaml").write_text("kept")

@@ -135,7 +135,7 @@ def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
         assert time.monotonic() < deadline, head.jobs("logs", "long")
         time.sleep(0.2)
     busy = of_runs(head.mark)
-    assert any("rollout.server.launcher" in command_of(process) for process in busy)
+    assert any("fp8rl.rollout.server.launcher" in command_of(process) for process in busy)
     head.jobs("stop", "long")
     assert wait_until_gone(busy, GONE_WITHIN_S) == []
     assert wait_until_gone(of_runs(head.mark), GONE_WITHIN_S) == []

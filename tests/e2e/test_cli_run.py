@@ -23,21 +23,21 @@ import yaml
 from transformers import AutoTokenizer
 
 from fp8rl import evaluating
-from models import read_shape
-from numerics.sampling import answer_seed
-from numerics.spec import QuantSpec
-from rl.experiment import read_resolved
-from rl.experiment.features import missing
-from rl.record.metric_rows import METRICS
-from rl.record.metrics import describe
-from rl.run.lifecycle.interrupts import INTERRUPTED
-from rollout.types import Endpoint
+from fp8rl.models import read_shape
+from fp8rl.numerics.sampling import answer_seed
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import read_resolved
+from fp8rl.rl.experiment.features import missing
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import describe
+from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
+from fp8rl.rollout.types import Endpoint
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.weight_sync.served_bytes import served_bytes
 from tests.support.cli_runs import FP8RL, SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import first_step, trained_scores
-from trainer.config import TrainerConfig
-from weight_sync.served_bytes import served_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -16,20 +16,20 @@ import psutil
 import pytest
 import ray
 
-from models import read_shape
-from rl.experiment import load_experiment
-from rl.run.feed.feed import to_groups, to_prompts
-from rl.run.lifecycle.interrupts import Closing
-from rl.run.sampling import Asked
-from rl.run.stack import Stack
-from rollout.data.sources import load_problems
-from rollout.types import Group, Trajectory
+from fp8rl.models import read_shape
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.sampling import Asked
+from fp8rl.rl.run.stack import Stack
+from fp8rl.rollout.data.sources import load_problems
+from fp8rl.rollout.types import Group, Trajectory
+from fp8rl.trainer.state_bytes import state_bytes
+from fp8rl.weight_sync.manifest import SyncError
+from fp8rl.weight_sync.served_bytes import served_bytes
 from tests.support import wire
 from tests.support.paths import ROOT
 from tests.support.servers import wait_until
-from trainer.state_bytes import state_bytes
-from weight_sync.manifest import SyncError
-from weight_sync.served_bytes import served_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

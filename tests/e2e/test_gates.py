@@ -19,25 +19,25 @@ from typing import Any
 import pytest
 import torch
 
-from rl.algorithms.grpo import Grpo
-from rl.experiment import load_experiment
-from rl.loop import train
-from rl.record.events import Event, read_events
-from rl.record.metrics_log import read_metrics
-from rl.record.run_dir import RunDir
-from rl.run.feed.feed import SampledFeed, Work
-from rl.run.feed.judging import JudgedAnswer
-from rl.run.lifecycle.ending import finish
-from rl.run.run import LiveRun
-from rl.run.stack import Stack
-from rollout.server.client import EngineClient
-from rollout.types import Trajectory
+from fp8rl.rl.algorithms.grpo import Grpo
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.loop import train
+from fp8rl.rl.record.events import Event, read_events
+from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.feed.feed import SampledFeed, Work
+from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rl.run.lifecycle.ending import finish
+from fp8rl.rl.run.run import LiveRun
+from fp8rl.rl.run.stack import Stack
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Trajectory
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import FP8RL, ROOT, SMALL
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.syncs import push
-from weight_sync.transports.tensor import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

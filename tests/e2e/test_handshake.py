@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from rollout.errors import HandshakeError
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.rig import make_engine
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 FP8 = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
@@ -22,7 +22,7 @@ BF16 = NumericsConfig(spec=FP8.spec, rollout="bf16")
 # Runs in the engine's process before anything else: a newer SGLang in which a hooked method was renamed.
 RENAMED_TARGET = """
     import dataclasses
-    from rollout.plugin import hooks
+    from fp8rl.rollout.plugin import hooks
 
     stock = hooks.hooks_for
 

@@ -12,25 +12,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diagnose.audit.engine import engine_sightings
-from diagnose.audit.report import differences_of
-from models import read_model
-from models.tiny import TinyModel, write_tiny_model
-from numerics.config import NumericsConfig
-from numerics.holdings import Holding
-from rl.run.engines.canary import Canary
-from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import to_groups
-from rollout.data.tasks import Problem
-from rollout.engine import Engine
-from rollout.protocol import EngineReport
-from rollout.server.client import EngineClient
-from rollout.types import Prompt, SamplingParams
+from fp8rl.diagnose.audit.engine import engine_sightings
+from fp8rl.diagnose.audit.report import differences_of
+from fp8rl.models import read_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import Holding
+from fp8rl.rl.run.engines.canary import Canary
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.protocol import EngineReport
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Prompt, SamplingParams
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
-from trainer.actor import TrainerGroup
-from trainer.config import TrainerConfig
-from trainer.step.batch import TokenBatch
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -15,23 +15,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from diagnose.attribution.compare import op_differences, stream_differences
-from diagnose.attribution.probe import ask_engine
-from models import architecture, read_model, read_shape, register
-from models.tiny import TinyModel, write_tiny_model
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from rollout.server.client import EngineClient
-from rollout.types import SamplingParams
+from fp8rl.diagnose.attribution.compare import op_differences, stream_differences
+from fp8rl.diagnose.attribution.probe import ask_engine
+from fp8rl.models import architecture, read_model, read_shape, register
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import SamplingParams
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.batches import cross_entropy
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
 from tests.support.rig import make_engine
 from tests.support.syncs import push
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.step.batch import TokenBatch
-from weight_sync.hf_checkpoint import convert_checkpoint
-from weight_sync.transports.tensor import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 
@@ -43,8 +43,8 @@ GATES = "model.layers.{}.self_attn.head_gates.weight"
 
 @pytest.fixture(scope="module", autouse=True)
 def known() -> Iterator[None]:
+    from fp8rl.trainer.megatron.mapping import MAPPINGS
     from tests.support.made_up.megatron import MAPPING
-    from trainer.megatron.mapping import MAPPINGS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(architecture, "_known", {})
@@ -71,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_trainer(model: Path, layout: Layout, **changes: Any) -> Any:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
     config = TrainerConfig(lr=1e-3, warmup_steps=0)
     options = {"seed": 0, "total_steps": 9, "max_sequence_length": 256, **changes}
@@ -166,7 +166,7 @@ def assert_equal_logprobs(trainer: Any, batch: TokenBatch) -> None:
 
 
 def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, endpoint: Any) -> None:
-    from trainer.step.op_trace import trace_ops
+    from fp8rl.trainer.step.op_trace import trace_ops
 
     trace = trace_ops(trainer, batch)
 

@@ -13,13 +13,13 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from diagnose.audit import AuditReport as Audit
-from diagnose.audit import run as audit
-from diagnose.preflight import PreflightReport, run
 from fp8rl.cli import app
-from models import read_model
-from rl.experiment import load_experiment
-from rl.run.stack import Stack, open_pair
+from fp8rl.diagnose.audit import AuditReport as Audit
+from fp8rl.diagnose.audit import run as audit
+from fp8rl.diagnose.preflight import PreflightReport, run
+from fp8rl.models import read_model
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.run.stack import Stack, open_pair
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl.run.feed.batching import batch_from_trajectories
-from rollout.environments.conversation import Conversation
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.result import PassResult, Scored
 from tests.support.rig import NEW_TOKENS, Rig, Setup, differences
-from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.result import PassResult, Scored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from fp8rl import serving
-from models import read_model
-from models.peft import write_adapter
-from numerics.errors import UserError
-from rl.experiment import Experiment, load_experiment
+from fp8rl.models import read_model
+from fp8rl.models.peft import write_adapter
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.trainer.config import TrainerConfig
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import scores_beside
-from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

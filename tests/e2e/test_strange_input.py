@@ -24,13 +24,13 @@ import yaml
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from models.tiny import TinyModel, write_tiny_model
-from rl.experiment import load_experiment
-from rl.experiment.validation import valid_keys
-from rl.record.events import Event, append_event
-from rl.record.metrics_log import MetricsLog
-from rl.record.rollouts import RolloutRecord, write_rollouts
-from rl.record.run_dir import RunDir
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.experiment.validation import valid_keys
+from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.metrics_log import MetricsLog
+from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
+from fp8rl.rl.record.run_dir import RunDir
 from tests.support.checkpoints import save
 from tests.support.evidence import CapsuleRun, evidence
 from tests.support.paths import new_run
@@ -120,11 +120,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Started
 
     for name in (
-        "rl.run.run.LiveRun.open",
-        "rl.run.stack.Stack.open",
-        "diagnose.rescore._trainer",
-        "diagnose.preflight.preflight",
-        "diagnose.attribution.offline._stack_of",
+        "fp8rl.rl.run.run.LiveRun.open",
+        "fp8rl.rl.run.stack.Stack.open",
+        "fp8rl.diagnose.rescore._trainer",
+        "fp8rl.diagnose.preflight.preflight",
+        "fp8rl.diagnose.attribution.offline._stack_of",
         "fp8rl.serving.serve",
     ):
         monkeypatch.setattr(name, start)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8rl.trainer.config import TrainerConfig
 from tests.support.cli_runs import StartedRun
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import taught_step
-from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

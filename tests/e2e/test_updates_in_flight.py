@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from numerics.spec import QuantSpec
-from rollout.server.client import EngineClient
-from rollout.types import Endpoint, SamplingParams
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Endpoint, SamplingParams
+from fp8rl.weight_sync.transports import TensorTransport
 from tests.support.rig import Rig, Setup
 from tests.support.syncs import push
 from tests.support.updates import ANSWERS, PLAIN, UPDATES, differences_by_version, sampled_across_updates
-from weight_sync.transports import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

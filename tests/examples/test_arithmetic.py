@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
-from rollout.data.sources import Source, load_problems
-from rollout.rewards.integer import integer
+from fp8rl.rollout.data.sources import Source, load_problems
+from fp8rl.rollout.rewards.integer import integer
 from tests.support.paths import EXAMPLES
 
 

@@ -15,15 +15,15 @@ import yaml
 from ray import cloudpickle
 from transformers import AutoTokenizer
 
-from numerics.errors import UserError
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.experiment import load_experiment, parse_experiment
-from rl.experiment.preconditions.algorithm import check_algorithm
-from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.tokenizer import load_tokenizer
-from rl.run.feed.problems import training_problems
-from rollout.environments.functions import load_environment
-from rollout.rewards.functions import load_function
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment import load_experiment, parse_experiment
+from fp8rl.rl.experiment.preconditions.algorithm import check_algorithm
+from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rollout.environments.functions import load_environment
+from fp8rl.rollout.rewards.functions import load_function
 from tests.support.conversations import EOS, Stage
 from tests.support.paths import EXAMPLES, ROOT
 

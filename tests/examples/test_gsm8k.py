@@ -7,14 +7,14 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from rl.experiment import Experiment, load_experiment
-from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.tokenizer import load_tokenizer
-from rl.run.evaluation import held_out
-from rl.run.feed.problems import training_problems
-from rollout.data.sources import load_problems
-from rollout.data.tasks import prompt_ids
-from rollout.rewards.integer import integer
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rl.run.evaluation import held_out
+from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rollout.data.sources import load_problems
+from fp8rl.rollout.data.tasks import prompt_ids
+from fp8rl.rollout.rewards.integer import integer
 from tests.support.paths import EXAMPLES
 
 SAMPLE = EXAMPLES / "data/gsm8k_sample.jsonl"

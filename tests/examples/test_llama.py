@@ -17,23 +17,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from models import architecture, load_architecture, read_model, read_shape
-from models.tiny import TinyModel, write_tiny_model
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
-from rl.experiment import load_experiment
-from rl.experiment.contents import contents
-from rl.experiment.preconditions import check
-from rl.run.engines.serving import expected_report
-from rollout.config import RolloutConfig
-from rollout.engine import Engine
-from rollout.plugin import CONFIG_VARIABLE
+from fp8rl.models import architecture, load_architecture, read_model, read_shape
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.experiment.contents import contents
+from fp8rl.rl.experiment.preconditions import check
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.plugin import CONFIG_VARIABLE
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.paths import EXAMPLES
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 FILE = str(EXAMPLES / "llama.py")
 SPEC = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
@@ -75,7 +75,7 @@ def write(path: Path, tied: bool = False) -> Path:
 
 
 def make_trainer(path: Path, layout: Layout, numerics: NumericsConfig, dtype: torch.dtype = torch.bfloat16) -> Any:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
     config = TrainerConfig(lr=1e-3, warmup_steps=0)
     return Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=256, dtype=dtype)
@@ -156,7 +156,10 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     architecture._known.clear()
     Engine(RolloutConfig(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
     assert read_model(tmp_path / "served", served=True).architecture.name == "LlamaForCausalLM"
-    program = "from rollout import plugin; plugin.register(); import models.architecture as a; print(list(a._known))"
+    program = (
+        "from fp8rl.rollout import plugin; plugin.register(); "
+        "import fp8rl.models.architecture as a; print(list(a._known))"
+    )
     told = {**os.environ, CONFIG_VARIABLE: json.dumps({"numerics": SPEC.to_dict(), "architecture": FILE})}
     told |= {"SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True)

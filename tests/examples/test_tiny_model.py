@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.tiny import TinyModel, write_tiny_model
-from numerics.errors import UserError
-from rollout.data.tasks import Problem, prompt_ids
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
 
 
 @pytest.fixture(scope="module")

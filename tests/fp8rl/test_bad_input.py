@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 import pytest
 from typer.testing import CliRunner
 
-import diagnose.attribution.offline
-import diagnose.certify.dump
+import fp8rl.diagnose.attribution.offline
+import fp8rl.diagnose.certify.dump
 import fp8rl.evaluating
-import rl.run.lifecycle.attempts
-from diagnose.certify.dump.reading import read_dump
-from diagnose.certify.dump.reference import facts
+import fp8rl.rl.run.lifecycle.attempts
 from fp8rl import Run
 from fp8rl.cli import app
-from numerics.errors import UserError
-from numerics.time_limit import time_limit
-from rl.experiment import load_experiment
-from rollout.server.server import SGLangServer
+from fp8rl.diagnose.certify.dump.reading import read_dump
+from fp8rl.diagnose.certify.dump.reference import facts
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.time_limit import time_limit
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rollout.server.server import SGLangServer
 from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
@@ -54,11 +54,11 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     """A copy of it, where nothing is started: what would be raises `AcceptedError`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FP8RL_API_KEY", raising=False)
-    monkeypatch.setattr(rl.run.lifecycle.attempts, "attempted", _accept)
-    monkeypatch.setattr(diagnose.attribution.offline, "attribute_offline", _accept)
+    monkeypatch.setattr(fp8rl.rl.run.lifecycle.attempts, "attempted", _accept)
+    monkeypatch.setattr(fp8rl.diagnose.attribution.offline, "attribute_offline", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
     monkeypatch.setattr(SGLangServer, "start", _accept)
-    monkeypatch.setattr(diagnose.certify.dump, "certify_dump", _read_only)
+    monkeypatch.setattr(fp8rl.diagnose.certify.dump, "certify_dump", _read_only)
     return _anew(experiment, tmp_path / "it")
 
 

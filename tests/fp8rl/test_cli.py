@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import COMMANDS, app
 from fp8rl.commands import runs
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import load_experiment
 from fp8rl.run import Run
-from models.tiny import TinyModel, write_tiny_model
-from numerics.errors import UserError
-from rl.experiment import load_experiment
 from tests.support.paths import ROOT, new_run
 
 
@@ -69,8 +69,8 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 @pytest.mark.slow
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
-        "import rl.experiment.preconditions, rl.run.run, rl.loop, rl.run.lifecycle.ending, diagnose.preflight; "
-        "import diagnose.attribution.offline, sys; "
+        "import fp8rl.rl.experiment.preconditions, fp8rl.rl.run.run, fp8rl.rl.loop, fp8rl.rl.run.lifecycle.ending; "
+        "import fp8rl.diagnose.preflight, fp8rl.diagnose.attribution.offline, sys; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'mbridge', 'sglang', 'apex'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

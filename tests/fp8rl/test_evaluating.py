@@ -9,7 +9,7 @@ import pytest
 
 from fp8rl import UserError
 from fp8rl.evaluating import EVERY_PROBLEM, read_evaluated
-from rl.experiment import load_experiment
+from fp8rl.rl.experiment import load_experiment
 from tests.support.paths import EXAMPLES, new_run
 
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"

@@ -14,16 +14,16 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from diagnose.attribution import offline
 from fp8rl.cli import app
-from numerics.errors import UserError
-from numerics.io.files import write_atomically
-from rl.experiment import Experiment, load_experiment
-from rl.record.rollouts import RolloutRecord, write_rollouts
-from rl.record.run_dir import RunDir
+from fp8rl.diagnose.attribution import offline
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.trainer.checkpoint.files import STATE, About, digests, write_about
 from tests.support.paths import EXAMPLES, new_run
 from tests.support.ranks import WARM
-from trainer.checkpoint.files import STATE, About, digests, write_about
 
 
 class Planted:

@@ -9,11 +9,11 @@ import numpy
 import pytest
 
 from fp8rl import Run, UserError, train
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
+from fp8rl.rl.record.sessions import Session, append_session
 from fp8rl.training import _dotted
-from rl.experiment import load_experiment
-from rl.record.events import Event, append_event
-from rl.record.rollouts import RolloutRecord, write_rollouts
-from rl.record.sessions import Session, append_session
 from tests.support.paths import EXAMPLES, new_run
 
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.commands import complete
-from rl.experiment import load_experiment
-from rl.experiment.reference import schema_text
-from rl.experiment.validation import valid_keys
-from rollout.rewards.functions import load_function
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.experiment.reference import schema_text
+from fp8rl.rl.experiment.validation import valid_keys
+from fp8rl.rollout.rewards.functions import load_function
 from tests.support.paths import new_run
 
 

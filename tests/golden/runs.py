@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from models.tiny import write_tiny_model
+from fp8rl.models.tiny import write_tiny_model
 from tests.support.paths import EXAMPLES
 from tests.support.rig import MODELS
 

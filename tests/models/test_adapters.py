@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from models.adapters import AdapterConfig, adapter_rows, check_adapter
-from models.architecture import Model, architectures
-from numerics.errors import UserError
+from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
+from fp8rl.models.architecture import Model, architectures
+from fp8rl.numerics.errors import UserError
 from tests.models.test_tensors import TABLES
 from tests.support.definitions import SIZES
 

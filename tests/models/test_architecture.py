@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from models.architecture import check_scope
-from numerics.errors import UserError
-from numerics.spec import ALL, QuantSpec
+from fp8rl.models.architecture import check_scope
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import ALL, QuantSpec
 from tests.support.paths import ROOT
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -28,6 +28,6 @@ def test_other_names_and_parts_of_a_fused_product_are_refused() -> None:
 
 
 def test_knowing_the_architectures_takes_no_library_of_models() -> None:
-    asked = "import sys; from models import architecture as a; a.architectures(); print('transformers' in sys.modules)"
+    asked = "import sys, fp8rl.models.architecture as a; a.architectures(); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from models.base import Base, base_bytes, places
-from numerics.quantize import QuantizedTensor
-from numerics.spec import QuantSpec
+from fp8rl.models.base import Base, base_bytes, places
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH, build, hf_tensors_served
 
 TENSORS = hf_tensors_served(0)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from models import ModelSizes, read_model
-from numerics.errors import UserError
+from fp8rl.models import ModelSizes, read_model
+from fp8rl.numerics.errors import UserError
 from tests.support.paths import EXAMPLES
 
 COMMON = {

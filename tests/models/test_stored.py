@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import Model, read_model
-from models.stored import check_stored, stored_tensors
-from models.tiny import Family, TinyModel, write_tiny_model
-from numerics.errors import UserError
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.models import Model, read_model
+from fp8rl.models.stored import check_stored, stored_tensors
+from fp8rl.models.tiny import Family, TinyModel, write_tiny_model
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 
 EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.architecture import architectures
-from models.parts import dense_mlp_tensors, moe_tensors
-from models.sizes import Latent, SigmoidRouter
-from models.tensors import EngineRank, Location, TensorRow, TensorTable
+from fp8rl.models.architecture import architectures
+from fp8rl.models.parts import dense_mlp_tensors, moe_tensors
+from fp8rl.models.sizes import Latent, SigmoidRouter
+from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
 from tests.support.definitions import SIZES
 
 TRAINED = {name: known for name, known in architectures().items() if known.tensors is not None}

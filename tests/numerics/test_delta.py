@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from numerics.delta import apply, as_bytes, encode
+from fp8rl.numerics.delta import apply, as_bytes, encode
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from numerics.digest import CHUNK, tensor_digest, tensor_digests
+from fp8rl.numerics.digest import CHUNK, tensor_digest, tensor_digests
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.uint8)
 

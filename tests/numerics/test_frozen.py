@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from numerics import ops
-from numerics.frozen import Frozen, freeze, frozen_of
-from numerics.ops.grouped import grouped_linear
-from numerics.ops.linear import Backward
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
-from numerics.weight_cache import WeightCache
+from fp8rl.numerics import ops
+from fp8rl.numerics.frozen import Frozen, freeze, frozen_of
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.ops.linear import Backward
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import WeightCache
 
 N, K, BLOCK = 512, 256, 128
 COUNTS = torch.tensor([5, 0, 12])

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numerics.errors import UserError
-from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.quantize import fake_quantize, quantize
-from numerics.rounding import round_to_grid
-from numerics.spec import TensorSpec
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.rounding import round_to_grid
+from fp8rl.numerics.spec import TensorSpec
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALL_SPECS = [
@@ -270,11 +270,11 @@ def test_compiled_kernels_give_the_same_bits(compiled):
     script = """
 import math
 import torch
-from numerics.backend.compiler import enable_compiler
-from numerics.digest import tensor_digest
-from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.quantize import quantize
-from numerics.spec import TensorSpec
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import TensorSpec
 def results():
     for shape in ((1, 128), (260, 384), (130, 200)):
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()

@@ -3,9 +3,9 @@ import json
 import pytest
 import yaml
 
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import ALL, PRESETS, QuantSpec, TensorSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import ALL, PRESETS, QuantSpec, TensorSpec
 
 
 @pytest.mark.parametrize("name", PRESETS)

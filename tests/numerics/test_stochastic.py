@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.quantize import fake_quantize, quantize
-from numerics.rounding import round_stochastically
-from numerics.spec import TensorSpec
+from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.rounding import round_stochastically
+from fp8rl.numerics.spec import TensorSpec
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SPEC = TensorSpec(rounding="stochastic")

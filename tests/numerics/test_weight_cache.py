@@ -1,8 +1,8 @@
 import torch
 
-from numerics.quantize import fake_quantize
-from numerics.spec import QuantSpec
-from numerics.weight_cache import WeightCache
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import WeightCache
 
 SPEC = QuantSpec.preset("fp8_block_pow2").weight
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.server.server import SGLangServer
+from fp8rl.rollout.server.server import SGLangServer
 from tests.support.servers import EOS, VOCABULARY, small_config
 
 
@@ -27,7 +27,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     """Started in a directory that would break it if it imported from there."""
     folder = tmp_path_factory.mktemp("server")
-    for module in ("random", "numerics", "rollout", "sglang"):
+    for module in ("random", "fp8rl", "sglang"):
         (folder / f"{module}.py").write_text("raise RuntimeError('of the current directory')")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diagnose.certify import certify_server
-from rollout.server.server import SGLangServer
+from fp8rl.diagnose.certify import certify_server
+from fp8rl.rollout.server.server import SGLangServer
 from tests.support.planted_server import ask_little
 
 

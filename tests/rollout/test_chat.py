@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from numerics.errors import UserError
-from rollout.chat import answer_ids, continuation_ids, end_ids, prompt_ids, render
-from rollout.data.tasks import Problem
-from rollout.environments.conversation import Conversation
-from rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.chat import answer_ids, continuation_ids, end_ids, prompt_ids, render
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.chat_templates import KINDS, Kind, with_template
 from tests.support.conversations import Model
 from tests.support.paths import EXAMPLES

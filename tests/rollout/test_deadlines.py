@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.deadlines import end, end_process, within
+from fp8rl.rollout.deadlines import end, end_process, within
 from tests.support.paths import ROOT
 from tests.support.servers import wait_until
 from tests.test_architecture import MAY_IMPORT, python_files
@@ -111,7 +111,7 @@ def test_nothing_else_waits_by_wait_for_or_cancels_a_task() -> None:
     allowed = {"rollout/deadlines.py:task", "rl/run/background.py:given_up", "rl/run/background.py:begun"}
     allowed.add("rollout/environments/verifiers.py:stopped")
     found = set()
-    for package in [*MAY_IMPORT, "bench"]:
+    for package in [*MAY_IMPORT, "lab"]:
         for path in python_files(package):
             text = path.read_text()
             for node in ast.walk(ast.parse(text)) if "wait_for" in text or "cancel" in text else ():

@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from rl.run.engines.serving import expected_report
-from rollout.deadlines import within
-from rollout.engine import Engine, EngineActor
-from rollout.errors import EngineDiedError, EngineError, HandshakeError
-from rollout.server.scratch import sweep
-from rollout.types import SamplingParams
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rollout.deadlines import within
+from fp8rl.rollout.engine import Engine, EngineActor
+from fp8rl.rollout.errors import EngineDiedError, EngineError, HandshakeError
+from fp8rl.rollout.server.scratch import sweep
+from fp8rl.rollout.types import SamplingParams
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import requests
 
-from rollout.loopback import is_loopback, reach_loopback
-from rollout.rewards.http import posted
+from fp8rl.rollout.loopback import is_loopback, reach_loopback
+from fp8rl.rollout.rewards.http import posted
 from tests.rollout.rewards.test_ours import service
 
 NOBODY = "http://127.0.0.1:9"

@@ -6,11 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from numerics.errors import UserError
-from rollout import named_functions
-from rollout.named_functions import check_importable, named_object
-from rollout.rewards.config import RewardConfig
-from rollout.rewards.functions import load_function
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout import named_functions
+from fp8rl.rollout.named_functions import check_importable, named_object
+from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.functions import load_function
 
 RAISING_SIGNATURE = """
 class Reward:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rollout.errors import EngineError
-from rollout.routes import RouteShape, parse_routes, route_shape
-from rollout.server.client import parse_completion
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.routes import RouteShape, parse_routes, route_shape
+from fp8rl.rollout.server.client import parse_completion
 from tests.support.definitions import SIZES
 
 SHAPE = RouteShape(layers=2, top_k=3)

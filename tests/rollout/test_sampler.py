@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rollout.errors import EngineError, StaleWeightsError
-from rollout.sampler import check_versions, sample_groups
-from rollout.server.client import EngineClient
-from rollout.server.server import SGLangServer
-from rollout.types import Completion, SamplingParams, Trajectory
+from fp8rl.rollout.errors import EngineError, StaleWeightsError
+from fp8rl.rollout.sampler import check_versions, sample_groups
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.types import Completion, SamplingParams, Trajectory
 from tests.support.servers import EOS, groups, use
 
 SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(EOS,))

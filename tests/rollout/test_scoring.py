@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import EngineError
-from rollout.server.client import parse_prompt_logprobs
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.server.client import parse_prompt_logprobs
 
 
 def answer(*logprobs: float | None, reason: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.models import EXPERTS, LAYERS, TOP_K, VOCAB
-from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.objective import ObjectiveOutput
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 
 
 class DType(enum.IntEnum):

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.experiment import Experiment
-from rl.experiment.contents import Content
-from rl.guard.standing import Standing
-from rl.record.run_dir import RunDir
-from rl.run.checkpoints import Checkpoints
-from rl.run.feed.ahead import FeedState
-from trainer.actor import TrainerDiedError, TrainerGroup
-from trainer.checkpoint.files import About, digests, write_about
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.contents import Content
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.checkpoints import Checkpoints
+from fp8rl.rl.run.feed.ahead import FeedState
+from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
+from fp8rl.trainer.checkpoint.files import About, digests, write_about
 
 NOTHING = FeedState(0, [], [])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from models.architecture import Model
-from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from models.parts import (
+from fp8rl.models.architecture import Model
+from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from fp8rl.models.parts import (
     FIRST_OPS,
     LAST_OPS,
     attention_tensors,
@@ -16,9 +16,9 @@ from models.parts import (
     last_tensors,
     moe_tensors,
 )
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
-from models.trace import Forward
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
 
 SIZES = ModelSizes(
     layers=4,

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from numerics.config import NumericsConfig
-from rl.experiment import Experiment
-from rl.guard.capsule import Case, write_capsule
-from rl.guard.evidence import Evidence
-from rl.record.run_dir import RunDir
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.guard.capsule import Case, write_capsule
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.manifest import Manifest
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
-from trainer.step.batch import TokenBatch
-from weight_sync.manifest import Manifest
 
 WIDTH, LAYERS, TOP_K = 6, 2, 3
 VERSION = 3

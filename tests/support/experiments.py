@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl.experiment import Experiment, parse_experiment
+from fp8rl.rl.experiment import Experiment, parse_experiment
 
 VALUES = {"model": {"path": "/m"}, "data": {"train": "/t"}}
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.server.client import EngineClient
-from weight_sync.transports import Transport
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.weight_sync.transports import Transport
 
 Named = tuple[str, Tensor]
 

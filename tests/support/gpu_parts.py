@@ -5,8 +5,8 @@ import subprocess
 import time
 from typing import Any
 
-from bench.gpu.measure import Measured
-from bench.gpu.parts import Part
+from lab.bench.gpu.measure import Measured
+from lab.bench.gpu.parts import Part
 
 
 def works(done: Measured, *_: Any) -> None:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from numerics.holdings import Holding
-from trainer.inventory import Kind, inventory
+from fp8rl.numerics.holdings import Holding
+from fp8rl.trainer.inventory import Kind, inventory
 
 
 def total_bytes(held: Iterable[Holding]) -> Counter[str]:

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.result import PassResult, Scored
 from tests.support.models import LENGTH
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective
-from trainer.step.result import PassResult, Scored
 
 
 class LocalGroup:
     """calls: what was asked of which role, in order."""
 
     def __init__(self, path: Path, layout: Layout, **options: Any) -> None:
-        from trainer.roles import Roles
+        from fp8rl.trainer.roles import Roles
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
         config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)

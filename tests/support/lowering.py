@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from trainer.megatron.lowering import Lowering
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.megatron.lowering import Lowering
 
 FUSED = {"bias_activation_fusion": True, "apply_rope_fusion": True}
 # Megatron 0.16.1: TransformerConfig.

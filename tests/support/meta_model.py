@@ -46,16 +46,16 @@ def _build(directory: Path, values: dict[str, Any], rank: int, folder: Path) -> 
 def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from models import read_model
-    from numerics.weight_cache import WeightCache
-    from rl.experiment import parse_experiment
-    from trainer import device
-    from trainer.distributed import parallel
-    from trainer.megatron.lowering import Lowering
-    from trainer.megatron.model import build_model
-    from trainer.modules.precision import Precision
-    from trainer.modules.weights import named_weights
-    from trainer.weights.hf_weights import HFWeights
+    from fp8rl.models import read_model
+    from fp8rl.numerics.weight_cache import WeightCache
+    from fp8rl.rl.experiment import parse_experiment
+    from fp8rl.trainer import device
+    from fp8rl.trainer.distributed import parallel
+    from fp8rl.trainer.megatron.lowering import Lowering
+    from fp8rl.trainer.megatron.model import build_model
+    from fp8rl.trainer.modules.precision import Precision
+    from fp8rl.trainer.modules.weights import named_weights
+    from fp8rl.trainer.weights.hf_weights import HFWeights
 
     experiment, definition = parse_experiment(values), read_model(directory)
     numerics, config = experiment.numerics_config(), experiment.trainer

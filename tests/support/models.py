@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.tiny import TinyModel, write_tiny_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 
 VOCAB = 128
 LENGTH = 512

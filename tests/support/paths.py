@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl.record.run_dir import RunDir
+from fp8rl.rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

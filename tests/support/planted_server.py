@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diagnose.certify import probe, prompts
+from fp8rl.diagnose.certify import probe, prompts
 
 CHUNK = 128
 NAME = "planted"

@@ -7,7 +7,7 @@ from collections.abc import Set
 
 from torch import Tensor
 
-from rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.plugin.weights import ServedWeights
 
 PLANT = "FP8RL_TEST_PLANT"
 

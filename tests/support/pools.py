@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rl.experiment import Experiment
-from rl.run.feed.judging import Judge
-from rl.run.listener import Listener
-from rl.run.sampling import Sampling, done
-from rl.run.syncing import Syncing
-from rl.run.turns import Turns
-from rollout.types import Endpoint, Group, SamplingParams, Trajectory
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.listener import Listener
+from fp8rl.rl.run.sampling import Sampling, done
+from fp8rl.rl.run.syncing import Syncing
+from fp8rl.rl.run.turns import Turns
+from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 
 @dataclass

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from numerics.errors import UserError
-from rl.experiment import parse_experiment
-from rl.experiment.preconditions import check
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.preconditions import check
 
 
 def write_lines(path, problems):

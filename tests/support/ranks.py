@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from trainer.config import TrainerConfig
-from trainer.distributed import parallel
-from trainer.distributed.layout import Layout
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.trainer.distributed.layout import Layout
 
 TIMEOUT_S = 900
 WARM = multiprocessing.get_context("forkserver")

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from models.adapters import AdapterConfig
-from numerics.sampling import EVERY_TOKEN, Truncation
-from rl.algorithms.base import Outcomes
-from rl.experiment import Experiment, read_resolved
-from rl.mismatch import agreement, drift_metrics
-from rl.run.records import train_metrics
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.step.batch import TokenBatch
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.mismatch import agreement, drift_metrics
+from fp8rl.rl.run.records import train_metrics
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
 
 def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[str, float], list[list[float]]]:
@@ -96,7 +96,7 @@ def scores_beside(
     run: Path, adapted: list[dict[str, Any]], bare: list[dict[str, Any]], layout: Layout, config: TrainerConfig
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The same of a run of adapters: of one list of answers with its last adapters, of another without them."""
-    from trainer.base import Base
+    from fp8rl.trainer.base import Base
 
     experiment = read_resolved(run / "spec.yaml")
     assert experiment.adapter is not None
@@ -113,8 +113,8 @@ def _scores(scorer: Any, answers: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: AdapterConfig | None = None) -> Trainer:
-    from trainer import device
-    from trainer.trainer import Trainer
+    from fp8rl.trainer import device
+    from fp8rl.trainer.trainer import Trainer
 
     device.start(0, experiment.numerics_config())
     return Trainer(

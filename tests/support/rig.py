@@ -21,34 +21,34 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from models import Model, read_model
-from models.adapters import AdapterConfig
-from models.tiny import TinyModel, write_tiny_model
-from numerics.config import NumericsConfig
-from numerics.sampling import EVERY_TOKEN, Truncation
-from numerics.spec import QuantSpec
-from rl.algorithms.sft import SftObjective
-from rl.run.engines.serving import expected_report
-from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import to_groups
-from rollout.config import RolloutConfig
-from rollout.data.tasks import Problem
-from rollout.engine import Engine
-from rollout.environments.conversation import Conversation
-from rollout.sampler import check_versions
-from rollout.server.client import EngineClient
-from rollout.speculation import Speculation
-from rollout.types import NO_WEIGHTS, Endpoint, Group, Prompt, SamplingParams, Trajectory
+from fp8rl.models import Model, read_model
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.sampler import check_versions
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.speculation import Speculation
+from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Prompt, SamplingParams, Trajectory
+from fp8rl.trainer.actor import TrainerActor, TrainerGroup
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.seat import Seat
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import PassResult
+from fp8rl.weight_sync.adapters import HeldBase
+from fp8rl.weight_sync.bridge import Bridge, SyncReport
+from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, write_description
 from tests.support.warm_engine import EngineTemplate
-from trainer.actor import TrainerActor, TrainerGroup
-from trainer.config import TrainerConfig
-from trainer.seat import Seat
-from trainer.step.batch import TokenBatch
-from trainer.step.result import PassResult
-from weight_sync.adapters import HeldBase
-from weight_sync.bridge import Bridge, SyncReport
-from weight_sync.config import SyncConfig
-from weight_sync.hf_checkpoint import convert_checkpoint, write_description
 
 MODELS = {
     "moe": TinyModel(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from models.architecture import Model
-from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from models.parts import (
+from fp8rl.models.architecture import Model
+from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from fp8rl.models.parts import (
     FIRST_OPS,
     LAST_OPS,
     attention_tensors,
@@ -19,11 +19,11 @@ from models.parts import (
     last_tensors,
     moe_tensors,
 )
-from models.sizes import ModelSizes
-from models.tensors import TensorRow
-from models.trace import Forward
-from numerics.spec import QuantSpec
-from weight_sync.quantized import served_tensors
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Forward
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.quantized import served_tensors
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, WIDTH, EXPERTS = 4, 2, 128, 256, 128, 3

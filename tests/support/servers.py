@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import psutil
 
-from rollout.config import RolloutConfig
-from rollout.data.tasks import Problem
-from rollout.server.client import EngineClient
-from rollout.server.server import SGLangServer
-from rollout.types import Endpoint, Group, Prompt
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.types import Endpoint, Group, Prompt
 
 Result = TypeVar("Result")
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from studies import run
-from studies.harness import figures, keeping, names, provenance
-from studies.harness.claims import Claim, difference
-from studies.harness.lab import Lab
-from studies.harness.study import Measurement, Study, TextTable
+from lab.studies import run
+from lab.studies.harness import figures, keeping, names, provenance
+from lab.studies.harness.claims import Claim, difference
+from lab.studies.harness.lab import Lab
+from lab.studies.harness.study import Measurement, Study, TextTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numerics.spec import QuantSpec
-from rollout.types import Endpoint
-from trainer.actor import TrainerGroup
-from weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
-from weight_sync.manifest import Manifest
-from weight_sync.transports import Transport
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.types import Endpoint
+from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.manifest import Manifest
+from fp8rl.weight_sync.transports import Transport
 
 
 def push(

@@ -2,7 +2,7 @@
 
 import importlib
 
-from trainer.megatron import patches
+from fp8rl.trainer.megatron import patches
 
 patches.install()  # as `trainer.distributed.parallel.initialize` does, before Megatron is imported
-importlib.import_module("trainer.roles")
+importlib.import_module("fp8rl.trainer.roles")

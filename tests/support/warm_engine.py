@@ -25,8 +25,8 @@ from typing import IO, Any
 
 import pytest
 
-from rollout.server import server
-from rollout.server.arguments import server_environment
+from fp8rl.rollout.server import server
+from fp8rl.rollout.server.arguments import server_environment
 
 
 class EngineTemplate:
@@ -51,7 +51,7 @@ class EngineTemplate:
 
     def _popen(self, command: list[str], **options: Any) -> Any:
         """`subprocess.Popen`, as `rollout.server.server` calls it."""
-        assert command[1:] == ["-P", "-m", "rollout.server.launcher"], command
+        assert command[1:] == ["-P", "-m", "fp8rl.rollout.server.launcher"], command
         reading, writing = os.pipe()
         inherited = (reading, options["stdout"].fileno(), *options["pass_fds"])
         asked = json.dumps({"env": options["env"], "cwd": os.getcwd()}).encode()
@@ -114,7 +114,11 @@ class _Forked:
 
 def _serve(control: socket.socket) -> None:
     """Fork an engine for each request, and report which have ended, until the other side closes."""
-    for name in ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "rollout.server.launcher"):
+    for name in (
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.scheduler",
+        "fp8rl.rollout.server.launcher",
+    ):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
     wake, woken = os.pipe()
@@ -178,7 +182,7 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
         os.chdir(asked["cwd"])
         tempfile.tempdir = None
         sys.argv = ["launcher"]
-        from rollout.server import launcher
+        from fp8rl.rollout.server import launcher
         from tests.support import plants
 
         if planted := os.environ.get(plants.PLANT):

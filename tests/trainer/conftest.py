@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from models.tiny import TinyModel
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.models.tiny import TinyModel
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import LENGTH, write_family, write_model
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         shared_base: bool = False,
         **config: Any,
     ) -> Any:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         settings = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config}
         spec = QuantSpec.preset("fp8_block_pow2")

@@ -15,14 +15,14 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
+from fp8rl.trainer.config import TrainerConfig
 from tests.support.batches import Poisoned, cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.trainers import MakeTrainer
-from trainer.actor import TrainerDiedError, TrainerGroup
-from trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.slow
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256}
@@ -95,7 +95,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(two_ranks: 
 
 
 def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:
-    from trainer.errors import NonFiniteLossError
+    from fp8rl.trainer.errors import NonFiniteLossError
 
     batch = random_batch()
     version, before = two_ranks.weight_version, two_ranks.score(batch)

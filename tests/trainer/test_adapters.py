@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models import read_shape
-from models.adapters import AdapterConfig
-from models.peft import base_digest
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.models import read_shape
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.peft import base_digest
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.base import Base
+from fp8rl.trainer.inventory import inventory
+from fp8rl.trainer.modules.adapter import Adapter
+from fp8rl.trainer.modules.weights import is_adapter, named_weights
+from fp8rl.trainer.state_bytes import state_bytes
+from fp8rl.weight_sync.base import write_base
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
-from trainer.base import Base
-from trainer.inventory import inventory
-from trainer.modules.adapter import Adapter
-from trainer.modules.weights import is_adapter, named_weights
-from trainer.state_bytes import state_bytes
-from weight_sync.base import write_base
 
 
 def spread(trainer: Any, size: float = 0.02) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, reference
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import ObjectiveOutput
 
 CONFIG = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
 CRITIC = CONFIG.model_copy(update={"lr": 2e-3, "decay": "linear"})
@@ -49,7 +49,7 @@ def batch_with_returns(seed: int = 0) -> TokenBatch:
 def test_gradients_are_those_of_plain_autograd(
     kind: str, moe_path: Path, dense_path: Path, layout: Layout, tmp_path: Path
 ) -> None:
-    from trainer.critic import Critic
+    from fp8rl.trainer.critic import Critic
 
     path = {"moe": moe_path, "dense": dense_path}[kind]  # the dense one ties its output to its embedding
     critic = Critic(path, CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_plain_autograd(
 
 
 def roles(path: Path, layout: Layout) -> Any:
-    from trainer.roles import Roles
+    from fp8rl.trainer.roles import Roles
 
     return Roles(path, CONFIG, numerics(), layout, reference=True, critic=CRITIC, **OPTIONS)
 

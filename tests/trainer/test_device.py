@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer import device
-from trainer.config import TrainerConfig
-from trainer.distributed import parallel
-from trainer.megatron import patches
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.trainer.megatron import patches
 
 
 @pytest.fixture

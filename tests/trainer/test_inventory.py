@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fp8rl.trainer.inventory import inventory, transfers
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.trainers import MakeTrainer
-from trainer.inventory import inventory, transfers
 
 HIDDEN, HEADS, KV, HEAD, FFN = 256, 4, 2, 128, 128
 ATTENTION = HIDDEN * HEAD * (HEADS + 2 * KV) + HEADS * HEAD * HIDDEN
@@ -42,7 +42,7 @@ def test_a_rank_holds_two_bytes_of_a_weight_and_sixteen_for_its_update(
 
 
 def test_every_holding_is_named_formatted_and_as_large_as_its_shape(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from trainer.modules.weights import named_weights
+    from fp8rl.trainer.modules.weights import named_weights
 
     trainer = make_trainer(moe_path, "fp8")
     trainer.score(random_batch(rows=2, longest=9))

@@ -14,18 +14,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models import read_model
-from numerics.backend.implementation import using
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from numerics.weight_cache import WeightCache
+from fp8rl.models import read_model
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
 
 EXPERTS, TOKENS = 128, 4096
 
@@ -33,7 +33,7 @@ EXPERTS, TOKENS = 128, 4096
 @contextmanager
 def hooked() -> Iterator[list[torch.nn.Parameter]]:
     """Inside, models are wrapped so that the list gets each parameter whose hook was called."""
-    from trainer.distributed.optimizer import DataParallel
+    from fp8rl.trainer.distributed.optimizer import DataParallel
 
     called: list[torch.nn.Parameter] = []
     make = DataParallel._make_backward_post_hook
@@ -67,10 +67,10 @@ class Made(TorchDispatchMode):
 
 def _experts_on_meta(path: Path, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
     """What a layer's experts ask of a GPU for a micro-batch, once weights are quantized; in a process of its own."""
-    from trainer.distributed.optimizer import wrap
-    from trainer.megatron.lowering import Lowering
-    from trainer.megatron.model import build_model
-    from trainer.modules.precision import Precision
+    from fp8rl.trainer.distributed.optimizer import wrap
+    from fp8rl.trainer.megatron.lowering import Lowering
+    from fp8rl.trainer.megatron.model import build_model
+    from fp8rl.trainer.modules.precision import Precision
 
     torch.cuda.current_device = lambda: torch.device("meta")
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")

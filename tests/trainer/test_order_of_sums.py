@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from numerics.backend.implementation import using
+from fp8rl.numerics.backend.implementation import using
 from tests.support.atomics import Atomics
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches
@@ -52,7 +52,7 @@ def test_they_are_seen_where_they_are() -> None:
 
 
 def test_a_tokens_gradients_are_added_in_fp32_in_the_order_of_experts() -> None:
-    from trainer.modules.permutation import permute, unpermute
+    from fp8rl.trainer.modules.permutation import permute, unpermute
 
     chosen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 1], [0, 0, 1, 1, 1]]).bool()
     tokens = torch.randn(3, 16).bfloat16().requires_grad_()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from models import read_model
-from rl.experiment import load_experiment
+from fp8rl.models import read_model
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.state_bytes import buffers
 from tests.support.meta_model import Held, parameters_of
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
-from trainer.distributed.layout import Layout
-from trainer.state_bytes import buffers
 
 BLOCK = 128
 CONFIG_OF = {

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8rl.trainer.inventory import buffers, optimizer_state
+from fp8rl.trainer.room import put_aside, take_back
+from fp8rl.trainer.trainer import Trainer
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
 from tests.support.trainers import MakeTrainer
-from trainer.inventory import buffers, optimizer_state
-from trainer.room import put_aside, take_back
-from trainer.trainer import Trainer
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:

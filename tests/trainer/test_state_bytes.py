@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from models import read_shape
-from models.adapters import AdapterConfig
-from models.shape import Shape
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.models import read_shape
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.shape import Shape
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.state_bytes import StateBytes, Storage, state_bytes
 from tests.support.batches import random_batch
 from tests.support.holdings import bytes_held
 from tests.support.paths import CONFIGS, EXAMPLES
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.state_bytes import StateBytes, Storage, state_bytes
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from numerics import ops
+from fp8rl.numerics import ops
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.megatron.lowering import Lowering
 from tests.support.batches import Entropy, Poisoned, cross_entropy, random_batch
 from tests.support.models import reference
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.megatron.lowering import Lowering
 
 
 @pytest.mark.slow
@@ -29,8 +29,8 @@ def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make_trainer
 
 
 def test_gradients_equal_transformers_in_fp32(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from trainer.modules.weights import matrices
-    from trainer.step.passes import run_pass
+    from fp8rl.trainer.modules.weights import matrices
+    from fp8rl.trainer.step.passes import run_pass
 
     trainer = make_trainer(moe_path, dtype=torch.float32)
     batch = random_batch()
@@ -95,7 +95,7 @@ def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_traine
 def test_a_loss_that_is_not_finite_changes_nothing(
     in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    from trainer.errors import NonFiniteLossError
+    from fp8rl.trainer.errors import NonFiniteLossError
 
     trainer = make_trainer(moe_path)
     batch = random_batch()
@@ -145,7 +145,7 @@ def test_weights_are_quantized_once_per_version(
 
 
 def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from trainer.distributed.optimizer import schedule
+    from fp8rl.trainer.distributed.optimizer import schedule
 
     def rates(steps: int, **changes: Any) -> list[float]:
         optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
@@ -188,7 +188,7 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
 def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    from trainer.step.passes import run_pass
+    from fp8rl.trainer.step.passes import run_pass
 
     batch = random_batch(temperature=0.7)
     trainer = make_trainer(moe_path, dtype=torch.float32)

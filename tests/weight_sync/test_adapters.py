@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from models.adapters import AdapterConfig
-from numerics.delta import LastSent
-from numerics.frozen import Frozen, freeze
-from numerics.quantize import quantize
-from rollout.protocol import ADAPTER_SCALE
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.delta import LastSent
+from fp8rl.numerics.frozen import Frozen, freeze
+from fp8rl.numerics.quantize import quantize
+from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.weight_sync.adapters import HeldBase, check_frozen
+from fp8rl.weight_sync.manifest import Sent, SyncError
 from tests.support.served_model import SPEC
-from weight_sync.adapters import HeldBase, check_frozen
-from weight_sync.manifest import Sent, SyncError
 
 ADAPTER = AdapterConfig(rank=8, alpha=16.0)
 BASE = {"x.weight": "one", "x.weight_scale_inv": "two"}

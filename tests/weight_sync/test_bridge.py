@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from models import Model
-from models.tensors import EngineRank
-from numerics.digest import tensor_digest
-from numerics.spec import QuantSpec
-from rollout.errors import EngineError
-from rollout.protocol import Held
-from rollout.server.client import merged
-from rollout.types import Endpoint
+from fp8rl.models import Model
+from fp8rl.models.tensors import EngineRank
+from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.protocol import Held
+from fp8rl.rollout.server.client import merged
+from fp8rl.rollout.types import Endpoint
+from fp8rl.weight_sync import bridge
+from fp8rl.weight_sync.manifest import Manifest, Recorder, SyncError
+from fp8rl.weight_sync.quantized import served_tensors
 from tests.support.definitions import every_tensor
-from weight_sync import bridge
-from weight_sync.manifest import Manifest, Recorder, SyncError
-from weight_sync.quantized import served_tensors
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 WEIGHTS = {

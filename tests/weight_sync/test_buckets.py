@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync import buckets
-from weight_sync.buckets import ALIGNMENT, Bucket, Packer
+from fp8rl.weight_sync import buckets
+from fp8rl.weight_sync.buckets import ALIGNMENT, Bucket, Packer
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.tensors import EngineRank
-from numerics.delta import LastSent, apply
-from rollout.protocol import DELTA
+from fp8rl.models.tensors import EngineRank
+from fp8rl.numerics.delta import LastSent, apply
+from fp8rl.rollout.protocol import DELTA
+from fp8rl.weight_sync.delta import changes
 from tests.support.definitions import every_tensor
-from weight_sync.delta import changes
 
 TABLE = every_tensor(layers=1).tensors
 Q, OUT, NORM = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"

@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from numerics.spec import QuantSpec
-from rollout.errors import EngineError
-from rollout.server.arguments import server_environment
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.server.arguments import server_environment
+from fp8rl.trainer.actor import RANK_ENVIRONMENT
+from fp8rl.trainer.seat import LOOPBACK
+from fp8rl.weight_sync.buckets import Packer
+from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.transports import DistributedTransport, distributed
+from fp8rl.weight_sync.transports.distributed import contents
 from tests.support.definitions import every_tensor
-from trainer.actor import RANK_ENVIRONMENT
-from trainer.seat import LOOPBACK
-from weight_sync.buckets import Packer
-from weight_sync.quantized import served_tensors
-from weight_sync.transports import DistributedTransport, distributed
-from weight_sync.transports.distributed import contents
 
 CPU = torch.device("cpu")
 SPEC = QuantSpec.preset("fp8_block_pow2")

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from models import Model, read_model, storing
-from models.architecture import architectures
-from models.stored import weight_files
-from models.tiny import TinyModel, write_tiny_model
-from numerics.spec import QuantSpec
+from fp8rl.models import Model, read_model, storing
+from fp8rl.models.architecture import architectures
+from fp8rl.models.stored import weight_files
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
+from fp8rl.weight_sync.quantized import served_tensors
 from tests.support.definitions import SIZES
 from tests.support.paths import CONFIGS
-from weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
-from weight_sync.quantized import served_tensors
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 LAYERS = 1

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from numerics.digest import tensor_digest
-from numerics.spec import QuantSpec
+from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.definitions import every_tensor
-from weight_sync.manifest import Manifest, Recorder
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from numerics.errors import UserError
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.quantized import served_tensors
 from tests.support.definitions import every_tensor
-from weight_sync.quantized import served_tensors
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 LAYER = "model.layers.3."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from models import read_shape
-from numerics.spec import QuantSpec
+from fp8rl.models import read_shape
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.served_bytes import served_bytes
 from tests.support.paths import CONFIGS, EXAMPLES
-from weight_sync.served_bytes import served_bytes
 
 FP8, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")
 

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 ALLOCATE = """
 import torch
-from weight_sync.transports.tensor import TensorTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 try:
     TensorTransport(64 << 20).allocate((1,), torch.uint8, torch.device("cpu"))
 except OSError as error:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from numerics.spec import QuantSpec
-from rollout.errors import EngineError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import EngineError
+from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
+from fp8rl.weight_sync.transports import tensor as tensor_transport
 from tests.support.definitions import every_tensor
-from weight_sync.config import SyncConfig
-from weight_sync.quantized import served_tensors
-from weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
-from weight_sync.transports import tensor as tensor_transport
 
 SPEC = QuantSpec.preset("bf16")
 TENSORS = {str(index): torch.full((300,), index, dtype=torch.uint8) for index in range(5)}

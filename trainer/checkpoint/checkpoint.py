@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 
-from numerics.errors import user_error
-from numerics.ranks import all_gathered, together
-from trainer.checkpoint.files import (
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.ranks import all_gathered, together
+from fp8rl.trainer.checkpoint.files import (
     CONTENT,
     STATE,
     About,
@@ -23,10 +23,10 @@ from trainer.checkpoint.files import (
     discard,
     read_about,
 )
-from trainer.checkpoint.unpickling import read_metadata, safe_pickles
-from trainer.checkpoint.writer import Staged
-from trainer.distributed.layout import Layout
-from trainer.distributed.optimizer import Optimizer
+from fp8rl.trainer.checkpoint.unpickling import read_metadata, safe_pickles
+from fp8rl.trainer.checkpoint.writer import Staged
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.optimizer import Optimizer
 
 ADAPTER, BASE = "adapter", "base"
 """The key of `About.extra` by which a checkpoint says what its adapters are, and in it that of their base's digest."""

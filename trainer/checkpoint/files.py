@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from numerics.errors import UserError, user_error
-from numerics.io.reading import parsed, reason
-from numerics.io.section import validated
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import parsed, reason
+from fp8rl.numerics.io.section import validated
 
 FORMAT = 2
 STATE = "state"

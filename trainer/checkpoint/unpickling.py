@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import default_planner, filesystem, metadata, 
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
-from numerics.errors import user_error
+from fp8rl.numerics.errors import user_error
 
 _NAMES = {
     "torch": {"Size"},

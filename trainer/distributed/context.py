@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from numerics import ops
-from trainer.distributed.layout import CHUNKS
+from fp8rl.numerics import ops
+from fp8rl.trainer.distributed.layout import CHUNKS
 
 
 def own_positions(width: int, rank: int, ranks: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from torch import Tensor
 
-from trainer import device
-from trainer.distributed.aside import Aside
+from fp8rl.trainer import device
+from fp8rl.trainer.distributed.aside import Aside
 
 AT_ONCE = 16 << 20
 """Elements of all ranks that a GPU holds at a time. Megatron has it hold a whole buffer, twice."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerConfig
 
 CHUNKS = 2
 """Chunks of a row that each of the ranks has that share it."""

@@ -19,15 +19,15 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from trainer import device
-from trainer.config import TrainerConfig
-from trainer.distributed import wires
-from trainer.distributed.aside import Aside
-from trainer.distributed.gathering import GatheredInPieces
-from trainer.megatron.lowering import Lowering
-from trainer.megatron.optimizer_memory import lower_optimizer
-from trainer.megatron.patches import CUDA_TYPES, applied, become
-from trainer.modules.weights import tag_split
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import wires
+from fp8rl.trainer.distributed.aside import Aside
+from fp8rl.trainer.distributed.gathering import GatheredInPieces
+from fp8rl.trainer.megatron.lowering import Lowering
+from fp8rl.trainer.megatron.optimizer_memory import lower_optimizer
+from fp8rl.trainer.megatron.patches import CUDA_TYPES, applied, become
+from fp8rl.trainer.modules.weights import tag_split
 
 
 class Optimizer:

@@ -11,11 +11,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainer import device
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron import patches
-from trainer.seat import LOOPBACK
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron import patches
+from fp8rl.trainer.seat import LOOPBACK
 
 TIMEOUT = timedelta(minutes=10)
 TURN = timedelta(minutes=5)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from numerics.quantize import block_amax, dequantize, quantize_by, scale_shape
-from numerics.rounding import scale_from_amax
-from numerics.spec import TensorSpec
+from fp8rl.numerics.quantize import block_amax, dequantize, quantize_by, scale_shape
+from fp8rl.numerics.rounding import scale_from_amax
+from fp8rl.numerics.spec import TensorSpec
 
 Part = tuple[int, int]
 """First element of a part of a buffer, and one past its last."""

@@ -18,11 +18,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, shard_buffer
 from torch import Tensor, nn
 
-from numerics.quantize import dequantize, quantize
-from numerics.spec import TensorSpec
-from trainer.config import GradientWire
-from trainer.distributed.weight_gather import gather_weights
-from trainer.megatron.patches import become
+from fp8rl.numerics.quantize import dequantize, quantize
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.trainer.config import GradientWire
+from fp8rl.trainer.distributed.weight_gather import gather_weights
+from fp8rl.trainer.megatron.patches import become
 
 Narrow = Literal["bf16", "e4m3", "e5m2"]
 """Wires in which nothing is added on the way."""

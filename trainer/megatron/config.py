@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from models.sizes import ModelSizes
-from numerics.config import Mode
-from trainer.config import Recompute, TrainerConfig
-from trainer.megatron.lowering import Lowering
-from trainer.megatron.mapping import MegatronMapping
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.config import Mode
+from fp8rl.trainer.config import Recompute, TrainerConfig
+from fp8rl.trainer.megatron.lowering import Lowering
+from fp8rl.trainer.megatron.mapping import MegatronMapping
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from numerics.config import NumericsConfig
-from numerics.errors import UserError, user_error
-from numerics.spec import ALL, QuantSpec, Scale, TensorSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.spec import ALL, QuantSpec, Scale, TensorSpec
 
 BLOCKS, MX = "Float8BlockScaling", "MXFP8BlockScaling"
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"

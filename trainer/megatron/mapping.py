@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.core.transformer import ModuleSpec
 
-from models.sizes import ModelSizes
-from trainer.modules import layer as parts
-from trainer.modules.layer import Fields, Layer, Router
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.modules import layer as parts
+from fp8rl.trainer.modules.layer import Fields, Layer, Router
 
 
 @dataclass(frozen=True)

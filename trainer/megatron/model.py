@@ -16,19 +16,19 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from models import Model
-from models.sizes import ModelSizes
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron import patches, te_runtime
-from trainer.megatron.config import transformer_config
-from trainer.megatron.lowering import Lowering
-from trainer.megatron.mapping import MAPPINGS, USUAL, MegatronMapping
-from trainer.modules import exact, native
-from trainer.modules.embedding import Embedding
-from trainer.modules.layer import Layer, LayerModules
-from trainer.modules.precision import LayerPrecision, Precision
-from trainer.modules.weights import tag_split
+from fp8rl.models import Model
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron import patches, te_runtime
+from fp8rl.trainer.megatron.config import transformer_config
+from fp8rl.trainer.megatron.lowering import Lowering
+from fp8rl.trainer.megatron.mapping import MAPPINGS, USUAL, MegatronMapping
+from fp8rl.trainer.modules import exact, native
+from fp8rl.trainer.modules.embedding import Embedding
+from fp8rl.trainer.modules.layer import Layer, LayerModules
+from fp8rl.trainer.modules.precision import LayerPrecision, Precision
+from fp8rl.trainer.modules.weights import tag_split
 
 
 def build_model(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 
-from models.shape import overlap
-from models.sizes import ModelSizes
-from numerics.config import Mode
-from numerics.errors import user_error
-from numerics.spec import QuantSpec
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import CHUNKS
-from trainer.distributed.weight_gather import travels_in_fp8
+from fp8rl.models.shape import overlap
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import CHUNKS
+from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
 
 
 def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:

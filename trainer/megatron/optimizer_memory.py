@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from numerics.errors import user_error
-from trainer.config import OptimizerMemory
+from fp8rl.numerics.errors import user_error
+from fp8rl.trainer.config import OptimizerMemory
 
 
 def lower_optimizer(

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-from trainer import device
-from trainer.megatron import cpu_runtime
+from fp8rl.trainer import device
+from fp8rl.trainer.megatron import cpu_runtime
 
 MEGATRON_VERSION = "0.16.1"
 Where = Literal["everywhere", "without CUDA", "without TransformerEngine", "with TransformerEngine"]
@@ -63,12 +63,12 @@ def _value(value: Any) -> Callable[[Any], Any]:
 
 def _ours(module: str, name: str) -> Callable[[Any], Any]:
     """A function in trainer/modules; its module imports Megatron, which must not be early."""
-    return lambda replaced: getattr(importlib.import_module(f"trainer.modules.{module}"), name)
+    return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.modules.{module}"), name)
 
 
 def _unpickling(name: str) -> Callable[[Any], Any]:
     """A function in trainer/checkpoint/unpickling.py, which imports Megatron too."""
-    return lambda replaced: getattr(importlib.import_module("trainer.checkpoint.unpickling"), name)
+    return lambda replaced: getattr(importlib.import_module("fp8rl.trainer.checkpoint.unpickling"), name)
 
 
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
@@ -240,12 +240,15 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         _CORE + "tensor_parallel.layers.VocabParallelEmbedding.forward",
         "input_",
-        "trainer.modules.embedding.Embedding",
+        "fp8rl.trainer.modules.embedding.Embedding",
         "a token's gradients are added in FP32; GPTModel names the class itself",
     ),
     *(
         Override(
-            _CORE + f"tensor_parallel.layers.{base}._forward_impl", _LINEAR, f"trainer.modules.{ours}", _LINEAR_WHY
+            _CORE + f"tensor_parallel.layers.{base}._forward_impl",
+            _LINEAR,
+            f"fp8rl.trainer.modules.{ours}",
+            _LINEAR_WHY,
         )
         for base, ours in (
             ("ColumnParallelLinear", "exact.linear.ColumnLinear"),
@@ -257,39 +260,41 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         _CORE + "transformer.moe.router_replay.RouterReplay.get_replay_topk",
         "scores topk num_groups group_topk default_compute_topk",
-        "trainer.step.routing.LayerRouting",
+        "fp8rl.trainer.step.routing.LayerRouting",
         "it records while it replays, and leaves unknown routes to the router; the router names the class itself",
     ),
     *(
-        Override(_BUCKETS + method, parameter, "trainer.distributed.wires.BucketGroup", _BUCKETS_WHY)
+        Override(_BUCKETS + method, parameter, "fp8rl.trainer.distributed.wires.BucketGroup", _BUCKETS_WHY)
         for method, parameter in (("start_grad_sync", "force_all_reduce"), ("start_param_sync", "force_sync"))
     ),
     Override(
         _CORE + "optimizer.distrib_optimizer.DistributedOptimizer.get_parameter_state_dp_zero",
         "use_gloo_comm empty_data return_on_all_ranks",
-        "trainer.distributed.gathering.GatheredInPieces",
+        "fp8rl.trainer.distributed.gathering.GatheredInPieces",
         "it gathers whole buffers on a GPU (distrib_optimizer.py:1077), twice their size",
     ),
     Override(
         _CORE + "optimizer.distrib_optimizer.DistributedOptimizer.get_main_grads_for_grad_norm",
         "",
-        "trainer.distributed.gathering.GatheredInPieces",
+        "fp8rl.trainer.distributed.gathering.GatheredInPieces",
         "the norm of experts that are one parameter has the bits of that of parameters of their own",
     ),
     Override(
         _CORE + "distributed.DistributedDataParallel._make_backward_post_hook",
         "param",
-        "trainer.distributed.optimizer.DataParallel",
+        "fp8rl.trainer.distributed.optimizer.DataParallel",
         "hooks hang on nodes of autograd, where no collector sees that they keep the wrapper alive",
     ),
     Override(
         _CORE + "dist_checkpointing.strategies.torch.TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",
         "writer save_state_dict_ret",
-        "trainer.checkpoint.writer.WritePlan",
+        "fp8rl.trainer.checkpoint.writer.WritePlan",
         "only its plan is used; its writers are forked, which can deadlock",
     ),
     *(
-        Override(f"mbridge.core.Bridge.{method}", parameters, "trainer.weights.table_bridge.TableBridge", _BRIDGE_WHY)
+        Override(
+            f"mbridge.core.Bridge.{method}", parameters, "fp8rl.trainer.weights.table_bridge.TableBridge", _BRIDGE_WHY
+        )
         for method, parameters in (
             ("_build_config", ""),
             ("_get_safetensor_io", "weights_path"),

@@ -7,8 +7,8 @@ import sys
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from numerics.errors import user_error
-from trainer.megatron.lowering import Lowering
+from fp8rl.numerics.errors import user_error
+from fp8rl.trainer.megatron.lowering import Lowering
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

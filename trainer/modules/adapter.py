@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.adapters import AdapterConfig
-from numerics import ops
-from numerics.ops.low_rank import Fused, LowRank
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.low_rank import Fused, LowRank
 
 
 @dataclass(frozen=True)

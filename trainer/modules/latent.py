@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-from trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
 """Megatron's narrow products, and their module kinds."""

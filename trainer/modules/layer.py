@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from torch import nn
 
-from models.sizes import ModelSizes
-from trainer.modules.heads_norm import HeadsNorm
-from trainer.modules.precision import LayerPrecision
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.modules.heads_norm import HeadsNorm
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 Fields = Mapping[str, Any]
 """Some fields of Megatron's TransformerLayerSubmodules."""

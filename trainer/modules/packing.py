@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from trainer import device
+from fp8rl.trainer import device
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-from numerics.ops.experts import sum_in_order
+from fp8rl.numerics.ops.experts import sum_in_order
 
 
 def permute(

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from numerics import ops
-from numerics.config import NumericsConfig
-from numerics.ops.linear import Backward
-from numerics.spec import QuantSpec
-from numerics.weight_cache import WeightCache
-from trainer.modules.adapter import Adapter
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.ops.linear import Backward
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer.modules.adapter import Adapter
 
 
 @dataclass

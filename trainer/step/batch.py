@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numerics.sampling import EVERY_TOKEN, Truncation
-from trainer.step.support import Supports
+from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
+from fp8rl.trainer.step.support import Supports
 
 UNKNOWN = -1
 """Stands in place of an expert where no route is known."""

@@ -13,11 +13,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from models import forms
-from models.forms import OpForm
-from trainer.modules.exact.attention import CoreAttention
-from trainer.modules.exact.experts import MoE
-from trainer.modules.exact.latent import LatentCore
+from fp8rl.models import forms
+from fp8rl.models.forms import OpForm
+from fp8rl.trainer.modules.exact.attention import CoreAttention
+from fp8rl.trainer.modules.exact.experts import MoE
+from fp8rl.trainer.modules.exact.latent import LatentCore
 
 Call = tuple[Any, tuple[Any, ...], Any]
 """A module, what it was given, and what it returned, in Megatron's shapes, for one sequence."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainer import device
-from trainer.modules.packing import PackedRows
-from trainer.step.batch import TokenBatch
+from fp8rl.trainer import device
+from fp8rl.trainer.modules.packing import PackedRows
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclass(frozen=True)

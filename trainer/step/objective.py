@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclass(frozen=True)

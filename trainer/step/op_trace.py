@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from models.forms import LOGPROBS
-from models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
-from numerics import ops
-from numerics.errors import user_error
-from trainer import device
-from trainer.step.batch import TokenBatch
-from trainer.step.forms import SIDES
+from fp8rl.models.forms import LOGPROBS
+from fp8rl.models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
+from fp8rl.numerics import ops
+from fp8rl.numerics.errors import user_error
+from fp8rl.trainer import device
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.forms import SIDES
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
 Written = dict[OpSite, tuple[Tensor, ...]]
 """What each op wrote."""

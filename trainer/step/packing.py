@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer import device
-from trainer.modules.packing import PackedRows
-from trainer.step.batch import TokenBatch
-from trainer.step.microbatches import MicroBatch, rows_of
+from fp8rl.trainer import device
+from fp8rl.trainer.modules.packing import PackedRows
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.microbatches import MicroBatch, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,17 +17,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from numerics.ranks import all_gathered
-from trainer.distributed.layout import CHUNKS, Layout
-from trainer.errors import NonFiniteLossError
-from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.head import head_of
-from trainer.step.microbatches import MicroBatch, plan
-from trainer.step.objective import Objective
-from trainer.step.packing import PackedMicroBatch, plan_packed
-from trainer.step.reading import Reading, gpt_of, hidden_states, read_logprobs
-from trainer.step.routing import Routing, routing_of
-from trainer.step.sharing import SharedMicroBatch
+from fp8rl.numerics.ranks import all_gathered
+from fp8rl.trainer.distributed.layout import CHUNKS, Layout
+from fp8rl.trainer.errors import NonFiniteLossError
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.head import head_of
+from fp8rl.trainer.step.microbatches import MicroBatch, plan
+from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.packing import PackedMicroBatch, plan_packed
+from fp8rl.trainer.step.reading import Reading, gpt_of, hidden_states, read_logprobs
+from fp8rl.trainer.step.routing import Routing, routing_of
+from fp8rl.trainer.step.sharing import SharedMicroBatch
 
 
 @dataclass(frozen=True)

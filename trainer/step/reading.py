@@ -11,13 +11,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from numerics import ops
-from numerics.ops.linear import add_weight_gradient
-from numerics.sampling import GREEDY, Truncation
-from trainer.step.batch import UNKNOWN
-from trainer.step.head import Head
-from trainer.step.microbatches import MicroBatch
-from trainer.step.support import Supports, left_out
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.linear import add_weight_gradient
+from fp8rl.numerics.sampling import GREEDY, Truncation
+from fp8rl.trainer.step.batch import UNKNOWN
+from fp8rl.trainer.step.head import Head
+from fp8rl.trainer.step.microbatches import MicroBatch
+from fp8rl.trainer.step.support import Supports, left_out
 
 DRAWN_TOGETHER = 1024
 """Rows of logits that are copied to be drawn from."""

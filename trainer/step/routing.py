@@ -21,12 +21,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
-from numerics.errors import user_error
-from trainer import device
-from trainer.distributed.layout import Layout
-from trainer.megatron.patches import become
-from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.microbatches import MicroBatch
+from fp8rl.numerics.errors import user_error
+from fp8rl.trainer import device
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron.patches import become
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.microbatches import MicroBatch
 
 
 @contextmanager

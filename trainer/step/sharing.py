@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from megatron.core import parallel_state
 from torch import Tensor
 
-from trainer.distributed.context import gathered, own_positions
-from trainer.step.batch import TokenBatch
-from trainer.step.microbatches import MicroBatch
+from fp8rl.trainer.distributed.context import gathered, own_positions
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.microbatches import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.sampling import Truncation
+from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import Truncation
 
 NOT_CARRIED = 0
 """Place of a token whose support is found in the trainer's own logits."""

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from models.base import Base
-from models.tensors import TensorRow
-from numerics.frozen import Frozen, freeze
-from numerics.quantize import QuantizedTensor
-from trainer.distributed.layout import Layout
-from trainer.weights.table_bridge import TableBridge
+from fp8rl.models.base import Base
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.frozen import Frozen, freeze
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.weights.table_bridge import TableBridge
 
 
 def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: TableBridge, layout: Layout) -> bool:

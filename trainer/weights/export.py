@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.base import Base
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
-from trainer.distributed.layout import Layout
-from trainer.weights import te_weights
-from trainer.weights.table_bridge import TableBridge
+from fp8rl.models.base import Base
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.weights import te_weights
+from fp8rl.trainer.weights.table_bridge import TableBridge
 
 
 class Dealer:

@@ -14,25 +14,25 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from models import Model
-from models.base import Base
-from models.peft import write_adapter
-from models.stored import check_finite, draft_tensors
-from models.storing import write_directory
-from models.tensors import TensorRow
-from numerics.errors import user_error
-from numerics.frozen import frozen_of
-from numerics.placeholders import own_memory
-from numerics.quantize import QuantizedTensor
-from numerics.ranks import all_gathered, exhaust, rank, together
-from numerics.spec import TensorSpec
-from numerics.weight_cache import WeightCache
-from trainer.distributed.layout import Layout
-from trainer.modules.weights import beside, is_adapter, matrices, named_weights
-from trainer.weights import te_weights
-from trainer.weights.base import adopt
-from trainer.weights.export import Exporter
-from trainer.weights.table_bridge import TableBridge
+from fp8rl.models import Model
+from fp8rl.models.base import Base
+from fp8rl.models.peft import write_adapter
+from fp8rl.models.stored import check_finite, draft_tensors
+from fp8rl.models.storing import write_directory
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.frozen import frozen_of
+from fp8rl.numerics.placeholders import own_memory
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.ranks import all_gathered, exhaust, rank, together
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
+from fp8rl.trainer.weights import te_weights
+from fp8rl.trainer.weights.base import adopt
+from fp8rl.trainer.weights.export import Exporter
+from fp8rl.trainer.weights.table_bridge import TableBridge
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 

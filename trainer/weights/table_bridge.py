@@ -12,8 +12,8 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from models.stored import read_tensors
-from models.tensors import TensorRow, TensorTable
+from fp8rl.models.stored import read_tensors
+from fp8rl.models.tensors import TensorRow, TensorTable
 
 
 class TableBridge(Bridge):

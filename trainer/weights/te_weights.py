@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 _FORMATS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
 

@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from numerics.spec import QuantSpec
-from rollout.server.client import EngineClient
-from weight_sync.config import SyncConfig
-from weight_sync.transports.disk import DiskTransport
-from weight_sync.transports.distributed import DistributedTransport
-from weight_sync.transports.tensor import TensorTransport
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.transports.disk import DiskTransport
+from fp8rl.weight_sync.transports.distributed import DistributedTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):

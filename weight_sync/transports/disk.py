@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from numerics.ranks import rank
-from numerics.spec import QuantSpec
-from rollout.server.client import EngineClient
-from weight_sync.hf_checkpoint import write_served_checkpoint
+from fp8rl.numerics.ranks import rank
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.weight_sync.hf_checkpoint import write_served_checkpoint
 
 
 @dataclass(frozen=True)

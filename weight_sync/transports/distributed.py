@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.errors import EngineError
-from rollout.server.client import EngineClient
-from trainer.distributed.parallel import in_turn, open_store
-from weight_sync.buckets import Bucket, Named, Packer
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.trainer.distributed.parallel import in_turn, open_store
+from fp8rl.weight_sync.buckets import Bucket, Named, Packer
 
 TIMEOUT = timedelta(minutes=2)
 _QUEUE = "weights"

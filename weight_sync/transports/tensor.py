@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollout.server.client import EngineClient
-from weight_sync.buckets import Bucket, Named, Packer
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.weight_sync.buckets import Bucket, Named, Packer
 
 _DEVICE = 6
 """Index of the device among the arguments of `rebuild_cuda_tensor`."""

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diagnose.certify.dump import ours as our
-from diagnose.certify.dump import reference as theirs
-from diagnose.certify.dump.explain import LEFT_OUT, Explanation, Looks, explanations, row_means
-from diagnose.certify.dump.parts import histogram, parts
-from diagnose.certify.dump.reading import read_dump
-from diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
-from diagnose.certify.dump.row import DumpRow, Sampling
-from diagnose.certify.dump.source import Dump
-from diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat
-from diagnose.difference import Difference, difference
-from numerics.errors import user_error
+from fp8rl.diagnose.certify.dump import ours as our
+from fp8rl.diagnose.certify.dump import reference as theirs
+from fp8rl.diagnose.certify.dump.explain import LEFT_OUT, Explanation, Looks, explanations, row_means
+from fp8rl.diagnose.certify.dump.parts import histogram, parts
+from fp8rl.diagnose.certify.dump.reading import read_dump
+from fp8rl.diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
+from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.source import Dump
+from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat
+from fp8rl.diagnose.difference import Difference, difference
+from fp8rl.numerics.errors import user_error
 
 BUDGET = 50_000
 """Tokens that are scored, prompts counted."""

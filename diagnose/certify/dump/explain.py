@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diagnose.attribution.temperature import TemperatureFit, fit_temperature
-from diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
-from diagnose.certify.dump.row import DumpRow, Sampling
-from diagnose.certify.dump.tokens import Tokens, flat
-from numerics.sampling import Truncation
+from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
+from fp8rl.diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
+from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.tokens import Tokens, flat
+from fp8rl.numerics.sampling import Truncation
 
 KEPT = 1 << 23
 """Logits that are kept to look for a temperature, at most."""

@@ -11,15 +11,15 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from diagnose.certify.dump.row import DumpRow, Sampling
-from diagnose.one_rank import one_rank
-from models import read_model
-from models.stored import check_stored
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
-from trainer.config import TrainerConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.one_rank import one_rank
+from fp8rl.models import read_model
+from fp8rl.models.stored import check_stored
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 _MICRO_BATCH = 4096
 _CHUNK = 64
@@ -54,7 +54,7 @@ def scored(
     try:
         check_stored(path, read_model(path))
         with one_rank(config, first) as layout:
-            from trainer.scorer import Scorer
+            from fp8rl.trainer.scorer import Scorer
 
             longest = max(len(row.tokens) for row in rows)
             scorer = Scorer(path, config, first, layout, max_sequence_length=longest)
@@ -75,7 +75,7 @@ def exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | No
     config = TrainerConfig(micro_batch_tokens=_MICRO_BATCH)
     with TemporaryDirectory(prefix="fp8rl-certify-") as folder:
         with one_rank(config, numerics) as layout:
-            from trainer.trainer import Trainer
+            from fp8rl.trainer.trainer import Trainer
 
             trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=1)
             trainer.load(checkpoint)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diagnose.certify.dump.row import Sampling
-from diagnose.certify.dump.source import Dump, whole
-from numerics.errors import UserError, user_error
-from numerics.io.reading import read_bytes, whole_json_lines
-from rl.experiment import Experiment, read_resolved
-from rl.guard.standing import Standing
-from rl.record.rollouts import RolloutRecord, parse_rollout
-from rl.record.run_dir import RunDir
+from fp8rl.diagnose.certify.dump.row import Sampling
+from fp8rl.diagnose.certify.dump.source import Dump, whole
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import read_bytes, whole_json_lines
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
+from fp8rl.rl.record.run_dir import RunDir
 
 _KEY = b'"rollout_logprobs"'
 

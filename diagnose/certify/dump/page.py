@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diagnose.certify.dump.report import DumpReport, differences, sentence
-from rl.report import page
+from fp8rl.diagnose.certify.dump.report import DumpReport, differences, sentence
+from fp8rl.rl.report import page
 
 Chart = dict[str, Any]
 """`title`, `note`, `unit` of the values, `x` labels, and `series` of `name` and `y`."""

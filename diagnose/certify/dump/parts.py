@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from diagnose.certify.dump.report import Part
-from diagnose.certify.dump.tokens import Tokens
+from fp8rl.diagnose.certify.dump.report import Part
+from fp8rl.diagnose.certify.dump.tokens import Tokens
 
 FIRST = 8
 """The first part of places and lengths; each further one is twice as long."""

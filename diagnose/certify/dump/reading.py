@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diagnose.certify.dump import own_run, slime, verl
-from diagnose.certify.dump.source import Dump, whole
-from numerics.errors import UserError, user_error
-from numerics.io.reading import check_file, check_path, read_bytes
+from fp8rl.diagnose.certify.dump import own_run, slime, verl
+from fp8rl.diagnose.certify.dump.source import Dump, whole
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import check_file, check_path, read_bytes
 
 
 def read_dump(path: Path, model: Path | None = None) -> Dump:

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from diagnose.certify.dump.row import DumpRow, Sampling
-from models.stored import weight_files
-from models.stored_fp8 import WeightFiles, is_scales
-from numerics.errors import UserError, user_error
-from numerics.holdings import give_back
-from numerics.io.reading import check_regular, read_json
-from numerics.ops import narrowed, support_floors
-from numerics.sampling import EVERY_TOKEN, Truncation
-from trainer import device
+from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.models.stored import weight_files
+from fp8rl.models.stored_fp8 import WeightFiles, is_scales
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.holdings import give_back
+from fp8rl.numerics.io.reading import check_regular, read_json
+from fp8rl.numerics.ops import narrowed, support_floors
+from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
+from fp8rl.trainer import device
 
 _BLOCK_FP8 = "fp8"
 Attention = Literal["eager"] | None

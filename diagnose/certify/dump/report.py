@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.certify.dump.explain import Explanation
-from diagnose.difference import Difference, shown_number
-from diagnose.report import Report
+from fp8rl.diagnose.certify.dump.explain import Explanation
+from fp8rl.diagnose.difference import Difference, shown_number
+from fp8rl.diagnose.report import Report
 
 Verdict = Literal["equal", "within the floor", "above the floor", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("equal", "within the floor", "above the floor", "broken")

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from numerics.errors import UserError, user_error
-from numerics.sampling import EVERY_TOKEN, Truncation
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 
 LARGEST = 1e-3
 """A log-probability may be above 0 by rounding, not by more."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from diagnose.certify.dump import verl
-from diagnose.certify.dump.source import Dump, whole
-from numerics.errors import UserError, user_error
+from fp8rl.diagnose.certify.dump import verl
+from fp8rl.diagnose.certify.dump.source import Dump, whole
+from fp8rl.numerics.errors import UserError, user_error
 
 _OURS = {"rollout_log_probs": "logprobs", "log_probs": "trainer_logprobs"}
 _RECONSTRUCT = np.zeros(0).__reduce__()[0]

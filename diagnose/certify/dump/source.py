@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diagnose.certify.dump.row import DumpRow, Sampling, checked_row
-from numerics.config import NumericsConfig
-from numerics.errors import user_error
+from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling, checked_row
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import user_error
 
 SCHEMA_KEYS = frozenset(DumpRow.model_fields)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diagnose.certify.dump.row import DumpRow, Sampling, Version
-from numerics.errors import user_error
+from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling, Version
+from fp8rl.numerics.errors import user_error
 
 ENGINE, TRAINER = "the engine", "the trainer"
 Side = str

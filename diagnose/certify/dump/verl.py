@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diagnose.certify.dump.row import Sampling
-from diagnose.certify.dump.source import Dump, whole
-from models.tensor_files import open_tensors
-from numerics.errors import UserError, user_error
-from numerics.sampling import Truncation
+from fp8rl.diagnose.certify.dump.row import Sampling
+from fp8rl.diagnose.certify.dump.source import Dump, whole
+from fp8rl.models.tensor_files import open_tensors
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.sampling import Truncation
 
 REQUIRED = frozenset({"input_ids", "attention_mask", "responses", "rollout_log_probs"})
 _BY_TOKEN = ("rollout_log_probs", "old_log_probs", "response_mask")

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast, dot, load
-from numerics.kernels.attention.sequences import find_sequence
-from numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, dot, load
+from fp8rl.numerics.kernels.attention.sequences import find_sequence
+from fp8rl.numerics.kernels.memory import dense_rows
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""

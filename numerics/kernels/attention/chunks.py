@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast
-from numerics.ops.attention import KEY_CHUNK
+from fp8rl.numerics.kernels.arithmetic import cast
+from fp8rl.numerics.ops.attention import KEY_CHUNK
 
 PART_BYTES = 256 << 20
 """The most that parts may take. Rows that would need more are many enough to fill a GPU by themselves."""

@@ -20,14 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.errors import user_error
-from numerics.kernels.arithmetic import cast, dot, load
-from numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gradients_of_keys
-from numerics.kernels.attention.chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
-from numerics.kernels.attention.sequences import find_sequence, positions_of
-from numerics.kernels.memory import dense_rows
-from numerics.kernels.products.heights import SHORT, TALL, tile_height, warps
-from numerics.ops.attention import KEY_CHUNK
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.arithmetic import cast, dot, load
+from fp8rl.numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gradients_of_keys
+from fp8rl.numerics.kernels.attention.chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
+from fp8rl.numerics.kernels.attention.sequences import find_sequence, positions_of
+from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.products.heights import SHORT, TALL, tile_height, warps
+from fp8rl.numerics.ops.attention import KEY_CHUNK
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 

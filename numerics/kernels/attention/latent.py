@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from numerics.errors import user_error
-from numerics.kernels.attention.forward import attend, attend_packed, attend_paged, check_dtypes
-from numerics.kernels.attention.latent_backward import gradients_of_latent
-from numerics.kernels.memory import dense_rows
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.attention.forward import attend, attend_packed, attend_paged, check_dtypes
+from fp8rl.numerics.kernels.attention.latent_backward import gradients_of_latent
+from fp8rl.numerics.kernels.memory import dense_rows
 
 
 def latent_attention(

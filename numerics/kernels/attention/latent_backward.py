@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast, dot
-from numerics.kernels.attention.backward import LOG2_E, first_query_at, tiles_of
-from numerics.kernels.attention.sequences import find_sequence
-from numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, dot
+from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, tiles_of
+from fp8rl.numerics.kernels.attention.sequences import find_sequence
+from fp8rl.numerics.kernels.memory import dense_rows
 
 _HELD, _TAKEN = 64, 16  # queries or keys that a program holds, and takes at a time
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.kernels.products.heights import TALL
-from numerics.kernels.products.tiles import Tiles
-from numerics.quantize import QuantizedTensor
+from fp8rl.numerics.kernels.products.heights import TALL
+from fp8rl.numerics.kernels.products.tiles import Tiles
+from fp8rl.numerics.quantize import QuantizedTensor
 
 Scaled = tuple[Tensor, Tensor]
 """Codes E4M3 and their scales FP32: of rows [T, K], with scales [T, K / 128] that lie column by column, each at a

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.products.heights import tile_height
-from numerics.kernels.products.linear import WeightOperand
-from numerics.kernels.products.tiles import Tiles, make_tiles
-from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
-from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
-from numerics.ops.experts import ExpertWeights, adapted_grouped_linear
-from numerics.ops.grouped import Gradients, given_to_autograd
-from numerics.ops.linear import Backward
-from numerics.spec import QuantSpec
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.heights import tile_height
+from fp8rl.numerics.kernels.products.linear import WeightOperand
+from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles
+from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
+from fp8rl.numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
+from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear
+from fp8rl.numerics.ops.grouped import Gradients, given_to_autograd
+from fp8rl.numerics.ops.linear import Backward
+from fp8rl.numerics.spec import QuantSpec
 
 
 def experts(

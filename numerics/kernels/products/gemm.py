@@ -28,14 +28,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from numerics.errors import user_error
-from numerics.kernels.arithmetic import cast, dot
-from numerics.kernels.products import deepgemm
-from numerics.kernels.products.heights import TALL, tile_height, warps
-from numerics.kernels.products.tiles import Tiles
-from numerics.kernels.rounding import GROUP
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.arithmetic import cast, dot
+from fp8rl.numerics.kernels.products import deepgemm
+from fp8rl.numerics.kernels.products.heights import TALL, tile_height, warps
+from fp8rl.numerics.kernels.products.tiles import Tiles
+from fp8rl.numerics.kernels.rounding import GROUP
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 
 _GROUP = GROUP.value
 _SHARING = 8  # tiles of rows that neighbouring programs work on

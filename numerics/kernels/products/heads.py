@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.kernels.arithmetic import cast, dot
-from numerics.kernels.memory import dense_rows
-from numerics.kernels.products.linear import WeightOperand
-from numerics.ops.latent import head_gradients
+from fp8rl.numerics.kernels.arithmetic import cast, dot
+from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.products.linear import WeightOperand
+from fp8rl.numerics.ops.latent import head_gradients
 
 _ROWS, _COLUMNS, _DEPTH, _BLOCK = 64, 128, 64, 128
 

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
-from numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
-from numerics.kernels.products.gemm import gemm, matmul
-from numerics.kernels.quantize import quantize_both_ways, quantize_columns, quantize_rows, quantize_rows_and_columns
-from numerics.ops.linear import Backward, wide_mm
-from numerics.quantize import QuantizedTensor
-from numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.quantize import (
+    quantize_both_ways,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+)
+from fp8rl.numerics.ops.linear import Backward, wide_mm
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)

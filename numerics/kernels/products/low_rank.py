@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from numerics.kernels.arithmetic import cast, dot
-from numerics.kernels.products.grouped import grouped_matmul, grouped_wgrad_matmul
-from numerics.kernels.products.heights import TALL
-from numerics.kernels.products.tiles import Tiles, make_tiles
-from numerics.ops.linear import wide_mm
+from fp8rl.numerics.kernels.arithmetic import cast, dot
+from fp8rl.numerics.kernels.products.grouped import grouped_matmul, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.heights import TALL
+from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles
+from fp8rl.numerics.ops.linear import wide_mm
 
 _WIDTH = 128
 _FEWEST_RANK = 16  # that an instruction multiplies

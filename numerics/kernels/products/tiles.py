@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.errors import user_error
-from numerics.kernels.products.heights import TALL
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.products.heights import TALL
 
 _TILES = 64  # that one program describes
 

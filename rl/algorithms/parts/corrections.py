@@ -29,8 +29,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from numerics.io.section import Section
-from rl.mismatch.statistics import bounded
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.mismatch.statistics import bounded
 
 
 class RejectionConfig(Section):

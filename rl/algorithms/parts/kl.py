@@ -19,8 +19,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from numerics.io.section import Section
-from rl.algorithms.parts.surrogates import MAX_LOG_RATIO
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.algorithms.parts.surrogates import MAX_LOG_RATIO
 
 Estimator = Literal["k2", "k3"]
 

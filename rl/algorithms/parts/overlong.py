@@ -8,8 +8,8 @@ from typing import Self
 from pydantic import Field
 from torch import Tensor
 
-from numerics.io.section import Section
-from rl.algorithms.base import Outcomes
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.algorithms.base import Outcomes
 
 
 class OverlongConfig(Section):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutConfig
 
 _MIB, _GIB = 2**20, 2**30
 CONTEXT_BYTES = 450 * _MIB

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from numerics.config import Mode
-from numerics.errors import user_error
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import (
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import (
     PHASES,
     Memory,
     activation_bytes,
@@ -17,7 +17,7 @@ from rl.experiment.budget.memory import (
     logit_bytes,
     trainer_memory,
 )
-from rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment
 
 SLACK = 0.10
 """Part of a GPU's memory that a real run needs beside what is calculated: peaks that were measured differ from the
@@ -63,11 +63,12 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     enough = [each for each in able if each[0] >= short and not each[2].dear]
     size, name, cure = (enough or able)[0]
     where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
+    more = " That alone is not enough." if size < short else ""
     raise user_error(
         cure.key,
         found=f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB",
         expected=f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}",
-        remedy=f"{cure.remedy} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys.",
+        remedy=f"{cure.remedy}{more} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys.",
     )
 
 

@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from numerics.errors import user_error
+from fp8rl.numerics.errors import user_error
 
 GPUS_PER_NODE = 8
 
@@ -70,5 +70,7 @@ def gpu_named(name: str) -> Gpu:
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1)
         remedy = f"Did you mean {known[near[0]]}?" if near else "Choose the one whose memory is nearest."
+        if not plain:  # the first word of a name of several, without quotes
+            remedy = "Write the whole name, with - in place of blanks: --gpu rtx-pro-6000."
         raise user_error("--gpu", found=name, expected=f"one of {', '.join(GPUS)}", remedy=remedy)
     return GPUS[known[plain]]

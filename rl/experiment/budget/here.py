@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from models import read_shape
-from models.shape import Shape
-from rl.experiment.budget.fit import with_cache
-from rl.experiment.budget.job import Job, job_of, teacher_bytes
-from rl.experiment.experiment import Experiment
-from trainer.device import has_transformer_engine
-from trainer.state_bytes import storage_on
+from fp8rl.models import read_shape
+from fp8rl.models.shape import Shape
+from fp8rl.rl.experiment.budget.fit import with_cache
+from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.trainer.device import has_transformer_engine
+from fp8rl.trainer.state_bytes import storage_on
 
 
 @dataclass(frozen=True)

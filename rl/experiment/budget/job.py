@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.shape import BF16_BYTES, Shape
-from numerics.config import NumericsConfig
-from rl.experiment.budget.engine_room import engine_room
-from rl.experiment.experiment import Experiment
-from trainer.config import TrainerConfig
-from trainer.state_bytes import Storage
-from weight_sync.served_bytes import served_bytes
+from fp8rl.models.shape import BF16_BYTES, Shape
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.experiment.budget.engine_room import engine_room
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.state_bytes import Storage
+from fp8rl.weight_sync.served_bytes import served_bytes
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from models.shape import BF16_BYTES, WeightGroup
-from rl.experiment.budget.engine_room import CONTEXT_BYTES
-from rl.experiment.budget.gpus import GPUS_PER_NODE
-from rl.experiment.budget.job import Job
-from trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
-from weight_sync.served_bytes import served_bytes
+from fp8rl.models.shape import BF16_BYTES, WeightGroup
+from fp8rl.rl.experiment.budget.engine_room import CONTEXT_BYTES
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
+from fp8rl.weight_sync.served_bytes import served_bytes
 
 Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")

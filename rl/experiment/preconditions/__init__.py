@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from models import Model
-from models.peft import START, read_adapter
-from models.stored import check_stored
-from rl.experiment import Experiment
-from rl.experiment.preconditions.algorithm import check_algorithm
-from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.model import check_architecture, read_model
-from rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
-from rl.experiment.preconditions.rules import Target, check_rules
-from rl.experiment.preconditions.teacher import check_teacher
-from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
-from rl.record.trackers import check_trackers
-from rl.record.wandb_run import check_wandb
-from rollout.environments.functions import load_environment
-from rollout.named_functions import check_importable
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardConfig
-from rollout.rewards.functions import load_function
+from fp8rl.models import Model
+from fp8rl.models.peft import START, read_adapter
+from fp8rl.models.stored import check_stored
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.algorithm import check_algorithm
+from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.model import check_architecture, read_model
+from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
+from fp8rl.rl.experiment.preconditions.rules import Target, check_rules
+from fp8rl.rl.experiment.preconditions.teacher import check_teacher
+from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
+from fp8rl.rl.record.trackers import check_trackers
+from fp8rl.rl.record.wandb_run import check_wandb
+from fp8rl.rollout.environments.functions import load_environment
+from fp8rl.rollout.named_functions import check_importable
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.functions import load_function
 
 __all__ = ["check", "read_model"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from numerics.errors import user_error
-from numerics.time_limit import time_limit
-from rl.algorithms import ALGORITHMS
-from rl.algorithms.rehearsal import rehearse
-from rl.experiment import Experiment
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.time_limit import time_limit
+from fp8rl.rl.algorithms import ALGORITHMS
+from fp8rl.rl.algorithms.rehearsal import rehearse
+from fp8rl.rl.experiment import Experiment
 
 STEP_SECONDS = 20.0
 """Seconds of patience for what takes a hundredth of one."""

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from numerics.errors import user_error
-from numerics.time_limit import time_limit
-from rl.experiment import Experiment
-from rl.experiment.preconditions.template import check_template, template_remarks
-from rl.experiment.preconditions.tokenizer import RENDER_SECONDS
-from rollout.chat import answer_ids
-from rollout.data.sources import Problems, Source, load_problems
-from rollout.data.tasks import Problem, prompt_ids
-from rollout.environments.config import SINGLE_TURN
-from rollout.lengths import TOKENS_PER_BYTE, fewest_tokens
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardsConfig
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.time_limit import time_limit
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.template import check_template, template_remarks
+from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS
+from fp8rl.rollout.chat import answer_ids
+from fp8rl.rollout.data.sources import Problems, Source, load_problems
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
+from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.rollout.lengths import TOKENS_PER_BYTE, fewest_tokens
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardsConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

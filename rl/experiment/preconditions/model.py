@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
-from models import Model, ModelSizes, load_architecture
-from numerics.errors import user_error
-from numerics.io.reading import check_regular, read_json
-from numerics.io.section import RELATIVE
-from rl.experiment import Experiment
-from trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
+from fp8rl import models
+from fp8rl.models import Model, ModelSizes, load_architecture
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.reading import check_regular, read_json
+from fp8rl.numerics.io.section import RELATIVE
+from fp8rl.rl.experiment import Experiment
+from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
 
 GENERATION = "generation_config.json"
 

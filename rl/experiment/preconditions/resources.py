@@ -11,19 +11,19 @@ from pathlib import Path
 import psutil
 import torch
 
-from models.shape import Shape
-from numerics.errors import user_error
-from rl.experiment import Experiment
-from rl.experiment.budget.fit import check_fits, fullest
-from rl.experiment.budget.here import OwnGpu, own_gpu, planned_here
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import moved_bytes
-from rl.experiment.teacher import TeacherSection
-from rollout.config import RolloutConfig
-from trainer.config import OptimizerMemory
-from trainer.state_bytes import state_bytes
-from weight_sync.buckets import SMALLEST_BYTES
-from weight_sync.served_bytes import served_bytes
+from fp8rl.models.shape import Shape
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.budget.fit import check_fits, fullest
+from fp8rl.rl.experiment.budget.here import OwnGpu, own_gpu, planned_here
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import moved_bytes
+from fp8rl.rl.experiment.teacher import TeacherSection
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.config import OptimizerMemory
+from fp8rl.trainer.state_bytes import state_bytes
+from fp8rl.weight_sync.buckets import SMALLEST_BYTES
+from fp8rl.weight_sync.served_bytes import served_bytes
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

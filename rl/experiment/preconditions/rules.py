@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models import ModelSizes
-from numerics.backend.implementation import (
+from fp8rl.models import ModelSizes
+from fp8rl.numerics.backend.implementation import (
     FEWEST_CAPABILITY,
     SMALL_CAPABILITY,
     capability_of,
@@ -21,14 +21,14 @@ from numerics.backend.implementation import (
     has_deepgemm,
     implementation_for,
 )
-from numerics.errors import UserError, user_error
-from rl.experiment.experiment import Experiment
-from rl.experiment.preconditions.model import check_model_layout
-from rollout.speculation import check_drafts
-from trainer.device import has_transformer_engine
-from trainer.megatron.lowering import by_mx, lower
-from trainer.megatron.model_checks import check_packing, check_sharing
-from trainer.megatron.optimizer_memory import lower_optimizer
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.model import check_model_layout
+from fp8rl.rollout.speculation import check_drafts
+from fp8rl.trainer.device import has_transformer_engine
+from fp8rl.trainer.megatron.lowering import by_mx, lower
+from fp8rl.trainer.megatron.model_checks import check_packing, check_sharing
+from fp8rl.trainer.megatron.optimizer_memory import lower_optimizer
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 BLOCKS = "TransformerEngine's blocks of 128"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models import ModelSizes
-from models.shape import Shape
-from models.stored import check_stored
-from numerics.errors import UserError, user_error
-from rl.experiment import Experiment
-from rl.experiment.preconditions.model import read_model
-from rl.experiment.preconditions.tokenizer import load_tokenizer
-from rl.experiment.teacher import TeacherSection
-from rollout.server.client import SCORED_SHORT_OF
-from trainer.megatron.model_checks import check_engine_layout
+from fp8rl.models import ModelSizes
+from fp8rl.models.shape import Shape
+from fp8rl.models.stored import check_stored
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.model import read_model
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rl.experiment.teacher import TeacherSection
+from fp8rl.rollout.server.client import SCORED_SHORT_OF
+from fp8rl.trainer.megatron.model_checks import check_engine_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

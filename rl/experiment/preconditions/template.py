@@ -9,12 +9,20 @@ import jinja2
 from jinja2 import Environment, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 
-from numerics.errors import user_error
-from numerics.time_limit import time_limit
-from rl.experiment.preconditions.tokenizer import RENDER_SECONDS
-from rollout.chat import SAID, TODAY, Message, RewritingTemplateError, continuation_ids, render, template_arguments
-from rollout.data.sources import Source
-from rollout.data.tasks import Problem, prompt_ids
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.time_limit import time_limit
+from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS
+from fp8rl.rollout.chat import (
+    SAID,
+    TODAY,
+    Message,
+    RewritingTemplateError,
+    continuation_ids,
+    render,
+    template_arguments,
+)
+from fp8rl.rollout.data.sources import Source
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

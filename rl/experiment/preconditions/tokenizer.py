@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path, check_regular
-from numerics.time_limit import time_limit
-from rollout.data.tasks import Problem, prompt_ids
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.reading import check_path, check_regular
+from fp8rl.numerics.time_limit import time_limit
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from numerics.errors import user_error
+from fp8rl.numerics.errors import user_error
 
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 """The package that each needs; the extra of `fp8rl` that installs it has the tracker's name."""
@@ -66,5 +66,5 @@ def check_trackers(names: Iterable[str]) -> None:
 
 def start(name: str, run: Tracked) -> Tracker:
     """The tracker of this name, for a run that begins or goes on."""
-    tracker: Tracker = import_module(f"rl.record.trackers.to_{name}").start(run)
+    tracker: Tracker = import_module(f"fp8rl.rl.record.trackers.to_{name}").start(run)
     return tracker

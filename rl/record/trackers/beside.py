@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rl.record.trackers import Tracked, Tracker, start
+from fp8rl.rl.record.trackers import Tracked, Tracker, start
 
 _LOOK_SECONDS = 0.5
 _FINISH_SECONDS = 60.0
@@ -40,7 +40,7 @@ class Beside:
         self._logs = {name: run.place(name) / "log.txt" for name in names}
         asked = json.dumps({"run": dataclasses.asdict(run), "metrics": str(metrics), "after": after})
         for name in names:
-            command = [sys.executable, "-P", "-m", "rl.record.trackers.beside", name]
+            command = [sys.executable, "-P", "-m", "fp8rl.rl.record.trackers.beside", name]
             with self._logs[name].open("ab") as output:
                 self._processes[name] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True

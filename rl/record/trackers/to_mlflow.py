@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Mapping
 
-from numerics.io.files import write_atomically
-from rl.record.metrics import metric
-from rl.record.trackers import Tracked
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.record.metrics import metric
+from fp8rl.rl.record.trackers import Tracked
 
 _LONGEST = 500
 """Characters of a parameter, which MLflow bounds."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rl.record.metrics import metric
-from rl.record.trackers import Tracked
+from fp8rl.rl.record.metrics import metric
+from fp8rl.rl.record.trackers import Tracked
 
 
 def start(run: Tracked) -> TensorBoard:

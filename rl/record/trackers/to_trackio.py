@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from rl.record.metric_rows import METRICS
-from rl.record.trackers import Tracked
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.trackers import Tracked
 
 
 def start(run: Tracked) -> Trackio:

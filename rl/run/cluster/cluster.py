@@ -21,14 +21,14 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-from numerics.errors import UserError, user_error
-from numerics.io.terminal import say_error
-from rl.run.lifecycle.force import bounded
-from rl.run.lifecycle.interrupts import is_ending
-from rl.run.lifecycle.stopping import STOPPED
-from rollout.deadlines import kill_family
-from rollout.loopback import reach_loopback
-from rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.io.terminal import say_error
+from fp8rl.rl.run.lifecycle.force import bounded
+from fp8rl.rl.run.lifecycle.interrupts import is_ending
+from fp8rl.rl.run.lifecycle.stopping import STOPPED
+from fp8rl.rollout.deadlines import kill_family
+from fp8rl.rollout.loopback import reach_loopback
+from fp8rl.rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
 
 _PARENT = "/tmp"
 """Paths of sockets must stay short."""

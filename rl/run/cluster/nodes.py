@@ -12,10 +12,10 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from numerics.backend.implementation import capability_of
-from numerics.errors import user_error
-from rl.run.cluster.placement import Node
-from rollout.server.arguments import has_cuda
+from fp8rl.numerics.backend.implementation import capability_of
+from fp8rl.numerics.errors import user_error
+from fp8rl.rl.run.cluster.placement import Node
+from fp8rl.rollout.server.arguments import has_cuda
 
 _EVERY_NODE_HAS = ("CPU", "GPU", "memory", "object_store_memory")
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from numerics.errors import UserError, user_error
-from rl.experiment import Experiment
-from rl.experiment.preconditions.rules import check_engine_ranks
+from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.rules import check_engine_ranks
 
 
 @dataclass(frozen=True)

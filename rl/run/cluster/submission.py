@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from numerics.errors import user_error
-from numerics.io.terminal import printable
-from rollout.loopback import reach_loopback
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.terminal import printable
+from fp8rl.rollout.loopback import reach_loopback
 
 _DASHBOARD = re.compile(r"https?://[\w.\-:@\[\]]{1,253}/?", re.ASCII)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.sampling import canary_seed
-from rl.run.feed.batching import SftExample, batch_from_examples
-from rollout.data.tasks import Problem
-from rollout.types import Group, Prompt, SamplingParams, Trajectory
-from trainer.step.batch import TokenBatch
+from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import canary_seed
+from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.trainer.step.batch import TokenBatch
 
 PROMPT, ANSWER = 16, 8
 """Tokens that are prefilled, and tokens that are decoded."""

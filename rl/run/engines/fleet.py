@@ -15,19 +15,19 @@ from weakref import WeakKeyDictionary
 import ray
 from torch import Tensor
 
-from numerics.errors import UserError
-from rl.run.cluster.seats import NoRoomError
-from rl.run.engines.canary import Expected, largest
-from rl.run.engines.serving import Serving
-from rl.run.engines.slot import Slot
-from rollout.config import RolloutConfig
-from rollout.deadlines import end, within
-from rollout.engine import Slept
-from rollout.errors import EngineDiedError, EngineError
-from rollout.sampler import check_versions
-from rollout.server.server import GRACE_S
-from rollout.types import Decoding, Endpoint, Group, SamplingParams, Trajectory
-from trainer.actor import TrainerDiedError
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.engines.canary import Expected, largest
+from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rl.run.engines.slot import Slot
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.deadlines import end, within
+from fp8rl.rollout.engine import Slept
+from fp8rl.rollout.errors import EngineDiedError, EngineError
+from fp8rl.rollout.sampler import check_versions
+from fp8rl.rollout.server.server import GRACE_S
+from fp8rl.rollout.types import Decoding, Endpoint, Group, SamplingParams, Trajectory
+from fp8rl.trainer.actor import TrainerDiedError
 
 Result = TypeVar("Result")
 

@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.run.background import Background
-from rl.run.engines.canary import Expected
-from rl.run.engines.fleet import Fleet, News
-from rl.run.engines.serving import Serving
-from rollout.config import RolloutConfig
-from rollout.engine import Slept
-from rollout.server.client import EngineClient
-from rollout.types import Endpoint, Group, SamplingParams, Trajectory
+from fp8rl.rl.run.background import Background
+from fp8rl.rl.run.engines.canary import Expected
+from fp8rl.rl.run.engines.fleet import Fleet, News
+from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.engine import Slept
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.adapters import AdapterConfig
-from models.roles import Role
-from numerics.backend.implementation import implementation_for
-from numerics.config import NumericsConfig
-from numerics.io.code import code_digest
-from rl.experiment import Experiment
-from rl.run.cluster.nodes import own_capability
-from rl.run.cluster.seats import Seats
-from rollout.config import RolloutConfig
-from rollout.engine import EngineActor
-from rollout.plugin.hooks import hooks_for, provided
-from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
-from weight_sync.manifest import Manifest
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.roles import Role
+from fp8rl.numerics.backend.implementation import implementation_for
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.io.code import code_digest
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.run.cluster.nodes import own_capability
+from fp8rl.rl.run.cluster.seats import Seats
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.engine import EngineActor
+from fp8rl.rollout.plugin.hooks import hooks_for, provided
+from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+from fp8rl.weight_sync.manifest import Manifest
 
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 """How the logs of the engines of a role begin."""

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.types import Decoding, Endpoint, Load
+from fp8rl.rollout.types import Decoding, Endpoint, Load
 
 
 @dataclass

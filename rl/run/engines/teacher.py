@@ -12,17 +12,17 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from models import read_model
-from models.roles import Role
-from rl.experiment import Experiment
-from rl.run.cluster.seats import Seats
-from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import Serving, engine_config, engine_maker
-from rollout.errors import EngineError
-from rollout.types import Trajectory
-from trainer.step.batch import TokenBatch
-from weight_sync.hf_checkpoint import convert_checkpoint
-from weight_sync.manifest import Manifest, Recorder
+from fp8rl.models import read_model
+from fp8rl.models.roles import Role
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.run.cluster.seats import Seats
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.serving import Serving, engine_config, engine_maker
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.types import Trajectory
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.manifest import Manifest, Recorder
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the batch's field."""

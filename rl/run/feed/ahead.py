@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from numerics.io.reading import whole_json_lines
-from numerics.io.section import validated
-from rollout.types import Group, Supports, Trajectory
-from trainer.checkpoint.files import read_about
+from fp8rl.numerics.io.reading import whole_json_lines
+from fp8rl.numerics.io.section import validated
+from fp8rl.rollout.types import Group, Supports, Trajectory
+from fp8rl.trainer.checkpoint.files import read_about
 
 GROUPS = "groups.jsonl"
 """Name of the file in a checkpoint."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
-from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.support import Supports
+from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.support import Supports
 
 if TYPE_CHECKING:
-    from rollout.types import Trajectory
+    from fp8rl.rollout.types import Trajectory
 
 PAD_TOKEN = 0
 """Any valid id serves: padding is masked and, to its right, no real token looks at it."""

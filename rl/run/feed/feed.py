@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from numerics.sampling import answer_seed
-from rl.algorithms.base import Outcomes
-from rl.experiment import Experiment
-from rl.mismatch import token_versions
-from rl.mismatch.drift import tokens_by_age
-from rl.record.metrics import OUTCOMES, REWARD_PARTS
-from rl.run.clock import StepClock
-from rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
-from rl.run.feed.ahead import Answered, FeedState
-from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
-from rl.run.feed.judging import JudgedAnswer
-from rl.run.feed.problems import training_problems
-from rl.run.sampling import Asked, Sampling, done
-from rollout.chat import answer_ids
-from rollout.data.tasks import Problem, prompt_ids
-from rollout.types import Group, Prompt, Trajectory
-from trainer.step.batch import TokenBatch
+from fp8rl.numerics.sampling import answer_seed
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.mismatch import token_versions
+from fp8rl.rl.mismatch.drift import tokens_by_age
+from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
+from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
+from fp8rl.rl.run.feed.ahead import Answered, FeedState
+from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rl.run.sampling import Asked, Sampling, done
+from fp8rl.rollout.chat import answer_ids
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
+from fp8rl.rollout.types import Group, Prompt, Trajectory
+from fp8rl.trainer.step.batch import TokenBatch
 
 Meanwhile = Callable[[], object]
 """What there is to do while engines sample."""

@@ -13,18 +13,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl.run.background import Background
-from rl.run.engines.teacher import Teacher
-from rl.run.feed.failures import Failures
-from rollout.data.tasks import Problem
-from rollout.deadlines import within
-from rollout.environments.transcript import Said, transcript
-from rollout.returned import Numbers, ReturnError, is_finite
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardsConfig
-from rollout.rewards.functions import EACH, load_function
-from rollout.rewards.workers import RewardFailure, Workers
-from rollout.types import Prompt, Trajectory
+from fp8rl.rl.run.background import Background
+from fp8rl.rl.run.engines.teacher import Teacher
+from fp8rl.rl.run.feed.failures import Failures
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.deadlines import within
+from fp8rl.rollout.environments.transcript import Said, transcript
+from fp8rl.rollout.returned import Numbers, ReturnError, is_finite
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.functions import EACH, load_function
+from fp8rl.rollout.rewards.workers import RewardFailure, Workers
+from fp8rl.rollout.types import Prompt, Trajectory
 
 REWARD_FAILURES = "rollout/reward_failures"
 

@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rl.experiment import Experiment
-from rollout.data.sources import load_problems
-from rollout.data.tasks import Problem
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rollout.data.sources import load_problems
+from fp8rl.rollout.data.tasks import Problem
 
 T = TypeVar("T")
 

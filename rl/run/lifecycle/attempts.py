@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from rl.experiment import Experiment
-from rl.record.run_dir import RunDir
-from rl.run.cluster.seats import NoRoomError
-from rl.run.feed.conversations import EnvironmentError
-from rl.run.feed.failures import TooManyFailuresError
-from rl.run.feed.feed import FilterError
-from rl.run.feed.judging import RewardError
-from rl.run.lifecycle.ending import finish
-from rl.run.lifecycle.interrupts import Closing
-from rl.run.run import LiveRun
-from rl.run.stack import Stack
-from rollout.errors import EngineError
-from trainer.actor import TrainerDiedError
-from weight_sync.manifest import SyncError
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.feed.conversations import EnvironmentError
+from fp8rl.rl.run.feed.failures import TooManyFailuresError
+from fp8rl.rl.run.feed.feed import FilterError
+from fp8rl.rl.run.feed.judging import RewardError
+from fp8rl.rl.run.lifecycle.ending import finish
+from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.run import LiveRun
+from fp8rl.rl.run.stack import Stack
+from fp8rl.rollout.errors import EngineError
+from fp8rl.trainer.actor import TrainerDiedError
+from fp8rl.weight_sync.manifest import SyncError
 
 FAILURES = (
     EngineError,

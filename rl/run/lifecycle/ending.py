@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from rl.record.events import read_events
-from rl.record.metrics_log import read_metrics
-from rl.record.wandb_run import leet
-from rl.report.report import write_report
-from rl.report.summary import summarize, verdict
-from rl.run.lifecycle.force import bounded
-from rl.run.lifecycle.stopping import STOPPED
-from rl.run.run import LiveRun
+from fp8rl.rl.record.events import read_events
+from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.record.wandb_run import leet
+from fp8rl.rl.report.report import write_report
+from fp8rl.rl.report.summary import summarize, verdict
+from fp8rl.rl.run.lifecycle.force import bounded
+from fp8rl.rl.run.lifecycle.stopping import STOPPED
+from fp8rl.rl.run.run import LiveRun
 
 _TRACKER_SECONDS = 300.0
 """Bound of all trackers to take the last rows; each is given up after a minute."""

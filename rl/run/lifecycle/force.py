@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import psutil
 
-from rl.run.lifecycle.stopping import STOPPED
-from rollout.deadlines import kill_family
+from fp8rl.rl.run.lifecycle.stopping import STOPPED
+from fp8rl.rollout.deadlines import kill_family
 
 _ROOT = Path(__file__).parents[3]
 _GONE_SECONDS = 5.0

@@ -19,8 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
-from numerics.io.terminal import say_error
-from rl.run.lifecycle.force import bounded, end_by_force
+from fp8rl.numerics.io.terminal import say_error
+from fp8rl.rl.run.lifecycle.force import bounded, end_by_force
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from numerics.io.terminal import say_error
-from rl.record.log import CONSOLE
-from rl.record.run_dir import RunDir
+from fp8rl.numerics.io.terminal import say_error
+from fp8rl.rl.record.log import CONSOLE
+from fp8rl.rl.record.run_dir import RunDir
 
 STOPPED = 3
 """Exit code of a run that a gate, a loss that is not finite, or a failure of what it runs on has stopped."""

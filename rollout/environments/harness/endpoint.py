@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rollout.environments.harness.recording import Recording, Said
-from rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
-from rollout.loopback import reach_loopback
-from rollout.types import LOOPBACK, SamplingParams
+from fp8rl.rollout.environments.harness.recording import Recording, Said
+from fp8rl.rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
+from fp8rl.rollout.loopback import reach_loopback
+from fp8rl.rollout.types import LOOPBACK, SamplingParams
 
 _MOST_BYTES = 32 << 20
 """The longest body."""

@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rollout.data.tasks import Problem
-from rollout.deadlines import end, end_process
-from rollout.environments.branch import ConversationOverError
-from rollout.environments.config import HarnessConfig
-from rollout.environments.conversation import Conversation
-from rollout.environments.harness.endpoint import Endpoint
-from rollout.environments.harness.recording import Recording
-from rollout.environments.harness.requests import MODEL
-from rollout.loopback import reach_loopback
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.deadlines import end, end_process
+from fp8rl.rollout.environments.branch import ConversationOverError
+from fp8rl.rollout.environments.config import HarnessConfig
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.harness.endpoint import Endpoint
+from fp8rl.rollout.environments.harness.recording import Recording
+from fp8rl.rollout.environments.harness.requests import MODEL
+from fp8rl.rollout.loopback import reach_loopback
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""

@@ -19,12 +19,12 @@ from typing import Any
 
 import jinja2
 
-from rollout.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
-from rollout.environments.branch import Branch, ConversationOverError
-from rollout.environments.conversation import Conversation
-from rollout.environments.harness.requests import Ask, RefusedError
-from rollout.environments.harness.tools import parse_calls
-from rollout.lengths import widest_token
+from fp8rl.rollout.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
+from fp8rl.rollout.environments.branch import Branch, ConversationOverError
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.harness.requests import Ask, RefusedError
+from fp8rl.rollout.environments.harness.tools import parse_calls
+from fp8rl.rollout.lengths import widest_token
 
 _AT_ONCE = 1 << 16
 """Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from numerics.io.parsing import parse_json
-from rollout.chat import read_arguments
-from rollout.lengths import text_size
-from rollout.types import SamplingParams
+from fp8rl.numerics.io.parsing import parse_json
+from fp8rl.rollout.chat import read_arguments
+from fp8rl.rollout.lengths import text_size
+from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
 """What the model is called, whatever it is."""

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from models import read_shape
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from rl.experiment.budget.job import Job
-from rl.experiment.budget.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
+from fp8rl.models import read_shape
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
+from fp8rl.trainer.config import TrainerConfig
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
-from trainer.config import TrainerConfig
 
 ROWS, LENGTH = 64, 32
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 def test_a_step_holds_at_its_peak_what_is_calculated(
     moe: bool, mode: str, precision: str, layout: Any, tmp_path: Path
 ) -> None:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
     config = TrainerConfig(micro_batch_tokens=ROWS * LENGTH)
     numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)

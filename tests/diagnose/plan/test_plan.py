@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.plan import Plan, assumed, fitted_plan, gpu_named, make_plan, measured, read_subject, rendered
-from diagnose.plan.in_spec import with_table
 from fp8rl.cli import app
-from numerics.errors import UserError
-from rl.experiment.budget.gpus import GPUS
-from rl.experiment.budget.memory import (
+from fp8rl.diagnose.plan import Plan, assumed, fitted_plan, gpu_named, make_plan, measured, read_subject, rendered
+from fp8rl.diagnose.plan.in_spec import with_table
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment.budget.gpus import GPUS
+from fp8rl.rl.experiment.budget.memory import (
     PHASES,
     Phase,
     activation_bytes,
@@ -25,7 +25,7 @@ from rl.experiment.budget.memory import (
     logit_bytes,
     trainer_memory,
 )
-from studies.document.calculated import on_h20
+from lab.studies.document.calculated import on_h20
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 
 
@@ -191,6 +191,7 @@ def test_it_says_that_fp8_is_slower() -> None:
     always = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
     assert always.break_even == (None, None)
     assert "FP8 training is 4% slower than BF16 here, at any batch size" in page_of(always)
+    assert "more tokens" not in page_of(always).replace("\n", " ") and "set numerics.trainer=bf16" in page_of(always)
 
 
 def test_a_layout_is_chosen_that_fits_and_divides() -> None:
@@ -261,7 +262,7 @@ def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', '{"machine": {"device": "x"}, "rows": {"gemms": []}}'])
 def test_a_bench_without_rates_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "gpu.json").write_text(text)
-    with pytest.raises(UserError, match="--bench: .*found .*python -m bench.gpu"):
+    with pytest.raises(UserError, match="--bench: .*found .*python -m lab.bench.gpu"):
         measured(tmp_path / "gpu.json", "exact", GPUS["h200"])
 
 
@@ -302,7 +303,7 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
 
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
-    """`python -m diagnose.plan.in_spec SPEC...` writes it."""
+    """`python -m fp8rl.diagnose.plan.in_spec SPEC...` writes it."""
     path = EXAMPLES / f"{example}.yaml"
     assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_table(path)
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from diagnose.plan.decode import decode_step, experts_read
-from diagnose.plan.efficiency import Rates, assumed
-from diagnose.plan.subject import CONFIGS
-from diagnose.plan.time import kernels, step_time
-from diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
-from diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
-from models import read_shape
-from models.adapters import AdapterConfig
-from rl.experiment.budget.gpus import GPUS
-from rl.experiment.budget.job import Job
-from studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
-from trainer.config import TrainerConfig
+from fp8rl.diagnose.plan.decode import decode_step, experts_read
+from fp8rl.diagnose.plan.efficiency import Rates, assumed
+from fp8rl.diagnose.plan.subject import CONFIGS
+from fp8rl.diagnose.plan.time import kernels, step_time
+from fp8rl.diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
+from fp8rl.diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
+from fp8rl.models import read_shape
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.rl.experiment.budget.gpus import GPUS
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.trainer.config import TrainerConfig
+from lab.studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
 EFFICIENCY = assumed("native")

@@ -6,10 +6,10 @@ import pytest
 
 SCRIPT = """
 import torch
-from numerics.backend.compiler import enable_compiler
-from numerics.fake_quantize import fake_quantize_rows
-from numerics.quantize import fake_quantize
-from numerics.spec import TensorSpec
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.fake_quantize import fake_quantize_rows
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import TensorSpec
 x = torch.randn(9, 256).bfloat16()
 print(enable_compiler())
 assert torch.equal(fake_quantize_rows(x, TensorSpec()), fake_quantize(x, TensorSpec()))

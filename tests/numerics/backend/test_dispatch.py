@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from numerics import ops
-from numerics.backend import dispatch
-from numerics.backend.implementation import choose, implementation_for, using
-from numerics.errors import UserError
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend.implementation import choose, implementation_for, using
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from tests.support.paths import ROOT
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
@@ -44,7 +44,7 @@ def test_a_cpu_runs_the_definitions():
 
 
 def test_every_op_has_its_kernel_and_every_kernel_its_op():
-    from numerics.kernels.kernels import KERNELS
+    from fp8rl.numerics.kernels.kernels import KERNELS
 
     assert KERNELS.keys() == dispatch.OPS.keys()
     for name, kernel in KERNELS.items():
@@ -71,8 +71,8 @@ def test_a_granularity_without_a_kernel_is_refused_where_kernels_run():
 
 def test_no_module_of_the_ops_imports_a_kernel():
     """Kernels import ops, so the other way round would be a circle."""
-    found = "[m for m in sys.modules if 'numerics.kernels' in m]"
-    program = f"import sys, numerics.ops, numerics.backend.dispatch; print({found})"
+    found = "[m for m in sys.modules if 'fp8rl.numerics.kernels' in m]"
+    program = f"import sys, fp8rl.numerics.ops, fp8rl.numerics.backend.dispatch; print({found})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
@@ -81,7 +81,7 @@ def test_a_choice_lasts_as_long_as_its_block():
     x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
     plain = ops.rms_norm(x, weight, 1e-6)
     with using("triton"):
-        from numerics.kernels import norm
+        from fp8rl.numerics.kernels import norm
 
         assert torch.equal(ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
         with using("torch"):

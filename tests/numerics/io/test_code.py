@@ -4,17 +4,16 @@ import sys
 
 import pytest
 
-from numerics.io.code import code_digest
+from fp8rl.numerics.io.code import code_digest
 from tests.support.paths import ROOT
 
-PACKAGES = ("numerics", "models", "rollout")
+PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
 
 
 def test_another_checkout_has_another_digest_as_soon_as_a_line_differs(tmp_path):
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "fp8rl", tmp_path / "fp8rl", ignore=shutil.ignore_patterns("__pycache__"))
     assert digest_in(tmp_path) == code_digest(PACKAGES)
-    with (tmp_path / "numerics/ops/rope.py").open("a") as file:
+    with (tmp_path / "fp8rl/numerics/ops/rope.py").open("a") as file:
         file.write("# changed\n")
     assert digest_in(tmp_path) != code_digest(PACKAGES)
 
@@ -25,6 +24,6 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def digest_in(folder):
-    program = f"from numerics.io.code import code_digest; print(code_digest({PACKAGES}))"
+    program = f"from fp8rl.numerics.io.code import code_digest; print(code_digest({PACKAGES}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from numerics.io.shared import HostMemory, mapped
+from fp8rl.numerics.io.shared import HostMemory, mapped
 
 
 def test_what_was_written_before_the_seal_is_read_and_cannot_be_written() -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from numerics import ops
-from numerics.errors import UserError
-from numerics.kernels.attention import chunks as attention_chunks
-from numerics.kernels.attention.backward import attention_dkv, attention_dq
-from numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
+from fp8rl.numerics import ops
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels.attention import chunks as attention_chunks
+from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
+from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from tests.support.kernels import DEVICE, random
 
 SCALE = 0.1

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from numerics.backend import probe
-from numerics.backend.implementation import deepgemm_lacks, has_deepgemm, using
-from numerics.errors import UserError
-from numerics.kernels.products import deepgemm
-from numerics.kernels.products.deepgemm import NOBODY, Library
-from numerics.kernels.products.gemm import gemm
-from numerics.kernels.products.grouped import grouped_gemm
-from numerics.kernels.products.tiles import make_tiles
-from numerics.kernels.quantize import quantize_blocks, quantize_rows
-from numerics.quantize import QuantizedTensor
-from numerics.spec import TensorSpec
+from fp8rl.numerics.backend import probe
+from fp8rl.numerics.backend.implementation import deepgemm_lacks, has_deepgemm, using
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels.products import deepgemm
+from fp8rl.numerics.kernels.products.deepgemm import NOBODY, Library
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm
+from fp8rl.numerics.kernels.products.tiles import make_tiles
+from fp8rl.numerics.kernels.quantize import quantize_blocks, quantize_rows
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random
 
 ROWS, BLOCKS = TensorSpec(), TensorSpec(granularity="block")
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named(monkeypatch, hopper):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have it")
 def test_a_trainer_that_cannot_have_it_says_so():
-    from trainer.trainer import check_row_invariance
+    from fp8rl.trainer.trainer import check_row_invariance
 
     with pytest.raises(UserError, match="numerics.deepgemm: found 'true, and no Hopper GPU"):
         check_row_invariance(deepgemm=True)

@@ -2,9 +2,9 @@
 
 import torch
 
-from numerics.backend.implementation import using
-from numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
-from numerics.kernels import digest
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
+from fp8rl.numerics.kernels import digest
 from tests.support.kernels import DEVICE
 
 

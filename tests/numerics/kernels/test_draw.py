@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from numerics import ops
-from numerics.kernels.draw import draw
-from numerics.sampling import GREEDY
+from fp8rl.numerics import ops
+from fp8rl.numerics.kernels.draw import draw
+from fp8rl.numerics.sampling import GREEDY
 from tests.support.kernels import DEVICE
 
 # The interpreter's numpy warns of NaN and of products that wrap around.
@@ -73,7 +73,7 @@ def test_a_decode_step_draws_in_few_launches(monkeypatch):
         assert ops.draw(logits, temperatures, whole, whole).shape == (rows,)
     grids = []
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **__: grids.append(grid)})()
-    monkeypatch.setattr("numerics.kernels.draw._draw_kernel", kernel)
+    monkeypatch.setattr("fp8rl.numerics.kernels.draw._draw_kernel", kernel)
     with Launches() as around:
         assert draw(logits, temperatures, whole, whole).shape == (rows,)
     assert definition.count <= 100

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.kernels import combine as triton_combine
-from numerics.kernels import norm, rope, swiglu
-from numerics.ops.router import route
-from numerics.quantize import quantize
-from numerics.spec import TensorSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels import combine as triton_combine
+from fp8rl.numerics.kernels import norm, rope, swiglu
+from fp8rl.numerics.ops.router import route
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random
 
 

@@ -8,9 +8,9 @@ pytestmark = pytest.mark.slow  # 24 kernels to compile
 
 SCRIPT = """
 import torch
-from numerics.digest import CHUNK
-from numerics.spec import TensorSpec
-from numerics.kernels import combine, digest, draw, logprobs, norm, quantize, rope, router, support, swiglu
+from fp8rl.numerics.digest import CHUNK
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.kernels import combine, digest, draw, logprobs, norm, quantize, rope, router, support, swiglu
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, dtype=torch.bfloat16):

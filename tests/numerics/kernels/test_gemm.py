@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import numerics.kernels.products.gemm
-from numerics.errors import UserError
-from numerics.fake_quantize import fake_quantize_columns
-from numerics.kernels.products.gemm import gemm, matmul
-from numerics.quantize import QuantizedTensor, quantize
-from numerics.spec import TensorSpec
+import fp8rl.numerics.kernels.products.gemm
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.fake_quantize import fake_quantize_columns
+from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, GPU
 
 BLOCK = TensorSpec(granularity="block")
@@ -129,7 +129,7 @@ def test_programs_share_the_tiles(monkeypatch):
     a, b = quantized(numbers(300, 256), TensorSpec()), quantized(numbers(300, 256, seed=1), BLOCK)
     expected = gemm(a, b, torch.bfloat16)
     for count in (2, 4, 100):
-        monkeypatch.setattr(numerics.kernels.products.gemm, "programs", lambda device, count=count: count)
+        monkeypatch.setattr(fp8rl.numerics.kernels.products.gemm, "programs", lambda device, count=count: count)
         same(gemm(a, b, torch.bfloat16), expected)
 
 

@@ -9,12 +9,12 @@ pytestmark = pytest.mark.slow  # 18 kernels to compile
 SCRIPT = """
 import dataclasses
 import torch
-from numerics.quantize import QuantizedTensor, scale_shape
-from numerics.spec import TensorSpec
-from numerics.kernels.products import heights
-from numerics.kernels.products.gemm import gemm, matmul
-from numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.products.tiles import Tiles
+from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.tiles import Tiles
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, format="e4m3", granularity="token_group"):

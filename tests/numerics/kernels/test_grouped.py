@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from numerics.errors import UserError
-from numerics.kernels.products.gemm import gemm, matmul
-from numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.products.tiles import make_tiles
-from numerics.ops.grouped import grouped_linear
-from numerics.ops.linear import group_operand
-from numerics.quantize import QuantizedTensor, quantize
-from numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.tiles import make_tiles
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.ops.linear import group_operand
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS
 
 ROWS, BLOCK = TensorSpec(), TensorSpec(granularity="block")

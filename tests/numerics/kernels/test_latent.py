@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.errors import UserError
-from numerics.kernels import rope
-from numerics.kernels.attention import chunks
-from numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
-from numerics.kernels.products import linear
-from numerics.kernels.products.heads import head_linear
-from numerics.ops.rope import Yarn
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels import rope
+from fp8rl.numerics.kernels.attention import chunks
+from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
+from fp8rl.numerics.kernels.products import linear
+from fp8rl.numerics.kernels.products.heads import head_linear
+from fp8rl.numerics.ops.rope import Yarn
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 from tests.numerics.ops.test_latent import latent64
 from tests.support.kernels import DEVICE, random
 

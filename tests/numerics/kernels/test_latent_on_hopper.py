@@ -8,11 +8,11 @@ pytestmark = pytest.mark.slow  # 17 kernels to compile
 
 SCRIPT = """
 import torch
-from numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
-from numerics.kernels.products.heads import head_linear
-from numerics.kernels.products.linear import weight_operand
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
+from fp8rl.numerics.kernels.products.heads import head_linear
+from fp8rl.numerics.kernels.products.linear import weight_operand
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.hopper import compiled_only
 
 def tensor(*shape):

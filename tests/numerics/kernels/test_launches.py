@@ -19,11 +19,11 @@ other."""
 SCRIPT = """
 import dataclasses, json
 import torch
-from bench.gpu.exactness import HEAD, Pages, engine_forward, make_layer, make_norm
-from bench.gpu.measure import Sizes, random
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.kernels.products import heights
+from lab.bench.gpu.exactness import HEAD, Pages, engine_forward, make_layer, make_norm
+from lab.bench.gpu.measure import Sizes, random
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels.products import heights
 from tests.support.launches import launches
 
 META, CONTEXT = torch.device("meta"), 4096

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from numerics import ops
-from numerics.kernels.logprobs import token_logprobs
+from fp8rl.numerics import ops
+from fp8rl.numerics.kernels.logprobs import token_logprobs
 from tests.support.kernels import DEVICE
 
 # The interpreter's numpy warns of inf - inf and the like.

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.ops import ExpertWeights, Fused, LowRank
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 from tests.numerics.kernels.test_products import assert_close, both, with_gradients
 from tests.support.kernels import random
 

@@ -8,11 +8,11 @@ from tests.support.hopper import compiled_elsewhere, found_elsewhere
 
 COMPILED = """
 import torch
-from numerics.kernels.products import heights
-from numerics.kernels.products.gemm import gemm
-from numerics.kernels.products.low_rank import low_rank_term
-from numerics.quantize import QuantizedTensor, scale_shape
-from numerics.spec import TensorSpec
+from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.low_rank import low_rank_term
+from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
+from fp8rl.numerics.spec import TensorSpec
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, granularity="token_group"):
@@ -33,10 +33,10 @@ with compiled_only() as found:
 LAUNCHED = """
 import json
 import torch
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.ops import ExpertWeights, LowRank
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.ops import ExpertWeights, LowRank
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.launches import launches
 
 SPEC, META = QuantSpec.preset("fp8_block_pow2"), torch.device("meta")

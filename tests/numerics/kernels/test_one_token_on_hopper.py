@@ -8,11 +8,11 @@ pytestmark = pytest.mark.slow  # two dozen kernels to compile
 
 SCRIPT = """
 import torch
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.ops import ExpertWeights
-from numerics.quantize import QuantizedTensor, scale_shape
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.hopper import compiled_only
 
 spec = QuantSpec.preset("fp8_block_pow2")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from numerics import ops
-from numerics.backend.implementation import using
-from numerics.ops import ExpertWeights
-from numerics.ops.grouped import grouped_linear
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 from tests.support.kernels import DEVICE, random
 
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")

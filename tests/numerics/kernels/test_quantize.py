@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from numerics.backend.implementation import implementation_for
-from numerics.errors import UserError
-from numerics.kernels.quantize import (
+from fp8rl.numerics.backend.implementation import implementation_for
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels.quantize import (
     empty_blocks,
     quantize_blocks,
     quantize_both_ways,
@@ -18,11 +18,11 @@ from numerics.kernels.quantize import (
     quantize_rows,
     quantize_rows_and_columns,
 )
-from numerics.kernels.quantize import quantize as quantize_kernel
-from numerics.kernels.rounding import inverse, scale_from_amax
-from numerics.quantize import quantize
-from numerics.rounding import scale_from_amax as definition
-from numerics.spec import QuantSpec, TensorSpec
+from fp8rl.numerics.kernels.quantize import quantize as quantize_kernel
+from fp8rl.numerics.kernels.rounding import inverse, scale_from_amax
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.rounding import scale_from_amax as definition
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from tests.support.kernels import DEVICE
 
 FORMATS, SCALES = ("e4m3", "e5m2"), ("pow2", "fp32")

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from numerics import ops
-from numerics.errors import UserError
-from numerics.kernels.router import route, route_sigmoid, top_experts
+from fp8rl.numerics import ops
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels.router import route, route_sigmoid, top_experts
 from tests.support.kernels import DEVICE
 
 # The interpreter's numpy warns of inf - inf.

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from numerics.backend import probe
-from numerics.backend.implementation import using
-from numerics.kernels.attention.forward import paged_attention
-from numerics.kernels.products import heights
-from numerics.kernels.products.gemm import gemm
-from numerics.kernels.products.grouped import grouped_gemm
-from numerics.kernels.products.tiles import make_tiles
-from numerics.quantize import QuantizedTensor, quantize
-from numerics.spec import TensorSpec
+from fp8rl.numerics.backend import probe
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels.attention.forward import paged_attention
+from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm
+from fp8rl.numerics.kernels.products.tiles import make_tiles
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random
 
 BLOCK = TensorSpec(granularity="block")

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from numerics import ops
-from numerics.kernels.support import support_floors
+from fp8rl.numerics import ops
+from fp8rl.numerics.kernels.support import support_floors
 from tests.support.kernels import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

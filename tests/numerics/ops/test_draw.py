@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from numerics.ops.draw import draw, gumbel
-from numerics.sampling import GREEDY, answer_seed
+from fp8rl.numerics.ops.draw import draw, gumbel
+from fp8rl.numerics.sampling import GREEDY, answer_seed
 
 SIGNIFICANCE = 1e-4
 DRAWS = 20_000

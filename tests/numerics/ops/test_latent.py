@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from numerics import ops
-from numerics.frozen import Frozen
-from numerics.ops import LowRank
-from numerics.ops.rope import Yarn, frequencies
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.frozen import Frozen
+from fp8rl.numerics.ops import LowRank
+from fp8rl.numerics.ops.rope import Yarn, frequencies
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 from tests.numerics.ops.test_ops import gradients, one_rounding, random
 
 WEIGHT = QuantSpec.preset("fp8_block_pow2").weight

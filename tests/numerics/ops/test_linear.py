@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from numerics import ops
-from numerics.fake_quantize import fake_quantize_rows
-from numerics.ops.grouped import grouped_linear
-from numerics.quantize import fake_quantize, quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.fake_quantize import fake_quantize_rows
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.spec import QuantSpec
 
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
 MX, IRONWOOD = QuantSpec.preset("mxfp8"), QuantSpec.preset("ironwood")

@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 import torch
 
-from numerics import ops
-from numerics.ops import ExpertWeights, Fused, LowRank, grouped
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank, grouped
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
 TOKENS, K, N, RANK, SCALE = 150, 256, 384, 8, 2.0

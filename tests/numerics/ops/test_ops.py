@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from numerics import ops
-from numerics.backend.probe import row_variant_ops
-from numerics.ops import ExpertWeights
-from numerics.quantize import fake_quantize
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.probe import row_variant_ops
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import QuantSpec
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from numerics import ops
+from fp8rl.numerics import ops
 
 
 def test_sequences_end_to_end_have_the_bits_of_padded_ones():

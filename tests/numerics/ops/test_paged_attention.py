@@ -3,8 +3,8 @@
 
 import torch
 
-from numerics import ops
-from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 
 
 def test_new_tokens_of_sequences_that_lie_scattered_in_a_cache():

@@ -8,14 +8,14 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from numerics.errors import UserError
-from rl.algorithms import ALGORITHMS, Algorithm
-from rl.algorithms.base import Outcomes
-from rl.algorithms.parts.aggregation import Mode
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.experiment import parse_experiment
-from rollout.config import RolloutConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.parts.aggregation import Mode
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient))
 MODES: list[Mode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rl.algorithms import ALGORITHMS
-from rl.algorithms.base import AlgorithmConfig
-from rl.algorithms.rehearsal import CUT, rehearse
-from rl.experiment import parse_experiment
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.algorithms import ALGORITHMS
+from fp8rl.rl.algorithms.base import AlgorithmConfig
+from fp8rl.rl.algorithms.rehearsal import CUT, rehearse
+from fp8rl.rl.experiment import parse_experiment
 
 SETTINGS: dict[str, list[Any]] = {
     "name": [],

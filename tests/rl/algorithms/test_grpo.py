@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.algorithms.grpo import Grpo
-from rollout.config import RolloutConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms.grpo import Grpo
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 def algorithm(**changes: Any) -> Grpo:

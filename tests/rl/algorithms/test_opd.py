@@ -9,11 +9,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rl.algorithms import Algorithm
-from rl.algorithms.base import Outcomes
-from rl.algorithms.opd import Opd
-from rollout.config import RolloutConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms import Algorithm
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.opd import Opd
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 OUTCOMES = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), torch.tensor([True, False]))
 """Two answers to one prompt; the length has cut the second."""

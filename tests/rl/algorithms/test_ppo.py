@@ -8,13 +8,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rl.algorithms import Algorithm
-from rl.algorithms.base import Outcomes
-from rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
-from rl.algorithms.ppo import Ppo, ValueObjective
-from rollout.config import RolloutConfig
-from trainer.config import TrainerConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms import Algorithm
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
+from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 def ppo(**settings: Any) -> Ppo:

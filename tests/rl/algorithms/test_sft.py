@@ -4,8 +4,8 @@ import pickle
 import pytest
 import torch
 
-from rl.algorithms.sft import SftObjective
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 def make_batch() -> TokenBatch:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rl.experiment import Experiment, parse_experiment
-from rl.experiment.contents import SAMPLED_BEYOND, contents
+from fp8rl.rl.experiment import Experiment, parse_experiment
+from fp8rl.rl.experiment.contents import SAMPLED_BEYOND, contents
 
 EXTRA = {"name": "extra", "path": "eval/extra.jsonl", "rewards": ["strict.py:strict"]}
 

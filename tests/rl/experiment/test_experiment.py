@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from numerics.errors import UserError
-from rl.algorithms import ALGORITHMS
-from rl.experiment import load_experiment, parse_experiment, read_resolved
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.algorithms import ALGORITHMS
+from fp8rl.rl.experiment import load_experiment, parse_experiment, read_resolved
 from tests.support.paths import EXAMPLES
 
 MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}

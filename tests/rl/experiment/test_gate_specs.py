@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import yaml
 
-from numerics.errors import UserError
-from rl.experiment import parse_experiment
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import parse_experiment
 
 MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}
 METRIC = "mismatch/tis_clipfrac"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from numerics.errors import UserError
-from rl.experiment import Experiment, load_experiment
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment, load_experiment
 from tests.support.paths import EXAMPLES
 
 VALUES = {"model": {"path": "/m"}, "data": {"train": "/t"}}

@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 import yaml
 
-from rl.algorithms import ALGORITHMS
-from rl.experiment.reference import descriptions, reference, schema, schema_text
-from rl.experiment.validation import valid_keys
+from fp8rl.rl.algorithms import ALGORITHMS
+from fp8rl.rl.experiment.reference import descriptions, reference, schema, schema_text
+from fp8rl.rl.experiment.validation import valid_keys
 from tests.support.paths import EXAMPLES, ROOT
 
 SPECS = sorted(EXAMPLES.glob("*.yaml"))
@@ -20,7 +20,7 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def test_the_page_and_the_schema_are_those_that_the_sections_make() -> None:
-    remedy = "run python -m rl.experiment.reference, as its docstring says"
+    remedy = "run python -m fp8rl.rl.experiment.reference, as its docstring says"
     assert (ROOT / "docs/reference.md").read_text() == reference(), remedy
     assert (ROOT / "docs/spec.schema.json").read_text() == schema_text(), remedy
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rl.experiment.reference import schema
-from rl.experiment.validation import parse_experiment, valid_keys
-from rollout.speculation import Speculation, check_drafts
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment.reference import schema
+from fp8rl.rl.experiment.validation import parse_experiment, valid_keys
+from fp8rl.rollout.speculation import Speculation, check_drafts
 from tests.support.experiments import experiment
 
 DRAFTS = {"drafts": 3}

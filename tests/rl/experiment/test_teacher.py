@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rl.experiment import load_experiment
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import load_experiment
 from tests.support.experiments import experiment
 
 TAUGHT: dict[str, Any] = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t"}}

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.adapters import AdapterConfig
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
 from tests.support.evidence import CapsuleRun, evidence
 from tests.support.experiments import experiment
 

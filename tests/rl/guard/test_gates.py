@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.experiment.gates import SEVERITY, GateSection
-from rl.guard.gates import Gates, late_metrics
+from fp8rl.rl.experiment.gates import SEVERITY, GateSection
+from fp8rl.rl.guard.gates import Gates, late_metrics
 
 METRIC = "mismatch/tis_clipfrac"
 EXACT = "mismatch/exact_frac"

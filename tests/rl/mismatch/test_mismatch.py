@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.mismatch import agreement, drift_metrics, row_abs_diff_means
-from rl.record.metric_rows import METRICS
-from rl.record.metrics import describe
+from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import describe
 
 LN2 = math.log(2.0)
 ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from rl.mismatch import agreement, token_versions
-from rollout.types import Trajectory
+from fp8rl.rl.mismatch import agreement, token_versions
+from fp8rl.rollout.types import Trajectory
 
 
 def part(metrics: dict[str, float], kind: str) -> dict[str, float]:

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.mismatch import router_agreement
-from rl.mismatch import routing as routing_module
-from rl.record.metrics import describe
+from fp8rl.rl.mismatch import router_agreement
+from fp8rl.rl.mismatch import routing as routing_module
+from fp8rl.rl.record.metrics import describe
 
 
 def routes(*values: list[list[list[int]]]) -> torch.Tensor:

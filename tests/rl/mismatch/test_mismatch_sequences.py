@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rl.mismatch import agreement
+from fp8rl.rl.mismatch import agreement
 
 LN2 = math.log(2.0)
 

@@ -7,7 +7,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl.record.console import PlainConsole, StepConsole, format_difference, format_fraction, step_line, steps_table
+from fp8rl.rl.record.console import (
+    PlainConsole,
+    StepConsole,
+    format_difference,
+    format_fraction,
+    step_line,
+    steps_table,
+)
 
 METRICS = {
     "rollout/reward_mean": 0.4321,

@@ -2,12 +2,12 @@ from typing import get_args
 
 import pytest
 
-from rl.experiment.features import CONDITIONS
-from rl.record.metric import Feature
-from rl.record.metric_rows import METRICS
-from rl.record.metrics import FAMILIES, describe, metric, nearest_metric
-from rl.record.reference import PAGE, document
-from rl.report.charts import SECTIONS
+from fp8rl.rl.experiment.features import CONDITIONS
+from fp8rl.rl.record.metric import Feature
+from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import FAMILIES, describe, metric, nearest_metric
+from fp8rl.rl.record.reference import PAGE, document
+from fp8rl.rl.report.charts import SECTIONS
 from tests.support.paths import ROOT
 
 
@@ -77,7 +77,7 @@ def test_every_metric_says_what_it_means() -> None:
 
 
 def test_the_committed_page_is_written_from_the_registry() -> None:
-    """Written anew by `python -m rl.record.reference`."""
+    """Written anew by `python -m fp8rl.rl.record.reference`."""
     assert (ROOT / PAGE).read_text() == document()
 
 

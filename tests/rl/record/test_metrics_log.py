@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.record.metrics_log import MetricsLog, read_metrics
+from fp8rl.rl.record.metrics_log import MetricsLog, read_metrics
 
 
 def write_log(path: Path, steps: range) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from numerics.errors import UserError
-from numerics.io.files import write_atomically
-from rl.record.run_dir import RunDir, open_run_dir
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.record.run_dir import RunDir, open_run_dir
 from tests.support.paths import ROOT, new_run
 
 
@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, folder: str, na
 def driver_of(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that works on the run."""
     program = f"""
-from rl.record.run_dir import open_run_dir
+from fp8rl.rl.record.run_dir import open_run_dir
 with open_run_dir({str(folder)!r}, "demo") as run:
     run.experiment.write_text("{{}}")
     run.metrics.write_text("{{}}\\n")
@@ -165,8 +165,8 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
     program = f"""
 import os, sys
 from pathlib import Path
-from numerics.errors import UserError
-from rl.record.run_dir import open_run_dir
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.record.run_dir import open_run_dir
 inside = Path({str(tmp_path)!r}) / "inside"
 won = 0
 while won < 50:
@@ -200,7 +200,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("numerics.io.files.os.fsync", fail)
+    monkeypatch.setattr("fp8rl.numerics.io.files.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, b"new")
     assert path.read_text() == "old"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from numerics.errors import UserError
-from rl.record.metrics_log import MetricsLog
-from rl.record.trackers import TRACKERS, Tracked, check_trackers
-from rl.record.trackers import beside as processes
-from rl.record.trackers.beside import Beside
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.record.metrics_log import MetricsLog
+from fp8rl.rl.record.trackers import TRACKERS, Tracked, check_trackers
+from fp8rl.rl.record.trackers import beside as processes
+from fp8rl.rl.record.trackers.beside import Beside
 
 ROWS = {1: {"train/loss": 0.5, "eval/set/pass@2": 0.25}, 2: {"train/loss": 0.25}}
 CONFIG = {"trainer": {"lr": 1e-4}, "run": {"name": "demo"}}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from numerics.errors import UserError
-from rl.record.run_dir import RunDir, open_run_dir
-from rl.record.written import CHECKPOINT, RUN, remove_written, strangers
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.record.run_dir import RunDir, open_run_dir
+from fp8rl.rl.record.written import CHECKPOINT, RUN, remove_written, strangers
 
 WRITTEN = (
     "spec.yaml metrics.jsonl events.jsonl sessions.jsonl log.txt report.html attribution.html certify.html "

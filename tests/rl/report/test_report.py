@@ -8,14 +8,14 @@ import plotly.offline
 import pytest
 import yaml
 
-from numerics.errors import UserError
-from numerics.io.files import write_atomically
-from rl.record.events import Event, append_event
-from rl.record.metrics_log import MetricsLog
-from rl.record.run_dir import RunDir
-from rl.record.sessions import Session, append_session
-from rl.report.charts import overlaid, sections
-from rl.report.report import write_report
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.io.files import write_atomically
+from fp8rl.rl.record.events import Event, append_event
+from fp8rl.rl.record.metrics_log import MetricsLog
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import Session, append_session
+from fp8rl.rl.report.charts import overlaid, sections
+from fp8rl.rl.report.report import write_report
 from tests.support.paths import new_run
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"

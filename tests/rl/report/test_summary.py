@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from rl.record.events import Event
-from rl.report.charts import sections
-from rl.report.summary import RunSummary, summarize, verdict
+from fp8rl.rl.record.events import Event
+from fp8rl.rl.report.charts import sections
+from fp8rl.rl.report.summary import RunSummary, summarize, verdict
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 

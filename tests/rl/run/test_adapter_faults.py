@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.adapters import AdapterConfig
-from numerics.delta import LastSent
-from rl.run.listener import Listener
-from rl.run.syncing import Syncing
-from rl.run.turns import Turns
-from rollout.plugin.weights import ServedWeights
-from rollout.protocol import ADAPTER_SCALE, Held
-from rollout.types import Endpoint
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.delta import LastSent
+from fp8rl.rl.run.listener import Listener
+from fp8rl.rl.run.syncing import Syncing
+from fp8rl.rl.run.turns import Turns
+from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.protocol import ADAPTER_SCALE, Held
+from fp8rl.rollout.types import Endpoint
+from fp8rl.weight_sync import bridge
+from fp8rl.weight_sync.bridge import Bridge
+from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.manifest import SyncError
 from tests.support.served_model import ATTENTION, DEFINITION, MOE, SPEC, build, hf_tensors_served
-from weight_sync import bridge
-from weight_sync.bridge import Bridge
-from weight_sync.config import SyncConfig
-from weight_sync.manifest import SyncError
 
 CONFIG = AdapterConfig(rank=4, alpha=8.0)
 ADAPTED = DEFINITION.adapted(CONFIG)

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-import rl.run.background as background_module
-from rl.run.background import Background
-from rollout.deadlines import end
+import fp8rl.rl.run.background as background_module
+from fp8rl.rl.run.background import Background
+from fp8rl.rollout.deadlines import end
 
 
 def test_what_goes_on_in_spite_of_its_cancellation_does_not_keep_the_end(

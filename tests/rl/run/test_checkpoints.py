@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rl.experiment.contents import Content
-from rl.guard.gates import RuleState
-from rl.guard.standing import Standing
-from rl.record.run_dir import RunDir
-from rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
-from rollout.errors import EngineError
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment.contents import Content
+from fp8rl.rl.guard.gates import RuleState
+from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
+from fp8rl.rollout.errors import EngineError
+from fp8rl.trainer.actor import TrainerDiedError
+from fp8rl.trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
 from tests.support.checkpoints import NOTHING, Describing, save
 from tests.support.experiments import experiment
-from trainer.actor import TrainerDiedError
-from trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
 
 
 def names(run: RunDir) -> list[str]:

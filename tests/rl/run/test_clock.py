@@ -1,7 +1,7 @@
 import pytest
 
-from rl.run import clock
-from rl.run.clock import StepClock
+from fp8rl.rl.run import clock
+from fp8rl.rl.run.clock import StepClock
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from numerics.sampling import GREEDY, answer_seed
-from rl.experiment import Experiment
-from rl.record.metrics import describe
-from rl.run.evaluation import Evaluation, held_out, pass_at
-from rl.run.feed.judging import Judge
-from rl.run.lifecycle.interrupts import Closing
-from rollout.errors import StaleWeightsError
-from rollout.rewards.config import RewardsConfig
-from rollout.types import Group, SamplingParams, Trajectory
+from fp8rl.numerics.sampling import GREEDY, answer_seed
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.record.metrics import describe
+from fp8rl.rl.run.evaluation import Evaluation, held_out, pass_at
+from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rollout.errors import StaleWeightsError
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 from tests.support.pools import Pool, sampling_of

@@ -9,17 +9,17 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rl.algorithms import Algorithm
-from rl.algorithms.base import Outcomes
-from rl.algorithms.policy_gradient import PolicyGradient
-from rl.run.learning import Lesson, explained_variance
-from rollout.config import RolloutConfig
+from fp8rl.rl.algorithms import Algorithm
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rl.run.learning import Lesson, explained_variance
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.errors import NonFiniteLossError
+from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.batches import random_batch
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model
-from trainer.distributed.layout import Layout
-from trainer.errors import NonFiniteLossError
-from trainer.step.batch import TokenBatch
 
 GROUPS = torch.tensor([4, 4, 9, 1, 9, 1, 4, 7])
 """Of eight answers, out of order and of unequal sizes."""
@@ -149,7 +149,7 @@ def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, lay
 
 @pytest.mark.slow
 def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Path, layout: Layout) -> None:
-    from trainer.config import TrainerConfig
+    from fp8rl.trainer.config import TrainerConfig
 
     critic = TrainerConfig(lr=2e-3, warmup_steps=0, micro_batch_tokens=256)
     group = opened(path, layout, critic=critic)

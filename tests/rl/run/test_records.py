@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.algorithms.base import Outcomes
-from rl.guard.evidence import Evidence
-from rl.record.rollouts import shown
-from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import Work, rollout_metrics
-from rl.run.feed.judging import JudgedAnswer
-from rl.run.records import rollout_records, scored_records, throughput, train_metrics
-from rollout.data.tasks import Problem
-from rollout.types import Trajectory
-from trainer.step.batch import TokenBatch
-from trainer.step.result import PassResult
+from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.record.rollouts import shown
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import Work, rollout_metrics
+from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rl.run.records import rollout_records, scored_records, throughput, train_metrics
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.types import Trajectory
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import PassResult
 
 
 def trajectory(group: int, tokens: int, *, finished: bool = True, version: int = 4) -> Trajectory:

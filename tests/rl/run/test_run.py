@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import rl.run.stack as stack_module
-from numerics.errors import UserError
-from rl.run.run import LiveRun
+import fp8rl.rl.run.stack as stack_module
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.run import LiveRun
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
 

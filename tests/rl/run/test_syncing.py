@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from rl.run.engines.canary import Canary, Expected
-from rl.run.listener import Listener
-from rl.run.syncing import Syncing
-from rl.run.turns import Turns
-from rollout.types import Endpoint
-from trainer.step.batch import TokenBatch
-from weight_sync.manifest import SyncError
+from fp8rl.rl.run.engines.canary import Canary, Expected
+from fp8rl.rl.run.listener import Listener
+from fp8rl.rl.run.syncing import Syncing
+from fp8rl.rl.run.turns import Turns
+from fp8rl.rollout.types import Endpoint
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.manifest import SyncError
 
 CANARY = Canary([3, 4], [5], seed=-9, exact=True)
 FIRST, SECOND = Endpoint("first", "", ""), Endpoint("second", "", "")

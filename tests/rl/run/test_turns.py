@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from rl.run.room import SharedRoom
-from rl.run.turns import Turns
-from rollout.engine import Slept
-from trainer.step.result import MovedAside
+from fp8rl.rl.run.room import SharedRoom
+from fp8rl.rl.run.turns import Turns
+from fp8rl.rollout.engine import Slept
+from fp8rl.trainer.step.result import MovedAside
 
 
 def test_a_side_keeps_the_device_for_its_block_and_the_other_waits_for_its_end() -> None:

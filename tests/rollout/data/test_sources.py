@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from numerics.errors import UserError
-from rollout.data import rows
-from rollout.data.sources import Source, load_problems
-from rollout.data.tasks import Problem
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.data import rows
+from fp8rl.rollout.data.sources import Source, load_problems
+from fp8rl.rollout.data.tasks import Problem
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
 

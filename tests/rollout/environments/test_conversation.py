@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollout.data.tasks import Problem
-from rollout.environments.conversation import Conversation, Turn
-from rollout.environments.transcript import transcript
-from rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.environments.conversation import Conversation, Turn
+from fp8rl.rollout.environments.transcript import transcript
+from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Stage
 
 

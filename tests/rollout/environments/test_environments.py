@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rollout.environments.calculator import calculator, worked_out
-from rollout.environments.config import EnvironmentConfig
-from rollout.environments.functions import load_environment
-from rollout.environments.guess import guess
-from rollout.environments.python import last_block, python
-from rollout.environments.transcript import transcript
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.environments.calculator import calculator, worked_out
+from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.functions import load_environment
+from fp8rl.rollout.environments.guess import guess
+from fp8rl.rollout.environments.python import last_block, python
+from fp8rl.rollout.environments.transcript import transcript
 from tests.support.conversations import EOS, Stage
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rollout.data.tasks import Problem
-from rollout.environments.config import EnvironmentConfig
-from rollout.environments.conversation import Conversation
-from rollout.environments.functions import load_environment
-from rollout.environments.harness.harness import Harness
-from rollout.environments.verifiers import VerifiersError
-from rollout.types import Prompt, SamplingParams, Trajectory
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.functions import load_environment
+from fp8rl.rollout.environments.harness.harness import Harness
+from fp8rl.rollout.environments.verifiers import VerifiersError
+from fp8rl.rollout.types import Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
 
 PACKAGE = """

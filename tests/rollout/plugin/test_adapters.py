@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.adapters import AdapterConfig
-from numerics import ops
-from numerics.ops import LowRank
-from rollout.plugin.adapters import AdaptedRows
-from rollout.plugin.weights import ServedWeights
-from rollout.protocol import ADAPTER_SCALE
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops import LowRank
+from fp8rl.rollout.plugin.adapters import AdaptedRows
+from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.weight_sync.adapters import HeldBase
+from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent
 from tests.support.served_model import (
     ATTENTION,
     DEFINITION,
@@ -31,8 +33,6 @@ from tests.support.served_model import (
     build,
     hf_tensors_served,
 )
-from weight_sync.adapters import HeldBase
-from weight_sync.manifest import Manifest, Recorder, Sent
 
 CONFIG = AdapterConfig(rank=4, alpha=8.0)
 SHARED = AdapterConfig(rank=4, alpha=8.0, experts="shared", targets=("q_proj", "v_proj", "up_proj", "down_proj"))

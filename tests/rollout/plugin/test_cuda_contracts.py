@@ -81,7 +81,7 @@ def test_sglang_keeps_what_the_gpu_path_takes_for_granted(contract: str) -> None
 def test_what_an_engine_gives_up_is_all_that_sglang_can_release() -> None:
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
-    from rollout.protocol import RELEASED
+    from fp8rl.rollout.protocol import RELEASED
 
     assert set(RELEASED) == set(GPU_MEMORY_ALL_TYPES)
 

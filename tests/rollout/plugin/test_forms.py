@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from models import forms
-from models.architecture import Model, architectures
-from models.forms import OpForm
-from models.trace import Forward, Op
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
-from rollout.plugin.forms import SIDES, EngineSide, check_forms
-from rollout.plugin.hooks import hooks_for, provided
+from fp8rl.models import forms
+from fp8rl.models.architecture import Model, architectures
+from fp8rl.models.forms import OpForm
+from fp8rl.models.trace import Forward, Op
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.plugin.forms import SIDES, EngineSide, check_forms
+from fp8rl.rollout.plugin.hooks import hooks_for, provided
 from tests.support.definitions import SIZES
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
-from rollout import plugin
-from rollout.plugin import hooks, state
-from rollout.plugin.hooks import Hook, hooks_for, install
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout import plugin
+from fp8rl.rollout.plugin import hooks, state
+from fp8rl.rollout.plugin.hooks import Hook, hooks_for, install
 
 registry = pytest.importorskip("sglang.srt.plugins.hook_registry")
 

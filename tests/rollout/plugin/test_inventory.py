@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from numerics.holdings import Holding
-from rollout.plugin.inventory import inventory
-from rollout.plugin.weights import ServedWeights
-from rollout.protocol import Inventory, from_checksums, to_checksums
+from fp8rl.numerics.holdings import Holding
+from fp8rl.rollout.plugin.inventory import inventory
+from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.protocol import Inventory, from_checksums, to_checksums
 from tests.support.holdings import total_bytes
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
 

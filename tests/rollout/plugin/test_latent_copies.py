@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.architecture import Model
-from models.parts import latent_attention_tensors
-from models.sizes import Latent
-from numerics import delta
-from numerics.config import NumericsConfig
-from numerics.quantize import quantize
-from numerics.spec import QuantSpec
-from rollout.plugin import latent, state
-from rollout.plugin.weights import ServedWeights
-from rollout.protocol import DELTA
+from fp8rl.models.architecture import Model
+from fp8rl.models.parts import latent_attention_tensors
+from fp8rl.models.sizes import Latent
+from fp8rl.numerics import delta
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.plugin import latent, state
+from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.protocol import DELTA
 from tests.support.served_model import DEFINITION, SIZES
 
 loader = pytest.importorskip("sglang.srt.models.deepseek_common.deepseek_weight_loader")

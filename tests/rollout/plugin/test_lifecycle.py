@@ -11,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import architecture
-from numerics.config import NumericsConfig
-from numerics.delta import as_bytes, encode
-from numerics.io.code import code_digest
-from rollout.plugin import lifecycle, state
-from rollout.plugin.hooks import hooks_for, provided
-from rollout.protocol import DELTA, Commit, EngineReport, Held, ReadManifest, ReadReport, from_checksums, to_action
+from fp8rl.models import architecture
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.delta import as_bytes, encode
+from fp8rl.numerics.io.code import code_digest
+from fp8rl.rollout.plugin import lifecycle, state
+from fp8rl.rollout.plugin.hooks import hooks_for, provided
+from fp8rl.rollout.protocol import (
+    DELTA,
+    Commit,
+    EngineReport,
+    Held,
+    ReadManifest,
+    ReadReport,
+    from_checksums,
+    to_action,
+)
+from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
-from weight_sync.manifest import Manifest, Recorder
 
 TENSORS = hf_tensors_served(0)
 
@@ -120,7 +129,7 @@ def test_the_report_says_what_runs() -> None:
     assert report.implementation == "torch"
     assert report.numerics == NumericsConfig(spec=SPEC).to_dict()
     assert (report.dtype, report.kv_cache_dtype, report.row_variant_ops) == ("bfloat16", "bfloat16", ())
-    assert report.code == code_digest(("rollout", "models", "numerics"))
+    assert report.code == code_digest(("fp8rl.rollout", "fp8rl.models", "fp8rl.numerics"))
     lifecycle.before_update()
     assert EngineReport.model_validate_json(ask(ReadReport())).weight_version is None
 

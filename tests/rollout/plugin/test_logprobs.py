@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.ops import draw
-from numerics.sampling import GREEDY
-from rollout.plugin import logprobs
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops import draw
+from fp8rl.numerics.sampling import GREEDY
+from fp8rl.rollout.plugin import logprobs
 
 VOCABULARY = 37
 TEMPERATURES = (1.0, 0.7, 2.5)

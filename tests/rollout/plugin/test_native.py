@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Model, ModelSizes
-from models.parts import moe_tensors
-from models.tensors import TensorRow
-from numerics.backend.implementation import Implementation, using
-from numerics.config import NumericsConfig
-from numerics.quantize import fake_quantize, quantize
-from numerics.spec import QuantSpec
-from rollout.plugin import native, state
+from fp8rl.models import Model, ModelSizes
+from fp8rl.models.parts import moe_tensors
+from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.backend.implementation import Implementation, using
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.plugin import native, state
 from tests.support.served_model import DEFINITION, SIZES
 
 pytest.importorskip("sglang.srt.layers.activation")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from numerics import ops
-from rollout.plugin.ops import (
+from fp8rl.numerics import ops
+from fp8rl.rollout.plugin.ops import (
     attention_backend_decode,
     attention_backend_extend,
     attention_decode,

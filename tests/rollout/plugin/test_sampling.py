@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from numerics.ops import draw
-from numerics.sampling import GREEDY, canary_seed
-from rollout.plugin import sampling
-from rollout.types import SamplingParams
+from fp8rl.numerics.ops import draw
+from fp8rl.numerics.sampling import GREEDY, canary_seed
+from fp8rl.rollout.plugin import sampling
+from fp8rl.rollout.types import SamplingParams
 
 TOP_K_ALL = 1 << 30
 

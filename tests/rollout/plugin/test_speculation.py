@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from numerics.ops import draw
-from numerics.sampling import GREEDY
-from rollout.plugin.speculation import Rows, accepted
+from fp8rl.numerics.ops import draw
+from fp8rl.numerics.sampling import GREEDY
+from fp8rl.rollout.plugin.speculation import Rows, accepted
 
 VOCABULARY, WIDTH, TOKENS = 6, 4, 40
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.architecture import Model
-from models.base import Base, base_bytes, places
-from models.parts import embedding, last_tensors, latent_attention_tensors
-from models.sizes import Latent, ModelSizes
-from models.tensors import TensorRow, TensorTable
-from numerics.frozen import Frozen
-from numerics.placeholders import ZEROS, placeholders
-from numerics.quantize import QuantizedTensor
-from rollout.plugin import weights as plugin_weights
-from rollout.plugin.held import hf_tensors
-from rollout.plugin.weights import ServedWeights
+from fp8rl.models.architecture import Model
+from fp8rl.models.base import Base, base_bytes, places
+from fp8rl.models.parts import embedding, last_tensors, latent_attention_tensors
+from fp8rl.models.sizes import Latent, ModelSizes
+from fp8rl.models.tensors import TensorRow, TensorTable
+from fp8rl.numerics.frozen import Frozen
+from fp8rl.numerics.placeholders import ZEROS, placeholders
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.rollout.plugin import weights as plugin_weights
+from fp8rl.rollout.plugin.held import hf_tensors
+from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.weight_sync.manifest import Manifest, Recorder
+from fp8rl.weight_sync.quantized import served_tensors
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
-from weight_sync.manifest import Manifest, Recorder
-from weight_sync.quantized import served_tensors
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
 W13 = "model.layers.0.mlp.experts.w13_weight"

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from numerics.errors import UserError
-from rollout.returned import ReturnError
-from rollout.rewards.builtin import BUILT_IN
-from rollout.rewards.config import RewardConfig, RewardsConfig
-from rollout.rewards.functions import RewardFunction, load_function
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.returned import ReturnError
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardConfig, RewardsConfig
+from fp8rl.rollout.rewards.functions import RewardFunction, load_function
 
 ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
 MODULE = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.rewards.mathematics import math
+from fp8rl.rollout.rewards.mathematics import math
 
 RIGHT = {
     # Decimals, small and large.

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from rollout.rewards.config import RewardConfig
-from rollout.rewards.form import format
-from rollout.rewards.functions import load_function
-from rollout.rewards.length import length
-from rollout.rewards.mathematics import math
-from rollout.server.launcher import _import_one_model_only
-from rollout.server.server import _free_port
+from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.form import format
+from fp8rl.rollout.rewards.functions import load_function
+from fp8rl.rollout.rewards.length import length
+from fp8rl.rollout.rewards.mathematics import math
+from fp8rl.rollout.server.launcher import _import_one_model_only
+from fp8rl.rollout.server.server import _free_port
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 
@@ -114,7 +114,7 @@ FORKING = """
 import runpy
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from rollout.server.launcher import _fork_workers
+from fp8rl.rollout.server.launcher import _fork_workers
 
 HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
 load_plugins()

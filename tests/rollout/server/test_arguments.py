@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from numerics.errors import UserError
-from rollout.config import RolloutConfig
-from rollout.plugin import CONFIG_VARIABLE
-from rollout.server.arguments import server_arguments, server_environment
-from rollout.speculation import Speculation
-from rollout.types import IDLE_S
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.plugin import CONFIG_VARIABLE
+from fp8rl.rollout.server.arguments import server_arguments, server_environment
+from fp8rl.rollout.speculation import Speculation
+from fp8rl.rollout.types import IDLE_S
 from tests.support.paths import EXAMPLES
 
 COMMON = (

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from rollout.errors import EngineError
-from rollout.server.client import EngineClient, expand_versions, parse_completion
-from rollout.server.server import SGLangServer
-from rollout.types import Completion, Endpoint, SamplingParams
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.server.client import EngineClient, expand_versions, parse_completion
+from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.types import Completion, Endpoint, SamplingParams
 from tests.support.servers import EOS, VOCABULARY, use, use_endpoint
 
 Result = TypeVar("Result")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rollout.errors import HandshakeError
-from rollout.protocol import EngineReport
-from rollout.server.handshake import check, failed_plugin, missing_report
+from fp8rl.rollout.errors import HandshakeError
+from fp8rl.rollout.protocol import EngineReport
+from fp8rl.rollout.server.handshake import check, failed_plugin, missing_report
 
 NUMERICS = {"mode": "exact", "k_splits": 2, "spec": {"weight": {"format": "e4m3", "block": [128, 128]}}}
 EXPECTED = EngineReport(

@@ -12,12 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from transformers import AutoTokenizer
 
-from numerics.config import NumericsConfig
-from numerics.sampling import answer_seed
-from numerics.spec import QuantSpec
-from rollout.plugin import state
-from rollout.plugin.hooks import _problem
-from rollout.server import public
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.sampling import answer_seed
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.plugin import state
+from fp8rl.rollout.plugin.hooks import _problem
+from fp8rl.rollout.server import public
 from tests.support.paths import EXAMPLES
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")

@@ -14,20 +14,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from numerics.errors import UserError
-from rollout.errors import EngineDiedError, EngineError
-from rollout.server import scratch as scratch_module
-from rollout.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
-from rollout.server.server import SGLangServer, log_tail
+from fp8rl.numerics.errors import UserError
+from fp8rl.rollout.errors import EngineDiedError, EngineError
+from fp8rl.rollout.server import scratch as scratch_module
+from fp8rl.rollout.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
+from fp8rl.rollout.server.server import SGLangServer, log_tail
 from tests.support.servers import group_members, shared_memory, small_config, wait_until
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
 OWNER = """
 import sys, threading, time
-from rollout.config import RolloutConfig
-from rollout.plugin import CONFIG_VARIABLE
-from rollout.server.scratch import make_scratch, note_shared_memory, sweep
-from rollout.server.server import SGLangServer
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.plugin import CONFIG_VARIABLE
+from fp8rl.rollout.server.scratch import make_scratch, note_shared_memory, sweep
+from fp8rl.rollout.server.server import SGLangServer
 config = RolloutConfig(context_length=512, max_total_tokens=8192)
 servers = []
 thread = threading.Thread(
@@ -250,7 +250,7 @@ def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str
         "admin_api_key": "b",
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "rollout.server.launcher"],
+        [sys.executable, "-P", "-m", "fp8rl.rollout.server.launcher"],
         input=json.dumps({**request, missing: ""}) + "\n",
         capture_output=True,
         text=True,
@@ -262,7 +262,7 @@ def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str
 
 SERVER = """
 import os, subprocess, sys
-from rollout.server.launcher import start_watch
+from fp8rl.rollout.server.launcher import start_watch
 start_watch()
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(worker.pid, flush=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from models.architectures import qwen3_moe
-from models.forms import ATTENTION, LINEAR, NORM, OpForm
-from models.parts import (
+from fp8rl.models.architectures import qwen3_moe
+from fp8rl.models.forms import ATTENTION, LINEAR, NORM, OpForm
+from fp8rl.models.parts import (
     ATTENTION_OPS,
     FIRST_OPS,
     LAST_OPS,
@@ -22,11 +22,11 @@ from models.parts import (
     norm,
     post_norm,
 )
-from models.shape import Shape, decoder, product, vector
-from models.sizes import ModelSizes
-from models.tensors import Location, TensorRow
-from models.trace import Forward, Op
-from numerics.ops.router import sigmoid
+from fp8rl.models.shape import Shape, decoder, product, vector
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.trace import Forward, Op
+from fp8rl.numerics.ops.router import sigmoid
 
 EXPERTS = "specialists"
 

@@ -10,13 +10,13 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from numerics import ops
+from fp8rl.numerics import ops
+from fp8rl.trainer.megatron.mapping import MegatronMapping
+from fp8rl.trainer.modules.exact.attention import CoreAttention
+from fp8rl.trainer.modules.exact.norm import RMSNorm
+from fp8rl.trainer.modules.layer import Fields, Layer, attention_spec
+from fp8rl.trainer.step.forms import SIDES, MegatronSide, output
 from tests.support.made_up.definition import GATED
-from trainer.megatron.mapping import MegatronMapping
-from trainer.modules.exact.attention import CoreAttention
-from trainer.modules.exact.norm import RMSNorm
-from trainer.modules.layer import Fields, Layer, attention_spec
-from trainer.step.forms import SIDES, MegatronSide, output
 
 
 class Gates(nn.Module):

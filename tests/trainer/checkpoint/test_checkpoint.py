@@ -17,12 +17,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from numerics.errors import UserError
-from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import EXPERTS, LAYERS
-from tests.support.trainers import MakeTrainer
-from trainer.checkpoint import writer as checkpoint_writer
-from trainer.checkpoint.files import (
+from fp8rl.numerics.errors import UserError
+from fp8rl.trainer.checkpoint import writer as checkpoint_writer
+from fp8rl.trainer.checkpoint.files import (
     CONTENT,
     STATE,
     About,
@@ -32,8 +29,11 @@ from trainer.checkpoint.files import (
     read_about,
     write_about,
 )
-from trainer.inventory import optimizer_state
-from trainer.megatron.patches import install
+from fp8rl.trainer.inventory import optimizer_state
+from fp8rl.trainer.megatron.patches import install
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import EXPERTS, LAYERS
+from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
 

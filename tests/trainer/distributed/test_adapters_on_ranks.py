@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.adapters import AdapterConfig
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ class Case:
     names: tuple[str, ...]
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         out = {}
         spec = QuantSpec.preset("fp8_block_pow2")

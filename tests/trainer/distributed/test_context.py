@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from numerics import ops
-from numerics.errors import UserError
+from fp8rl.numerics import ops
+from fp8rl.numerics.errors import UserError
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.context import gathered, own_positions, shared_attention
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron.model_checks import check_sharing
 from tests.support.ranks import run_on_ranks
-from trainer.config import TrainerConfig
-from trainer.distributed.context import gathered, own_positions, shared_attention
-from trainer.distributed.layout import Layout
-from trainer.megatron.model_checks import check_sharing
 
 WIDTH, SCALE = 1160, 0.2
 """More than a chunk of keys, and no whole number of splits for a rank."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
 
 PIECE = 1000
 
@@ -20,11 +20,11 @@ def _both_ways(path: Path, layout: Layout, config: TrainerConfig) -> list[Any]:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from numerics.config import NumericsConfig
-    from numerics.spec import QuantSpec
-    from trainer.distributed import gathering
-    from trainer.inventory import optimizer_state
-    from trainer.trainer import Trainer
+    from fp8rl.numerics.config import NumericsConfig
+    from fp8rl.numerics.spec import QuantSpec
+    from fp8rl.trainer.distributed import gathering
+    from fp8rl.trainer.inventory import optimizer_state
+    from fp8rl.trainer.trainer import Trainer
 
     numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=LENGTH)

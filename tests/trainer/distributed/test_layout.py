@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 
 
 def test_every_rank_has_a_place_of_its_own() -> None:

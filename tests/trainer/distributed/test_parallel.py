@@ -17,23 +17,23 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diagnose.audit.report import differences_of
-from models import read_model, read_shape
-from models.stored import stored_tensors
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.diagnose.audit.report import differences_of
+from fp8rl.models import read_model, read_shape
+from fp8rl.models.stored import stored_tensors
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.state_bytes import state_bytes
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served_bytes import served_bytes
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed import parallel
-from trainer.distributed.layout import Layout
-from trainer.state_bytes import state_bytes
-from trainer.step.batch import TokenBatch
-from weight_sync.quantized import served_tensors
-from weight_sync.served_bytes import served_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -64,8 +64,8 @@ class Case:
     k_splits: int
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
-        from diagnose.audit.watch import watch_step
-        from trainer.inventory import inventory, transfers
+        from fp8rl.diagnose.audit.watch import watch_step
+        from fp8rl.trainer.inventory import inventory, transfers
 
         out: dict[str, Any] = {}
         paths = {"moe": self.moe_path} if config.ep > 1 else {"moe": self.moe_path, "dense": self.dense_path}
@@ -97,7 +97,7 @@ class Case:
 
     def _failing(self, layout: Layout) -> str:
         """Rank 1 alone has no room."""
-        from models.storing import write_directory
+        from fp8rl.models.storing import write_directory
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             yield str(layout.rank), torch.ones(1)
@@ -111,14 +111,14 @@ class Case:
     def _trainer(
         self, layout: Layout, config: TrainerConfig, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
     ) -> Any:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
         return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
 
     def _frozen(self, layout: Layout, config: TrainerConfig) -> Any:
         """What a model without an optimizer makes of the batch."""
-        from trainer.scorer import Scorer
+        from fp8rl.trainer.scorer import Scorer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=self.k_splits)
         frozen = Scorer(self.moe_path, config, numerics, layout, max_sequence_length=LENGTH)
@@ -159,7 +159,7 @@ class Case:
         return scored, routed, gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
 
     def _non_finite(self, trainer: Any) -> str:
-        from trainer.errors import NonFiniteLossError
+        from fp8rl.trainer.errors import NonFiniteLossError
 
         with pytest.raises(NonFiniteLossError) as error:
             trainer.train_step(random_batch(**BATCH), Poisoned(150))
@@ -168,7 +168,7 @@ class Case:
 
 def valued(layout: Layout, config: TrainerConfig, path: Path, k_splits: int) -> Any:
     """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
-    from trainer.critic import Critic
+    from fp8rl.trainer.critic import Critic
 
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=k_splits)
     critic = Critic(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH)
@@ -221,7 +221,7 @@ def two_steps(trainer: Any) -> list[tuple[float, float]]:
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
     """The summed gradients by HF name, those of this rank's share."""
-    from trainer.step.passes import run_pass
+    from fp8rl.trainer.step.passes import run_pass
 
     batch, layout, config = random_batch(**BATCH), trainer.layout, trainer.config
     wrapped, budget, objective = trainer.optimizer.model, config.micro_batch_tokens, cross_entropy(batch)

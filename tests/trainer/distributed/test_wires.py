@@ -16,19 +16,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from diagnose.audit.report import differences_of
-from diagnose.audit.sighting import Sighting
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.quantize import fake_quantize
-from numerics.spec import QuantSpec
+from fp8rl.diagnose.audit.report import differences_of
+from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron.model_checks import check_wires
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.definitions import SIZES
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron.model_checks import check_wires
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 NARROW = ("bf16", "e4m3", "e5m2")
@@ -80,13 +80,13 @@ class Case:
         return {"sums": out, "steps": steps, "gathers": gathers, "audits": audits}
 
     def _watched(self, layout: Layout, config: TrainerConfig, planned: TrainerConfig) -> list[Sighting]:
-        from diagnose.audit.watch import watch_step
+        from fp8rl.diagnose.audit.watch import watch_step
 
         trainer, batch = self._trainer(layout, config), random_batch(**BATCH)
         return watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, planned)
 
     def _sum(self, layout: Layout, wire: Any) -> dict[str, Any]:
-        from trainer.distributed.wires import reduce_scatter
+        from fp8rl.trainer.distributed.wires import reduce_scatter
 
         given = numbers(layout.rank)
         with counted() as sent:
@@ -112,7 +112,7 @@ class Case:
         }
 
     def _gathered(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
-        from trainer.modules.weights import named_weights
+        from fp8rl.trainer.modules.weights import named_weights
 
         trainer = self._trainer(layout, config)
         batch = random_batch(**BATCH)
@@ -140,7 +140,7 @@ class Case:
         return out
 
     def _trainer(self, layout: Layout, config: TrainerConfig) -> Any:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=POW2, trainer="fp8")
         return Trainer(self.moe_path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)

@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import read_model, read_shape
-from models.stored import check_stored
-from models.tiny import TinyModel
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.models import read_model, read_shape
+from fp8rl.models.stored import check_stored
+from fp8rl.models.tiny import TinyModel
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
 
 FAMILIES = {
     "qwen2": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
@@ -173,7 +173,7 @@ class Export:
     path: Path
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
         sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
@@ -188,15 +188,15 @@ class Gradients:
     path: Path
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16", k_splits=config.tp)
         sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
         return self.of(Trainer(self.path, config, numerics, layout, dtype=torch.float32, **sizes))
 
     def of(self, trainer: Any) -> dict[str, Tensor]:
-        from trainer.modules.weights import matrices
-        from trainer.step.passes import run_pass
+        from fp8rl.trainer.modules.weights import matrices
+        from fp8rl.trainer.step.passes import run_pass
 
         batch = random_batch()
         run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 2, cross_entropy(batch))

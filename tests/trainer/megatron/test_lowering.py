@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.megatron.lowering import Lowering, lower
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
-from trainer.megatron.lowering import Lowering, lower
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 # Megatron 0.16.1: TransformerConfig.
@@ -116,7 +116,7 @@ def test_the_config_is_one_that_megatron_takes() -> None:
     """In a process of its own, where Megatron believes that TransformerEngine is there."""
     program = """
 import sys
-from trainer.megatron import patches
+from fp8rl.trainer.megatron import patches
 patches.install()
 import megatron.core.transformer.transformer_config as module
 module.is_te_min_version = lambda *_, **__: True
@@ -124,11 +124,11 @@ import megatron.core.models.common.embeddings.rope_utils as rope
 rope.fused_apply_rotary_pos_emb = object()
 import torch
 from tests.support.lowering import native
-from trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerConfig
 from tests.support.definitions import SIZES
-from trainer.megatron.mapping import USUAL
-from trainer.megatron.config import transformer_config
-from trainer.megatron.lowering import lower
+from fp8rl.trainer.megatron.mapping import USUAL
+from fp8rl.trainer.megatron.config import transformer_config
+from fp8rl.trainer.megatron.lowering import lower
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
@@ -138,7 +138,7 @@ from megatron.core.fp8_utils import is_first_last_bf16_layer
 assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
 assert DistributedDataParallelConfig(**lowering.ddp).fp8_param_gather
 assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
-from models import read_model
+from fp8rl.models import read_model
 from tests.support.paths import CONFIGS
 for name in ("deepseek_v3", "glm_4_7_flash", "moonlight_16b_a3b"):
     sizes = read_model(CONFIGS / name).sizes

@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import read_model
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
-from numerics.weight_cache import WeightCache
+from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron.lowering import Lowering
+from fp8rl.trainer.modules.precision import Precision
 from tests.support.batches import random_batch
 from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron.lowering import Lowering
-from trainer.modules.precision import Precision
 
 
 @pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "moe_of_one", "dense", "dense_tied"])
@@ -57,7 +57,7 @@ def test_every_parameter_is_made_where_the_model_runs(
     mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, which is another device than the one that torch takes by default."""
-    from trainer.megatron.model import build_model
+    from fp8rl.trainer.megatron.model import build_model
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     numerics, definition = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_model(moe_path)

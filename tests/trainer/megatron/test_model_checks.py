@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from models import ModelSizes
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.models import ModelSizes
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout
 from tests.support.definitions import SIZES
-from trainer.config import TrainerConfig
-from trainer.megatron.model_checks import check_engine_layout, check_layout
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MOE = dataclasses.replace(
@@ -82,7 +82,7 @@ def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: s
 @pytest.mark.slow
 def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
     source = (
-        "import sys, rl.experiment.preconditions; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+        "import sys, fp8rl.rl.experiment.preconditions; sys.exit(any(x.startswith('megatron') for x in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
 

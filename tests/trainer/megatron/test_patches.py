@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
+from fp8rl.trainer.megatron import patches
+from fp8rl.trainer.megatron.patches import OVERRIDES, problem_of
 from tests.support.paths import ROOT
-from trainer.megatron import patches
-from trainer.megatron.patches import OVERRIDES, problem_of
 
 # In a process where nothing is installed yet.
 _REFUSED = """
 import dataclasses
 import torch
-from trainer.megatron import patches
+from fp8rl.trainer.megatron import patches
 first, *others = patches.PATCHES
 patches.PATCHES = (*others, dataclasses.replace(first, target="megatron.core.utils.gone"))
 patches.OVERRIDES = (dataclasses.replace(patches.OVERRIDES[0], parameters="input_ more"),)

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from numerics import ops
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.result import RankPassResult
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.step.result import RankPassResult
 
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
@@ -125,7 +125,7 @@ class Case:
     path: Path
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         out: dict[str, Any] = {}
         for precision in PRECISIONS:

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 def make_batch(**changes: object) -> TokenBatch:

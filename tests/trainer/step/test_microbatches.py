@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from fp8rl.trainer.step.microbatches import pad_to_multiple, plan
 from tests.support.batches import random_batch
-from trainer.step.microbatches import pad_to_multiple, plan
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])

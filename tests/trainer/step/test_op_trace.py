@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import read_model
-from models.trace import output
-from numerics.errors import UserError
+from fp8rl.models import read_model
+from fp8rl.models.trace import output
+from fp8rl.numerics.errors import UserError
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.op_trace import trace_ops
 from tests.support.batches import random_batch
 from tests.support.models import LAYERS
-from trainer.step.batch import TokenBatch
-from trainer.step.op_trace import trace_ops
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diagnose.audit.report import differences_of
-from diagnose.audit.watch import watch_step
+from fp8rl.diagnose.audit.report import differences_of
+from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.trainers import MakeTrainer
-from trainer.step.batch import TokenBatch
 
 PARTS = ["attention", "experts", "layer"]
 

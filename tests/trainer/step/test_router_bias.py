@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import read_model
-from models.tiny import TinyModel, write_tiny_model
-from numerics.config import NumericsConfig
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.models import read_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron.model_checks import check_router_bias
+from fp8rl.trainer.step.batch import UNKNOWN
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.megatron.model_checks import check_router_bias
-from trainer.step.batch import UNKNOWN
 
 GLM = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe")
 RATE = 2.0**-10
@@ -84,7 +84,7 @@ class Moved:
     path: Path
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
-        from trainer.trainer import Trainer
+        from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), k_splits=2)
         sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from numerics import ops
+from fp8rl.numerics import ops
+from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import EXPERTS, LAYERS, TOP_K, reference, write_model
 from tests.support.trainers import MakeTrainer
-from trainer.step.batch import UNKNOWN, TokenBatch
 
 BATCH: dict[str, Any] = {"rows": 9, "longest": 50, "temperature": 0.9}
 MODES = ["exact", "native"]

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
+from fp8rl.trainer.step.support import Supports
 from tests.support.batches import random_batch
-from trainer.step.support import Supports
 
 
 def test_supports_follow_their_rows_wherever_these_go() -> None:

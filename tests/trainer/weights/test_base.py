@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.base import Base, base_bytes
-from numerics.config import NumericsConfig
-from numerics.spec import QuantSpec
+from fp8rl.models.base import Base, base_bytes
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.weight_sync.quantized import served_tensors
 from tests.support.batches import random_batch
 from tests.support.models import LENGTH
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from weight_sync.quantized import served_tensors
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(
     kind: str, layout: Layout, request: pytest.FixtureRequest
 ) -> None:
-    from trainer.scorer import Scorer
+    from fp8rl.trainer.scorer import Scorer
 
     path: Path = request.getfixturevalue(f"{kind}_path")
     spec = QuantSpec.preset("fp8_block_pow2")

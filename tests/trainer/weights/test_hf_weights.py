@@ -11,20 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import read_model
-from numerics.config import NumericsConfig
-from numerics.fake_quantize import fake_quantize
-from numerics.quantize import QuantizedTensor, quantize
-from numerics.spec import QuantSpec
+from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.fake_quantize import fake_quantize
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.weights import te_weights
+from fp8rl.trainer.weights.hf_weights import HFWeights
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.blockwise import BlockwiseWeight
 from tests.support.models import LAYERS, LENGTH
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
-from trainer.config import TrainerConfig
-from trainer.distributed.layout import Layout
-from trainer.weights import te_weights
-from trainer.weights.hf_weights import HFWeights
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 PRESETS = ("fp8_block_pow2", "fp8_block_fp32")
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0}
@@ -32,7 +32,7 @@ LAYOUTS = {"tp2ep2": {"tp": 2, "ep": 2}, "ep2": {"ep": 2, "dp": 2}}
 
 
 def native_trainer(path: Path, layout: Layout, config: TrainerConfig) -> Any:
-    from trainer.trainer import Trainer
+    from fp8rl.trainer.trainer import Trainer
 
     numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
     return Trainer(path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=LENGTH)

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models import read_model
-from models.adapters import AdapterConfig
-from models.peft import BASE, TENSORS, read_adapter, read_config
-from models.peft_config import CONFIG
-from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from fp8rl.models import read_model
+from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.peft import BASE, TENSORS, read_adapter, read_config
+from fp8rl.models.peft_config import CONFIG
+from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.batches import random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
 from tests.trainer.test_adapters import spread
-from trainer.step.batch import TokenBatch
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 """PEFT 0.21 puts no adapters beside the dense MLP and the shared experts of a DeepSeek-V3, whose experts are fused."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from trainer.weights.table_bridge import TableBridge
+from fp8rl.trainer.weights.table_bridge import TableBridge
 
 
 class Split:
@@ -27,7 +27,7 @@ class Split:
 def test_every_parameter_is_the_tensors_that_mbridge_says(kind: str, request: Any, make_trainer: Any) -> None:
     from mbridge import AutoBridge
 
-    from trainer.modules.weights import named_weights
+    from fp8rl.trainer.modules.weights import named_weights
 
     path: Path = request.getfixturevalue(f"{kind}_path")
     trainer = make_trainer(path)

@@ -9,9 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from numerics import ops
-from trainer.distributed.context import own_positions, shared_attention
-from trainer.modules.packing import PackedRows
+from fp8rl.numerics import ops
+from fp8rl.trainer.distributed.context import own_positions, shared_attention
+from fp8rl.trainer.modules.packing import PackedRows
 
 
 class CoreAttention(nn.Module):

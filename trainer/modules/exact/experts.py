@@ -8,12 +8,12 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from numerics import ops
-from numerics.ops import ExpertWeights
-from numerics.ops.experts import adapted_grouped_linear
-from trainer.modules.permutation import pair_of_row
-from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import StackedWeights
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops.experts import adapted_grouped_linear
+from fp8rl.trainer.modules.permutation import pair_of_row
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import StackedWeights
 
 GATE, DOWN = "experts.gate_proj", "experts.down_proj"
 

@@ -10,12 +10,12 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from models.sizes import ModelSizes
-from numerics import ops
-from trainer.modules import latent
-from trainer.modules.adapter import Adapter
-from trainer.modules.packing import PackedRows
-from trainer.modules.precision import LayerPrecision
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.trainer.modules import latent
+from fp8rl.trainer.modules.adapter import Adapter
+from fp8rl.trainer.modules.packing import PackedRows
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 
 class NarrowLinear(latent.NarrowLinear):

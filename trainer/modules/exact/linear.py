@@ -11,10 +11,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from numerics import ops
-from trainer.modules.adapter import Adapter
-from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import norm_weight, sharded_adapter, tag_split
+from fp8rl.numerics import ops
+from fp8rl.trainer.modules.adapter import Adapter
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import norm_weight, sharded_adapter, tag_split
 
 
 class ColumnLinear(ColumnParallelLinear):

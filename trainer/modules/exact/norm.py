@@ -7,8 +7,8 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from numerics import ops
-from trainer.modules.weights import norm_weight
+from fp8rl.numerics import ops
+from fp8rl.trainer.modules.weights import norm_weight
 
 
 class RMSNorm(nn.Module):

@@ -9,18 +9,18 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from models.sizes import ModelSizes
-from numerics import ops
-from trainer.megatron.patches import become
-from trainer.modules.exact.attention import CoreAttention
-from trainer.modules.exact.experts import Experts, MoE
-from trainer.modules.exact.latent import LatentAttention, LatentCore
-from trainer.modules.exact.linear import ColumnLinear, NormColumnLinear, OutputLinear, RowLinear
-from trainer.modules.exact.norm import RMSNorm
-from trainer.modules.exact.router import BiasedRouter, Router
-from trainer.modules.layer import LatentModules, LayerModules, asking
-from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import StackedWeights
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.trainer.megatron.patches import become
+from fp8rl.trainer.modules.exact.attention import CoreAttention
+from fp8rl.trainer.modules.exact.experts import Experts, MoE
+from fp8rl.trainer.modules.exact.latent import LatentAttention, LatentCore
+from fp8rl.trainer.modules.exact.linear import ColumnLinear, NormColumnLinear, OutputLinear, RowLinear
+from fp8rl.trainer.modules.exact.norm import RMSNorm
+from fp8rl.trainer.modules.exact.router import BiasedRouter, Router
+from fp8rl.trainer.modules.layer import LatentModules, LayerModules, asking
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import StackedWeights
 
 
 def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:

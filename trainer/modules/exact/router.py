@@ -10,8 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from models.sizes import SigmoidRouter
-from numerics import ops
+from fp8rl.models.sizes import SigmoidRouter
+from fp8rl.numerics import ops
 
 
 class Router(TopKRouter):

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from models.sizes import ModelSizes
-from trainer.megatron.lowering import Lowering
-from trainer.modules.layer import LayerModules
-from trainer.modules.native import provider
-from trainer.modules.precision import LayerPrecision
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.megatron.lowering import Lowering
+from fp8rl.trainer.modules.layer import LayerModules
+from fp8rl.trainer.modules.native import provider
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 
 def layer_modules(sizes: ModelSizes, lowering: Lowering) -> Callable[[LayerPrecision], LayerModules]:
     """The modules of a layer, by its precision."""
     if not lowering.transformer_engine:
         return partial(provider.layer_modules, sizes)
-    from trainer.modules.native import te_provider  # needs TransformerEngine
+    from fp8rl.trainer.modules.native import te_provider  # needs TransformerEngine
 
     return partial(te_provider.layer_modules, sizes)
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from numerics.ops.grouped import grouped_linear
-from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import GroupedWeights
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import GroupedWeights
 
 
 class Experts(TEGroupedMLP):

@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import norm_weight, tag_split
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import norm_weight, tag_split
 
 
 class ColumnLinear(ColumnParallelLinear):

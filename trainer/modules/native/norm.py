@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from trainer.modules.weights import norm_weight
+from fp8rl.trainer.modules.weights import norm_weight
 
 
 class RMSNorm(nn.Module):

@@ -9,15 +9,15 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
-from models.sizes import ModelSizes
-from trainer.modules.latent import LatentAttention
-from trainer.modules.layer import LatentModules, LayerModules, asking
-from trainer.modules.native.experts import Experts, GroupedLinear
-from trainer.modules.native.latent import LatentCore
-from trainer.modules.native.linear import ColumnLinear, NormColumnLinear, RowLinear
-from trainer.modules.native.norm import RMSNorm
-from trainer.modules.native.router import OneExpertRouter
-from trainer.modules.precision import LayerPrecision
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.modules.latent import LatentAttention
+from fp8rl.trainer.modules.layer import LatentModules, LayerModules, asking
+from fp8rl.trainer.modules.native.experts import Experts, GroupedLinear
+from fp8rl.trainer.modules.native.latent import LatentCore
+from fp8rl.trainer.modules.native.linear import ColumnLinear, NormColumnLinear, RowLinear
+from fp8rl.trainer.modules.native.norm import RMSNorm
+from fp8rl.trainer.modules.native.router import OneExpertRouter
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 
 def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:

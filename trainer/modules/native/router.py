@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from numerics.ops.router import kept_scores
+from fp8rl.numerics.ops.router import kept_scores
 
 
 class OneExpertRouter(TopKRouter):

@@ -10,11 +10,11 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from models.sizes import ModelSizes
-from trainer.modules.layer import LatentModules, LayerModules
-from trainer.modules.native.experts import Experts
-from trainer.modules.native.provider import router
-from trainer.modules.precision import LayerPrecision
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.trainer.modules.layer import LatentModules, LayerModules
+from fp8rl.trainer.modules.native.experts import Experts
+from fp8rl.trainer.modules.native.provider import router
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 
 def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:

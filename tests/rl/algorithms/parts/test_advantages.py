@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.algorithms.parts.advantages import group_advantages
+from fp8rl.rl.algorithms.parts.advantages import group_advantages
 
 
 def advantages(rewards: list[float], groups: list[int], normalize_std: bool) -> list[float]:

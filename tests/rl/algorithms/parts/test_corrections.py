@@ -6,13 +6,13 @@ import pytest
 import torch
 import yaml
 
-from numerics.errors import UserError
-from rl.algorithms.grpo import Grpo
-from rl.algorithms.parts.corrections import Correction
-from rl.experiment.experiment import Experiment
-from rl.experiment.validation import parse_experiment
-from trainer.step.batch import TokenBatch
-from trainer.step.objective import Objective
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.algorithms.grpo import Grpo
+from fp8rl.rl.algorithms.parts.corrections import Correction
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.validation import parse_experiment
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
 
 LN2 = math.log(2.0)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from rl.algorithms import ALGORITHMS, Algorithm
-from rl.algorithms.base import Needs, Outcomes
-from rl.algorithms.parts.kl import k2, k3
-from rl.algorithms.policy_gradient import PolicyGradient
-from rollout.config import RolloutConfig
-from trainer.step.batch import TokenBatch
+from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
+from fp8rl.rl.algorithms.base import Needs, Outcomes
+from fp8rl.rl.algorithms.parts.kl import k2, k3
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.trainer.step.batch import TokenBatch
 
 VOCABULARY = 7
 

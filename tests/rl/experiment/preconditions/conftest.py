@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from models.tiny import TinyModel, write_tiny_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from tests.support.preconditions import write_lines
 
 

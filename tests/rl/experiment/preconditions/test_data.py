@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.experiment import parse_experiment
-from rl.experiment.preconditions import check, data
-from rl.experiment.preconditions.tokenizer import load_tokenizer
-from rollout.data.sources import Source, load_problems
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.preconditions import check, data
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rollout.data.sources import Source, load_problems
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import merged, refusal, write_lines
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl.experiment import parse_experiment
-from rl.experiment.preconditions import check, read_model
-from rl.experiment.preconditions.model import check_model_layout
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.preconditions import check, read_model
+from fp8rl.rl.experiment.preconditions.model import check_model_layout
 from tests.support.preconditions import edit_config, merged, refusal
 
 
@@ -134,7 +134,7 @@ def test_layouts_that_divide_the_model_pass(values, trainer):
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
     native = {"mode": "native", "activation": {"granularity": "tensor"}}
     check(parse_experiment(merged(values, numerics=native)))
-    monkeypatch.setattr("rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
     assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
     check(parse_experiment(merged(values, numerics={"mode": "native"})))
 

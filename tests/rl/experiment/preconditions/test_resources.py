@@ -6,16 +6,16 @@ from collections import namedtuple
 import pytest
 import torch
 
-from numerics.errors import UserError
-from rl.experiment import parse_experiment
-from rl.experiment.budget.fit import with_cache
-from rl.experiment.budget.job import job_of
-from rl.experiment.budget.memory import colocated_memory
-from rl.experiment.preconditions import check, resources
-from rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, check_memory, kv_cache_bytes
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.budget.fit import with_cache
+from fp8rl.rl.experiment.budget.job import job_of
+from fp8rl.rl.experiment.budget.memory import colocated_memory
+from fp8rl.rl.experiment.preconditions import check, resources
+from fp8rl.rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, check_memory, kv_cache_bytes
+from fp8rl.trainer.state_bytes import state_bytes
+from fp8rl.weight_sync.served_bytes import served_bytes
 from tests.support.preconditions import merged, refusal
-from trainer.state_bytes import state_bytes
-from weight_sync.served_bytes import served_bytes
 
 
 def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):

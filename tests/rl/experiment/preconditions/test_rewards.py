@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl.experiment import load_experiment, parse_experiment
-from rl.experiment.preconditions import check
+from fp8rl.rl.experiment import load_experiment, parse_experiment
+from fp8rl.rl.experiment.preconditions import check
 from tests.support.preconditions import merged, refusal
 
 

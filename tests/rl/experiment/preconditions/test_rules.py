@@ -6,13 +6,13 @@ import shlex
 import pytest
 import yaml
 
-from diagnose.plan import gpu_named, read_subject
-from models.sizes import ModelSizes
-from numerics.errors import UserError
-from rl.experiment import Experiment
-from rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE
-from rl.experiment.preconditions.rules import Target, check_rules
-from rl.run.cluster.placement import Node, place
+from fp8rl.diagnose.plan import gpu_named, read_subject
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE
+from fp8rl.rl.experiment.preconditions.rules import Target, check_rules
+from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
 
@@ -167,3 +167,8 @@ def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypa
 )
 def test_a_gpu_is_found_by_the_names_that_people_write(name: str, key: str) -> None:
     assert gpu_named(name) is GPUS[key]
+
+
+def test_a_name_of_several_words_without_quotes_is_answered_with_how_to_write_it() -> None:
+    with pytest.raises(UserError, match="--gpu rtx-pro-6000"):
+        gpu_named("rtx")

@@ -1,7 +1,7 @@
 """Settings that contradict each other, the mode or the model's context."""
 
-from rl.experiment import parse_experiment
-from rl.experiment.preconditions import check
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.preconditions import check
 from tests.support.preconditions import merged, refusal
 
 
@@ -14,5 +14,5 @@ def test_the_context_must_fit_the_model_and_the_cache(values):
 def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
     assert refusal(values, trainer={"packing": True}, numerics={"mode": "native"}).startswith("trainer.packing: found")
     check(parse_experiment(merged(values, trainer={"packing": True})))
-    monkeypatch.setattr("rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
     check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))

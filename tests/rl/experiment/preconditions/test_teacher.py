@@ -6,8 +6,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rl.experiment import parse_experiment
-from rl.experiment.preconditions import check
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.preconditions import check
 from tests.support.preconditions import edit_config, merged, refusal
 
 

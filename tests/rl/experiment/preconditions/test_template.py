@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rl.experiment.preconditions.template import template_remarks
-from rollout.data.sources import Source
+from fp8rl.rl.experiment.preconditions.template import template_remarks
+from fp8rl.rollout.data.sources import Source
 from tests.support.chat_templates import KINDS, with_template
 from tests.support.paths import EXAMPLES
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from rl.experiment.preconditions import tokenizer
+from fp8rl.rl.experiment.preconditions import tokenizer
 from tests.support.preconditions import edit_config, refusal
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from numerics.errors import UserError
-from rl.run.cluster.cluster import ray_cluster
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SCRIPT = """
 import sys
 from pathlib import Path
-import psutil, ray, trainer
-from rl.run.cluster.cluster import ray_cluster
+import fp8rl.trainer, psutil, ray
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 def all_on_loopback(family):
     addresses = {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
@@ -35,8 +35,8 @@ for failing in (False, True):
             assert {"gcs_server", "raylet"} <= names, names
             folder = Path(ray._private.worker._global_node.get_temp_dir_path())
             assert folder.is_dir()
-            where = ray.get(ray.remote(num_cpus=0)(lambda: __import__("trainer").__file__).remote())
-            assert where == trainer.__file__, where
+            where = ray.get(ray.remote(num_cpus=0)(lambda: __import__("fp8rl.trainer").trainer.__file__).remote())
+            assert where == fp8rl.trainer.__file__, where
             if not failing:
                 assert all_on_loopback(family)
                 ports = {c.laddr.port for p in family for c in p.net_connections("inet")}
@@ -60,7 +60,7 @@ AFTER_ANOTHER = """
 import sys
 from pathlib import Path
 import ray
-from rl.run.cluster.cluster import ray_cluster
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 ray.init(address="local", include_dashboard=False)
 ray.shutdown()
@@ -73,7 +73,7 @@ HEADLESS = """
 import sys, time
 from pathlib import Path
 import psutil
-from rl.run.cluster.cluster import ray_cluster
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 with ray_cluster(Path(sys.argv[1])):
     (head,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "gcs_server"]
@@ -87,8 +87,8 @@ from pathlib import Path
 import psutil, ray
 import ray._private.node as node
 import ray._private.services as services
-from numerics.errors import UserError
-from rl.run.cluster.cluster import ray_cluster
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 clock, known, slow = itertools.count(0, 40), services.get_node, [True] * 3
 node.time = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: next(clock)})
@@ -117,8 +117,8 @@ WITHOUT_MEMORY = """
 import sys
 from pathlib import Path
 import ray
-from numerics.errors import UserError
-from rl.run.cluster.cluster import ray_cluster
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 ray._private.utils.estimate_available_memory = lambda: 120_000_000
 try:
@@ -135,7 +135,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "trainer.py").write_text("raise RuntimeError('of the current directory')")
+    (tmp_path / "fp8rl.py").write_text("raise RuntimeError('of the current directory')")
 
     def to_the_end(script: str, code: int = 0) -> str:
         command = [sys.executable, "-P", "-c", script, str(tmp_path / "logs")]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
-from rl.run.cluster.placement import Node, Place, place, place_engine
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.cluster.placement import Node, Place, place, place_engine
 from tests.support.experiments import experiment
 
 

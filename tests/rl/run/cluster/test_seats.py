@@ -12,15 +12,15 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from numerics.errors import UserError
-from rl.experiment import Experiment
-from rl.run.cluster import seats as seats_module
-from rl.run.cluster.nodes import interface_of, nodes_up, views
-from rl.run.cluster.seats import NoRoomError, Seats
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.run.cluster import seats as seats_module
+from fp8rl.rl.run.cluster.nodes import interface_of, nodes_up, views
+from fp8rl.rl.run.cluster.seats import NoRoomError, Seats
+from fp8rl.trainer.seat import Seat
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
-from trainer.seat import Seat
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

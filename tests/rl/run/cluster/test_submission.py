@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import rl.run.cluster.submission
+import fp8rl.rl.run.cluster.submission
 from fp8rl.cli import app
 from tests.support.paths import EXAMPLES
 
@@ -78,7 +78,7 @@ def test_what_is_typed_here_is_typed_there(monkeypatch: pytest.MonkeyPatch, tmp_
             entrypoints.append(entrypoint)
             return "job-1"
 
-    monkeypatch.setattr(rl.run.cluster.submission, "JobSubmissionClient", Client)
+    monkeypatch.setattr(fp8rl.rl.run.cluster.submission, "JobSubmissionClient", Client)
     folder = tmp_path / "with space"
     folder.mkdir()
     monkeypatch.chdir(folder)

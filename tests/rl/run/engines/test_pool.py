@@ -18,20 +18,20 @@ import pytest
 import ray
 import torch
 
-import rl.run.engines.fleet as engines_module
-import rl.run.engines.pool as pool_module
-from rl.run.cluster.seats import NoRoomError
-from rl.run.engines.canary import Canary, Expected
-from rl.run.engines.fleet import Fleet, News
-from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import Serving
-from rollout.config import RolloutConfig
-from rollout.engine import Health, Slept
-from rollout.errors import EngineDiedError, EngineError, StaleWeightsError
-from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
+import fp8rl.rl.run.engines.fleet as engines_module
+import fp8rl.rl.run.engines.pool as pool_module
+from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.engines.canary import Canary, Expected
+from fp8rl.rl.run.engines.fleet import Fleet, News
+from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.engine import Health, Slept
+from fp8rl.rollout.errors import EngineDiedError, EngineError, StaleWeightsError
+from fp8rl.rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
+from fp8rl.trainer.actor import TrainerDiedError
+from fp8rl.weight_sync.manifest import Manifest
 from tests.support.servers import groups, wait_until
-from trainer.actor import TrainerDiedError
-from weight_sync.manifest import Manifest
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 CONFIG = RolloutConfig(max_total_tokens=1000, hung_after_s=1.0)

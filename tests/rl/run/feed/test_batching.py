@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
-from rollout.types import Trajectory
+from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rollout.types import Trajectory
 
 
 def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -> Trajectory:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import rl.run.background as background_module
-import rl.run.feed.conversations as conversations_module
-import rollout.environments.conversation as conversation_module
-from rl.run.feed.conversations import Conversations, EnvironmentError
-from rl.run.feed.failures import TooManyFailuresError
-from rl.run.sampling import done
-from rollout.data.tasks import Problem
-from rollout.deadlines import end
-from rollout.environments.config import EnvironmentConfig
-from rollout.errors import EngineError
-from rollout.types import Group, Prompt, SamplingParams, Trajectory
+import fp8rl.rl.run.background as background_module
+import fp8rl.rl.run.feed.conversations as conversations_module
+import fp8rl.rollout.environments.conversation as conversation_module
+from fp8rl.rl.run.feed.conversations import Conversations, EnvironmentError
+from fp8rl.rl.run.feed.failures import TooManyFailuresError
+from fp8rl.rl.run.sampling import done
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.deadlines import end
+from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.paths import EXAMPLES
 
 ENVIRONMENTS = """

@@ -15,16 +15,16 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
-import rl.run.sampling as sampling_module
-from rl.run.clock import StepClock
-from rl.run.feed.ahead import FeedState, read_answered
-from rl.run.feed.failures import Failures
-from rl.run.feed.feed import FilterError, SampledFeed, Work
-from rl.run.feed.judging import Judge, JudgedAnswer
-from rl.run.records import rollout_records
-from rl.run.sampling import Sampling
-from rollout.rewards.config import RewardsConfig
-from rollout.types import Group, SamplingParams, Trajectory
+import fp8rl.rl.run.sampling as sampling_module
+from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.run.feed.ahead import FeedState, read_answered
+from fp8rl.rl.run.feed.failures import Failures
+from fp8rl.rl.run.feed.feed import FilterError, SampledFeed, Work
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.records import rollout_records
+from fp8rl.rl.run.sampling import Sampling
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of
 

@@ -14,14 +14,14 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from rl.run.engines.teacher import Teacher
-from rl.run.feed.failures import TooManyFailuresError
-from rl.run.feed.judging import Judge, JudgedAnswer, RewardError
-from rollout import deadlines
-from rollout.data.tasks import Problem
-from rollout.errors import EngineError
-from rollout.rewards.config import RewardsConfig
-from rollout.types import Prompt, Trajectory
+from fp8rl.rl.run.engines.teacher import Teacher
+from fp8rl.rl.run.feed.failures import TooManyFailuresError
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
+from fp8rl.rollout import deadlines
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.types import Prompt, Trajectory
 from tests.rollout.rewards.test_ours import service
 from tests.support.paths import EXAMPLES
 from tests.support.servers import group_members, wait_until

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.run.feed.problems import Stream, _floor_sum
+from fp8rl.rl.run.feed.problems import Stream, _floor_sum
 
 
 def stream(*sources: range | list[str], weights: list[float] | None = None, seed: int = 0) -> Stream:

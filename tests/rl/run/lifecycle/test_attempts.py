@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import rl.experiment.preconditions
-import rl.run.lifecycle.attempts as attempts_module
+import fp8rl.rl.experiment.preconditions
+import fp8rl.rl.run.lifecycle.attempts as attempts_module
 from fp8rl.cli import app
-from numerics.errors import UserError
-from rl.run.lifecycle.attempts import attempted
-from rollout.errors import EngineError
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.lifecycle.attempts import attempted
+from fp8rl.rollout.errors import EngineError
+from fp8rl.trainer.actor import TrainerDiedError
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, new_run
-from trainer.actor import TrainerDiedError
 
 
 class Opened:
@@ -85,7 +85,7 @@ def test_a_trainer_that_cannot_be_started_again_ends_it(tmp_path: Path, monkeypa
 def test_a_run_that_was_stopped_has_an_exit_code_of_its_own(
     reason: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rl.experiment.preconditions, "check", lambda experiment, say: None)
+    monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
     monkeypatch.setattr(attempts_module, "attempted", lambda *_: reason)
     assert train(tmp_path)[0] == code
 
@@ -94,7 +94,7 @@ def test_a_loss_is_one_sentence_with_the_logs_and_what_to_type(tmp_path: Path, m
     def lose(*_: Any) -> str:
         raise TrainerDiedError("trainer rank 0: found its process ended, expected it to answer")
 
-    monkeypatch.setattr(rl.experiment.preconditions, "check", lambda experiment, say: None)
+    monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
     monkeypatch.setattr(attempts_module, "attempted", lose)
     code, said = train(tmp_path)
     assert code == 3 and "error: trainer rank 0: found its process ended" in said and "log.txt" in said

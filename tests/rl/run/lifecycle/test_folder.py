@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.run.lifecycle.folder import Folder
+from fp8rl.rl.run.lifecycle.folder import Folder
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rollout.environments.harness import endpoint as module
-from rollout.environments.harness.endpoint import Endpoint
+from fp8rl.rollout.environments.harness import endpoint as module
+from fp8rl.rollout.environments.harness.endpoint import Endpoint
 
 LIMIT = 0.3
 WHOLE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"

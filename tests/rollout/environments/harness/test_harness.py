@@ -23,17 +23,17 @@ import openai
 import psutil
 import pytest
 
-import rollout.environments.harness.harness as harness_module
-from numerics.errors import UserError
-from rl.experiment import load_experiment
-from rollout.data.tasks import Problem
-from rollout.deadlines import end
-from rollout.environments.config import EnvironmentConfig, HarnessConfig
-from rollout.environments.conversation import Conversation
-from rollout.environments.functions import load_environment
-from rollout.environments.harness.harness import Harness, ProgramError
-from rollout.environments.harness.requests import RefusedError, read
-from rollout.types import Prompt, SamplingParams, Trajectory
+import fp8rl.rollout.environments.harness.harness as harness_module
+from fp8rl.numerics.errors import UserError
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.deadlines import end
+from fp8rl.rollout.environments.config import EnvironmentConfig, HarnessConfig
+from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.functions import load_environment
+from fp8rl.rollout.environments.harness.harness import Harness, ProgramError
+from fp8rl.rollout.environments.harness.requests import RefusedError, read
+from fp8rl.rollout.types import Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -11,9 +11,9 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.models.qwen3_moe import Qwen3MoeAttention, Qwen3MoeForCausalLM
 from torch import Tensor
 
-from models import register
-from models.forms import ATTENTION
-from rollout.plugin.forms import SIDES, EngineSide, Probed
+from fp8rl.models import register
+from fp8rl.models.forms import ATTENTION
+from fp8rl.rollout.plugin.forms import SIDES, EngineSide, Probed
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
 
 register(ARCHITECTURE)

@@ -1,1 +1,0 @@
-"""Faults injected by real means into real runs; `python -m bench.faults` runs every one and measures recovery."""

@@ -1,1 +1,0 @@
-"""What only a GPU can show of this project, measured part by part: `python -m bench.gpu` and `... evidence`."""

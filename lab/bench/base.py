@@ -1,0 +1,235 @@
+"""One base for a frozen trainer and its engines: what both have in memory, against one copy; the same bits; the time.
+
+What a process holds beside the base is what it has more of private memory than one that needs no base: the trainer more
+than this process before it, an engine more than one that has done the same with copies of its own, less these, whose
+size is known. All have handed back what they freed: what the C library keeps of that varies by hundreds of MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import give_back
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import NO_WEIGHTS, Endpoint
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.base import give_base, place_base
+from fp8rl.weight_sync.bridge import send_and_verify
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, write_description
+from fp8rl.weight_sync.manifest import Manifest, Sent
+from fp8rl.weight_sync.quantized import would_send
+from lab.bench.measure import Result, interleaved, median_ratio
+
+MODEL = TinyModel(layers=14, hidden=1024, heads=8, kv_heads=2, intermediate=1024, experts=16, top_k=2, vocab=2048)
+ENGINES = 3
+"""One with copies of its own, and two that read the base."""
+ROWS, WIDTH, ROUNDS = 4, 128, 5
+
+
+def run() -> list[Result]:
+    enable_compiler()
+    layout = parallel.initialize(TrainerConfig())
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(Path(folder) / "model", MODEL)
+        found = _measure(Path(folder), layout)
+    parallel.shutdown()
+    return found
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process and its children: private to it, and its share of what is mapped of a base."""
+
+    private: int
+    of_base: float
+
+    @classmethod
+    def of(cls, pid: int) -> Memory:
+        give_back()
+        here = psutil.Process(pid)
+        tree = [here, *(here.children(recursive=True) if pid != psutil.Process().pid else [])]
+        maps = [(m.path, m) for process in tree for m in process.memory_maps(grouped=False)]
+        return cls(
+            sum(m.private_clean + m.private_dirty for path, m in maps if not _is_base(path)),
+            sum(m.pss for path, m in maps if _is_base(path)),
+        )
+
+
+def _is_base(path: str) -> bool:
+    return path.startswith("/memfd:base")
+
+
+class Peak:
+    """The most anonymous memory that this process has had since, in bytes, less what it had at first."""
+
+    bytes = 0
+
+
+@contextmanager
+def watched() -> Iterator[Peak]:
+    """The peak within the block, as a thread sees it every 2 ms."""
+    give_back()
+    found, first, done = Peak(), _anonymous(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            found.bytes = max(found.bytes, _anonymous() - first)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _anonymous() -> int:
+    """Bytes of this process without files, which the kernel takes back as it likes, and without the base."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def _measure(folder: Path, layout: Any) -> list[Result]:
+    from fp8rl.trainer.scorer import Scorer
+
+    spec = QuantSpec.preset("fp8_block_pow2")
+    numerics = NumericsConfig(spec=spec)
+    convert_checkpoint(folder / "model", folder / "served", spec)
+    write_description(folder / "model", folder / "described", spec)
+    tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH - 4), generator=torch.Generator().manual_seed(0))
+    lengths = torch.full((ROWS,), tokens.shape[1])
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = TokenBatch(tokens, lengths, mask, 1.0)
+
+    def scorer(shared_base: bool) -> Any:
+        model = folder / "model"
+        made = Scorer(model, TrainerConfig(), numerics, layout, max_sequence_length=WIDTH, shared_base=shared_base)
+        made.model.requires_grad_(False)
+        return made
+
+    scorer(False).score(batch)  # what is compiled, and all that a first model leaves
+    gc.collect()
+    here_before = Memory.of(psutil.Process().pid)
+    with watched() as peak:
+        shared = scorer(True)
+        place_base(shared, spec)
+    here_score = shared.score(batch)[1]
+    here_after = Memory.of(psutil.Process().pid)
+    with watched() as own_peak:
+        own = scorer(False)
+        logprobs = own.score(batch)[1].clone()
+    ranks = SimpleNamespace(apply=lambda function, *args: [function(shared, *args)])
+    config = RolloutConfig(max_total_tokens=4096, context_length=WIDTH + 64, prefix_cache=False)
+    plugin, report = {"numerics": numerics.to_dict()}, expected_report(numerics)
+    runner = asyncio.Runner()
+    engines, endpoints = [], []
+    for index in range(ENGINES):
+        waits = {"shared_base": index > 0}
+        engines.append(Engine(config, folder / f"engine{index}.log", plugin | waits, report))
+        start = (folder / "described", NO_WEIGHTS) if index else (folder / "served", 0)
+        endpoints.append(runner.run(engines[-1].start(*start)))
+
+    def memory() -> list[Memory]:
+        for engine, endpoint in zip(engines, endpoints, strict=True):
+            for _ in range(ROUNDS):
+                runner.run(engine.score(tokens.tolist()))
+            runner.run(_bytes_of_engine(endpoint))  # which hands back what was freed
+        pids = [runner.run(engine.health()).pid for engine in engines]
+        return [Memory.of(pid) for pid in pids if pid is not None]
+
+    try:
+        engines_own = runner.run(_bytes_of_engine(endpoints[0]))
+        whole = would_send(own.weights.share(own.model), spec, own.definition)
+        on_base = endpoints[1:]
+        manifest, sync, problems = send_and_verify(lambda: _given(ranks, spec, on_base), spec, on_base, 0)
+        assert not problems and manifest == Manifest.merged(0, spec, [whole]), problems
+        together = memory()
+        mapped = Memory.of(psutil.Process().pid).of_base + sum(each.of_base for each in together)
+        there = torch.tensor(runner.run(engines[1].score(tokens.tolist())))
+        different = int((here_score != logprobs).sum() + (here_score[:, 1:] != there).sum())
+        sides = {
+            "trainer": (lambda: shared.score(batch), lambda: own.score(batch)),
+            "engine": tuple(
+                lambda engine=engine: runner.run(engine.score(tokens.tolist())) for engine in (engines[1], engines[0])
+            ),
+        }
+        times = {
+            side: interleaved({"base": base, "own": apart}, ROUNDS, warmup=2) for side, (base, apart) in sides.items()
+        }
+    finally:
+        for engine in engines:
+            runner.run(engine.stop())
+        runner.close()
+    one = len(shared.placed.base.flat)
+    without = together[0].private - engines_own
+    left = [here_after.private - here_before.private, *(each.private - without for each in together[1:])]
+    parts = {"one copy (MB)": one / 1e6, "mapped by all (MB)": mapped / 1e6, "mapping and proof (s)": sync.seconds}
+    for name, rest in zip(("trainer", "engine 1", "engine 2"), left, strict=True):
+        parts[f"{name}, private beside the base (MB)"] = rest / 1e6
+    parts["copies of an engine's own (MB)"] = engines_own / 1e6
+    return [
+        Result(
+            name="resident bytes of the base, a trainer and an engine / one copy (one more engine maps it too)",
+            value=(mapped + sum(max(0, rest) for rest in left[:2])) / one,
+            bar=1.05,
+            at_least=False,
+            parts=parts,
+        ),
+        Result(
+            name="most private memory of a trainer as it starts on a base / with weights of its own",
+            value=peak.bytes / own_peak.bytes,
+            bar=0.2,
+            at_least=False,
+            parts={"on a base (MB)": peak.bytes / 1e6, "with its own, and operands (MB)": own_peak.bytes / 1e6},
+        ),
+        Result(
+            name="log-probabilities that differ: trainer with its own weights and on the base, and an engine on it",
+            value=different,
+            bar=0,
+            at_least=False,
+            parts={"compared": float(2 * tokens.numel())},
+        ),
+        *(
+            Result(
+                name=f"time of the {side} to score {ROWS * WIDTH} tokens, on the base / with copies of its own",
+                value=median_ratio(taken["base"], taken["own"]),
+                bar=1.5,
+                at_least=False,
+                parts={f"{name} (s)": statistics.median(each) for name, each in taken.items()},
+            )
+            for side, taken in times.items()
+        ),
+    ]
+
+
+def _given(ranks: Any, spec: QuantSpec, endpoints: list[Endpoint]) -> list[Sent]:
+    return give_base(ranks, spec, endpoints, 600.0)
+
+
+async def _bytes_of_engine(endpoint: Endpoint) -> int:
+    async with EngineClient(endpoint) as engine:
+        return (await engine.memory())[0].weights

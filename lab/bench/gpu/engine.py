@@ -1,0 +1,167 @@
+"""The real engine on four layers of Qwen3-30B-A3B: does it agree with the real trainer, and how fast does it sample?"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models import Model, read_model
+from fp8rl.models.stored import stored_tensors
+from fp8rl.numerics.backend import implementation
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import to_groups
+from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Prompt, SamplingParams, Trajectory
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.hf_checkpoint import write_description
+from fp8rl.weight_sync.transports.tensor import TensorTransport
+from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
+from lab.bench.gpu.model import written
+from lab.bench.measure import Result
+
+if TYPE_CHECKING:
+    from fp8rl.trainer.trainer import Trainer
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+UPDATES, ROUNDS = 2, 3
+LONGEST_PROMPT = 64
+BUCKET_BYTES = 256 << 20
+
+
+def agreement(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """Sample, compare, train, sync, and again: log-probabilities, redrawn tokens and digests, of every token."""
+    from fp8rl.trainer.trainer import Trainer
+
+    numerics = NumericsConfig(mode="exact", spec=SPEC)
+    model = written(sizes.served, watch.device, done.scratch)
+    device.start(0, numerics)
+    config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=4096, head_chunk_tokens=1024)
+    layout = parallel.initialize(config)
+    worst = 0.0
+    tokens = redrawn = mismatched = 0
+    # The engine first: it measures what memory is free when it starts.
+    with _serving(model, numerics, sizes) as served:
+        longest = LONGEST_PROMPT + sizes.new_tokens
+        trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=longest)
+        for update in range(UPDATES + 1):
+            report = served.sync(trainer, trainer.weight_version)
+            answers = served.answer(sizes, update)
+            batch = batch_from_trajectories(answers, 1.0, redraws=len(answers))
+            passed = trainer.train_step(batch, SftObjective.of(batch))
+            rows, mask = passed.rows, batch.loss_mask[passed.rows]
+            d = (passed.result.logprobs - batch.fields["rollout_logprobs"][rows])[mask].abs()
+            assert passed.result.draws is not None
+            other = int((passed.result.draws != batch.tokens[rows])[mask].sum())
+            what = {"updates": update, "tokens": len(d), "largest |d|": d.max().item(), "drawn otherwise": other,
+                    "tensors": report.verified_tensors, "that differ": report.mismatched_tensors}  # fmt: skip
+            done.row(what, {"sync (s)": report.seconds, "step (s)": passed.result.seconds})
+            worst, tokens = max(worst, what["largest |d|"]), tokens + len(d)
+            redrawn, mismatched = redrawn + other, mismatched + report.mismatched_tensors
+    parallel.shutdown()
+    done.equal(f"trainer against engine through {UPDATES} updates, largest |d|", worst, tokens=tokens)
+    done.equal("sampled tokens that the trainer draws otherwise", redrawn, tokens=tokens)
+    done.equal("synced tensors that differ in the engine", mismatched)
+
+
+def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """Sampled tokens per second, one engine after the other: their memory and graphs are not to be shared."""
+    sides = {
+        "BF16": NumericsConfig(mode="native", spec=SPEC, trainer="bf16", rollout="bf16"),
+        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
+        "FP8 exact": NumericsConfig(mode="exact", spec=SPEC),
+    }
+    path, found = written(sizes.served, watch.device, done.scratch), {}
+    for name, numerics in sides.items():
+        implementation.choose(watch.device, numerics.spec)
+        with _serving(path, numerics, sizes) as served:
+            served.sync(_Stored(path, read_model(path), watch.device), 0)
+            measured = []
+            for index in range(ROUNDS + 1):
+                start = time.perf_counter()
+                count = sum(len(answer.token_ids) for answer in served.answer(sizes, index))
+                measured.append(count / (time.perf_counter() - start))
+        found[name] = statistics.median(measured[1:])  # the first compiles
+        done.row({"engine": name, "answers": sizes.prompts * sizes.answers, "tokens of each": sizes.new_tokens},
+                 {"tokens/s": found[name], "slowest": min(measured[1:]), "fastest": max(measured[1:])})  # fmt: skip
+    for over, under, bar in (("FP8 exact", "BF16", 0.6), ("FP8 exact", "FP8 native", 0.8)):
+        parts = {f"{side} (tokens/s)": found[side] for side in (over, under)}
+        done.result(Result(f"rollout tokens/s, {over} / {under}", found[over] / found[under], bar, True, parts))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A trainer's place in a sync, for weights as they are stored."""
+
+    path: Path
+    definition: Model
+    device: torch.device
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored_tensors(self.path, self.definition):
+            yield name, tensor.to(self.device, self.definition.tensors[name].served)
+
+
+@dataclass(frozen=True)
+class _Served:
+    runner: asyncio.Runner
+    engine: Engine
+    endpoint: Endpoint
+    spec: QuantSpec
+
+    def sync(self, weights: Trainer | _Stored, version: int) -> SyncReport:
+        """Every tensor, quantized and verified."""
+        share = Share(TensorTransport(BUCKET_BYTES), self.spec, [self.endpoint], version)
+        sent: Any = weights
+        _, report, problems = send_and_verify(lambda: [send_share(sent, share)], self.spec, [self.endpoint], version)
+        if problems:
+            raise RuntimeError("sync: found tensors that differ, expected none: " + "; ".join(problems[:3]))
+        return report
+
+    def answer(self, sizes: Sizes, step: int) -> list[Trajectory]:
+        """Answers to prompts of random tokens and lengths, new ones in each step."""
+        generator = torch.Generator().manual_seed(step)
+        lengths = torch.randint(1, LONGEST_PROMPT + 1, (sizes.prompts,), generator=generator).tolist()
+        # From 6 on: special tokens, which would end answers, come before.
+        prompts = [
+            Prompt(Problem("", ""), torch.randint(6, sizes.served.vocab, (length,), generator=generator).tolist())
+            for length in lengths
+        ]
+        groups = to_groups(prompts, sizes.answers, run_seed=0, step=step)
+        answers: list[Trajectory] = self.runner.run(self.engine.generate(groups, SamplingParams(sizes.new_tokens)))
+        return answers
+
+
+@contextmanager
+def _serving(model: Path, numerics: NumericsConfig, sizes: Sizes) -> Iterator[_Served]:
+    """An engine as a run starts it, which waits for its first sync."""
+    longest = LONGEST_PROMPT + sizes.new_tokens + 8
+    config = RolloutConfig(context_length=longest, max_total_tokens=max(4096, sizes.prompts * sizes.answers * longest))
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        described = Path(folder) / "model"
+        write_description(model, described, numerics.rollout_spec)
+        plugin = {"numerics": numerics.to_dict()}
+        engine = Engine(config, Path(folder) / "engine.log", plugin, expected_report(numerics))
+        endpoint = runner.run(engine.start(described, NO_WEIGHTS))
+        try:
+            yield _Served(runner, engine, endpoint, numerics.rollout_spec)
+        finally:
+            runner.run(engine.stop())

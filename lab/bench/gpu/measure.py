@@ -1,0 +1,218 @@
+"""Sizes and times of the GPU bench, and what its parts fill while they measure."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.bench.measure import Result
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of T tokens with a weight [n, k]. Of experts, with `experts` weights and `top_k` of them per token."""
+
+    name: str
+    n: int
+    k: int
+    experts: int = 0
+    top_k: int = 1
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A stack of MoE layers, in the words of an HF config."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    experts: int
+    top_k: int
+    moe_intermediate: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    tokens: rows of the products. quantized: (tokens, features) of the quantizers. stack: what is trained and synced;
+    exact: what is run as trainer and as engine; batch, length: sequences of a training step. decoded: rows of a decode
+    step, each over up to `context` keys. vocabulary, rows: of the logits that are drawn from. attended: (rows, keys of
+    each) of a decode step's attention. served: what the real engine serves, in `prompts` times `answers` of
+    `new_tokens`. demo: steps.
+    """
+
+    dense: tuple[Shape, ...]
+    experts: tuple[Shape, ...]
+    tokens: tuple[int, ...]
+    quantized: tuple[tuple[int, int], ...]
+    stack: Layers
+    exact: Layers
+    batch: int
+    length: int
+    decoded: tuple[int, ...]
+    context: int
+    vocabulary: int
+    rows: int
+    attended: tuple[tuple[int, int], ...]
+    served: Layers
+    prompts: int
+    answers: int
+    new_tokens: int
+    demo: int
+
+    @classmethod
+    def real(cls) -> Sizes:
+        """Qwen3-30B-A3B and DeepSeek-V3; of the latter's 256 experts, the 32 of one rank of 8."""
+        qwen = Layers(4, 2048, 32, 4, 128, 8, 768, 4096)  # a small vocabulary: it is the layers that are measured
+        return cls(
+            dense=(
+                Shape("Qwen3-30B-A3B qkv", 5120, 2048),
+                Shape("Qwen3-30B-A3B o", 2048, 4096),
+                Shape("DeepSeek-V3 q_b", 24576, 1536),
+                Shape("DeepSeek-V3 o", 7168, 16384),
+                Shape("DeepSeek-V3 dense gate_up", 36864, 7168),
+            ),
+            experts=(
+                Shape("Qwen3-30B-A3B gate_up", 1536, 2048, 128, 8),
+                Shape("Qwen3-30B-A3B down", 2048, 768, 128, 8),
+                Shape("DeepSeek-V3 gate_up", 4096, 7168, 32, 1),
+                Shape("DeepSeek-V3 down", 7168, 2048, 32, 1),
+            ),
+            tokens=(16, 128, 1024, 4096, 16384),
+            quantized=((16384, 2048), (16384, 7168)),
+            stack=qwen,
+            exact=Layers(2, 2048, 32, 4, 16, 8, 768, 4096),
+            batch=4,
+            length=4096,
+            decoded=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            context=1024,
+            vocabulary=151_936,
+            rows=256,
+            attended=((256, 1024), (32, 32_768)),
+            served=replace(qwen, vocab=151_936),
+            prompts=32,
+            answers=8,
+            new_tokens=256,
+            demo=20,
+        )
+
+    @classmethod
+    def tiny(cls) -> Sizes:
+        """Every part in seconds under the interpreter."""
+        small = Layers(1, 128, 2, 1, 4, 2, 128, 64)
+        return cls(
+            dense=(Shape("dense", 128, 256),),
+            experts=(Shape("experts", 128, 128, 3, 2),),
+            tokens=(16,),
+            quantized=((16, 256),),
+            stack=small,
+            exact=small,
+            batch=2,
+            length=16,
+            decoded=(1, 3),
+            context=5,
+            vocabulary=300,
+            rows=3,
+            attended=((3, 130),),
+            served=replace(small, layers=2, vocab=128),
+            prompts=4,
+            answers=2,
+            new_tokens=6,
+            demo=2,
+        )
+
+
+class Measured:
+    """What one part of the GPU bench finds; each thing is handed on as it is found, to outlive the part.
+
+    Attributes:
+        results: judged by a bar.
+        rows: the table behind them.
+        left_out: what could not be measured, and why.
+        scratch: a folder that the parts of one call share.
+    """
+
+    def __init__(self, scratch: Path, say: Callable[[dict[str, Any]], None], timed: bool = True) -> None:
+        """say: told of each thing. timed: times mean something here; without, they are kept and not told."""
+        self.scratch, self._say, self._timed = scratch, say, timed
+        self.results: list[Result] = []
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+
+    def row(self, what: Mapping[str, Any], times: Mapping[str, float] | None = None) -> None:
+        """A line of the table: `what` was measured, and what came of it that depends on the machine's speed."""
+        self.rows.append({**what, **(times or {})})
+        self._say({"row": {**what, **(times or {} if self._timed else {})}})
+
+    def equal(self, what: str, different: float, **parts: float) -> None:
+        """`what`, of which this much is not as it must be: 0 is the bar."""
+        self.result(Result(f"d == 0: {what}", float(different), 0.0, False, parts), of_times=False)
+
+    def bound(self, what: str, value: float, bar: float, **parts: float) -> None:
+        """`what`, which is at most `bar` on any machine that computes as it should."""
+        self.result(Result(what, value, bar, False, parts), of_times=False)
+
+    def result(self, result: Result, of_times: bool = True) -> None:
+        self.results.append(result)
+        if self._timed or not of_times:
+            self._say({"result": asdict(result)})
+
+    def leave_out(self, what: str, why: str) -> None:
+        if what not in self.left_out:
+            self.left_out[what] = why
+            self._say({"left_out": [what, why]})
+
+
+class Stopwatch:
+    """Times functions on a device: medians, with a cold L2 cache on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    def seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
+        """Median time of one call, after warming up."""
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        for _ in range(3):
+            run()
+        cold = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for begin, end in events:
+            cold.zero_()
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+    def side_by_side(self, sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
+        """Median of each side over rounds in which they take turns."""
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(1 if self.device.type == "cpu" else rounds):
+            for name, run in sides.items():
+                times[name].append(self.seconds(run, repeats=8))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a device-to-device copy of a gigabyte, read and written bytes counted."""
+        source = torch.empty(
+            (1 << 30) if self.device.type == "cuda" else (1 << 16), dtype=torch.uint8, device=self.device
+        )
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.seconds(lambda: target.copy_(source))
+
+
+def random(*shape: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    """BF16 normal numbers; never zeros, which GPUs multiply faster."""
+    return (torch.randn(shape, device=device, dtype=torch.float32) * scale).bfloat16()

@@ -1,0 +1,125 @@
+"""The real trainer on a stack of MoE layers: whether a step can be repeated, and how fast the sides are."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.distributed import parallel
+from fp8rl.trainer.distributed.layout import Layout
+from lab.bench.batch import random_batch
+from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
+from lab.bench.gpu.model import written
+from lab.bench.measure import Result
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+ROUNDS = 7
+
+
+@torch.enable_grad()
+def same_step_twice(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """Two trainers, made anew from the same directory, take the same step of two micro-batches in exact mode."""
+    numerics = NumericsConfig(mode="exact", spec=SPEC)
+    config = TrainerConfig(micro_batch_tokens=sizes.batch * sizes.length // 2, lr=1e-3, warmup_steps=0)
+    layout = _start(numerics, config, watch)
+    path = written(sizes.stack, watch.device, done.scratch)
+    first, second = (_digests(path, config, numerics, layout, sizes) for _ in range(2))
+    parallel.shutdown()
+    for kind in ("log-probabilities", "gradients", "updated weights"):
+        different = sum(first[kind][name] != second[kind][name] for name in first[kind])
+        done.row({"of two equal steps": kind, "tensors": len(first[kind]), "that differ": different})
+        done.equal(f"{kind} of two equal train steps, tensors that differ", different, tensors=len(first[kind]))
+    moved = sum(first["weights"][name] != digest for name, digest in first["updated weights"].items())
+    what = {"of two equal steps": "weights that the step changed", "tensors": len(first["weights"])}
+    done.row({**what, "that differ": moved})
+
+
+def _digests(
+    path: Path, config: TrainerConfig, numerics: NumericsConfig, layout: Layout, sizes: Sizes
+) -> dict[str, dict[str, str]]:
+    """What a step makes, by kind and name; and the weights before it."""
+    from fp8rl.trainer.trainer import Trainer
+
+    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
+    named = dict(trainer.model.named_parameters())
+
+    def digests(of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, str]:
+        return dict(zip(named, tensor_digests([of(parameter) for parameter in named.values()]), strict=True))
+
+    found = {"weights": digests(torch.Tensor.detach)}
+    batch = random_batch(sizes.batch, sizes.length, sizes.stack.vocab)
+    passed = trainer.forward_backward(batch, SftObjective.of(batch))
+    found["log-probabilities"] = {"all": tensor_digests([passed.result.logprobs])[0]}
+    found["gradients"] = digests(lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
+    trainer.update()
+    found["updated weights"] = digests(torch.Tensor.detach)
+    del trainer
+    _free()
+    return found
+
+
+def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """Tokens per second of forward and backward: BF16 and FP8 of the libraries, and exact FP8."""
+    sides = {
+        "BF16 native": NumericsConfig(mode="native", spec=SPEC, trainer="bf16"),
+        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
+        "FP8 exact": NumericsConfig(mode="exact", spec=SPEC),
+    }
+    config = TrainerConfig(micro_batch_tokens=sizes.batch * sizes.length)
+    layout = _start(sides["FP8 native"], config, watch)
+    if watch.device.type == "cuda" and not device.has_transformer_engine():
+        done.leave_out("native FP8 training", "not installed: transformer_engine")
+        del sides["FP8 native"]
+    path, found = written(sizes.stack, watch.device, done.scratch), {}
+    for name, numerics in sides.items():  # one after the other: three optimizers do not fit
+        seconds = _step_seconds(path, config, numerics, layout, sizes, watch)
+        _free()
+        found[name] = sizes.batch * sizes.length / seconds["forward and backward"]
+        done.row({"side": name}, {"tokens/s": found[name], **seconds})
+    parallel.shutdown()
+    tokens = f"{sizes.batch * sizes.length:,} tokens"
+    for name, over, under, bar in (
+        ("train, FP8 native / BF16", "FP8 native", "BF16 native", 1.3),
+        ("train, FP8 exact / BF16", "FP8 exact", "BF16 native", 1.1),
+        ("train, FP8 exact / FP8 native", "FP8 exact", "FP8 native", 0.75),
+    ):
+        if over in found and under in found:
+            parts = {f"{side} (tokens/s)": found[side] for side in (over, under)}
+            done.result(Result(f"{name} ({tokens})", found[over] / found[under], bar, True, parts))
+
+
+@torch.enable_grad()
+def _step_seconds(
+    path: Path, config: TrainerConfig, numerics: NumericsConfig, layout: Layout, sizes: Sizes, watch: Stopwatch
+) -> dict[str, float]:
+    from fp8rl.trainer.trainer import Trainer
+
+    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
+    batch = random_batch(sizes.batch, sizes.length, sizes.stack.vocab)
+    objective = SftObjective.of(batch)
+    step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS)
+    rounds = ROUNDS if watch.device.type == "cuda" else 1
+    passes = [trainer.forward_backward(batch, objective).result.seconds for _ in range(rounds)]
+    return {"forward and backward": statistics.median(passes), "step": step}
+
+
+def _start(numerics: NumericsConfig, config: TrainerConfig, watch: Stopwatch) -> Layout:
+    """This process as the one rank of a trainer; a rehearsal keeps its interpreted kernels."""
+    if watch.device.type == "cuda":
+        device.start(0, numerics)
+    return parallel.initialize(config)
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,260 @@
+"""How far does FP8 turn the gradient: in the forward or the backward pass, in supervised learning or in RL?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.algorithms.grpo import Grpo
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.objective import Objective
+from lab.studies.harness import figures, live
+from lab.studies.harness.claims import ratio, twice, value
+from lab.studies.harness.lab import Lab
+from lab.studies.harness.study import Measurement, Study, TextTable, by_arm
+from lab.studies.harness.subjects import MODEL, TRAIN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fp8rl.trainer.trainer import Trainer
+
+PROMPTS, QUICK_PROMPTS, ANSWERS = 64, 16, 8
+ENGINE = "GRPO vs rollout: live engine"
+LOSSES = {"SFT": "SFT", "GRPO": "GRPO on policy", "GRPO vs rollout": "GRPO against rollout log-probabilities"}
+SPEC = QuantSpec.preset("fp8_block_pow2")
+E5M2_GRADIENTS = SPEC.override({"gradient": {"format": "e5m2"}})
+E5M2 = SPEC.override({"weight": {"format": "e5m2"}, "activation": {"format": "e5m2"}})
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A gradient, and the one that it is compared with."""
+
+    numerics: NumericsConfig
+    against: NumericsConfig
+
+
+BF16 = live.exact(SPEC, "bf16")
+ARMS = {
+    "again": Arm(BF16, BF16),
+    "forward": Arm(live.exact(SPEC, "fp8_forward"), BF16),
+    "both": Arm(live.exact(SPEC, "fp8"), BF16),
+    "backward": Arm(live.exact(SPEC, "fp8"), live.exact(SPEC, "fp8_forward")),
+    "backward E5M2": Arm(live.exact(E5M2_GRADIENTS, "fp8"), live.exact(SPEC, "fp8_forward")),
+    "forward E5M2": Arm(live.exact(E5M2, "fp8_forward"), BF16),
+}
+
+
+CLAIMS = (
+    twice("The same gradient twice is not turned.", "turned", "GRPO: again"),
+    ratio(
+        "two bits of mantissa",
+        "A forward in E5M2 turns the gradient at least twice as far as one in E4M3.",
+        "turned",
+        "SFT: forward E5M2",
+        "SFT: forward",
+        "above",
+        2.0,
+        control="positive",
+    ),
+    ratio(
+        "003-27a",
+        "The backward's quantization turns the SFT gradient less than a tenth as far as the forward's.",
+        "turned",
+        "SFT: backward",
+        "SFT: forward",
+        "below",
+        0.1,
+    ),
+    ratio("003-27b", "The same of the GRPO gradient.", "turned", "GRPO: backward", "GRPO: forward", "below", 0.1),
+    ratio(
+        "003-18a",
+        "FP8 turns the gradient of RL further than that of SFT.",
+        "turned",
+        "GRPO: both",
+        "SFT: both",
+        "above",
+        1.0,
+        margin=0.05,
+    ),
+    value(
+        "003-18b", "In RL it may point the wrong way: 1 - cos above 1.", "turned", "GRPO vs rollout: both", "above", 1.0
+    ),
+    ratio(
+        "003-18c",
+        "The mismatch of a BF16 trainer with an FP8 rollout turns its gradient further than FP8 on both sides does.",
+        "turned",
+        "GRPO vs rollout: mixed",
+        "GRPO: both",
+        "above",
+        1.0,
+        margin=0.05,
+    ),
+    ratio(
+        "000-3",
+        "Gradients want E5M2's range: with it the gradient is turned less than with E4M3 in blocks.",
+        "turned",
+        "GRPO: backward E5M2",
+        "GRPO: backward",
+        "below",
+        1.0,
+        margin=0.05,
+    ),
+    value(
+        "engine: same gradient",
+        "The gradient of what a live engine samples is that of what the trainer samples itself, bit for bit.",
+        "turned",
+        ENGINE,
+        "within",
+        0.0,
+        0.0,
+    ),
+)
+
+
+def measure(lab: Lab) -> Measurement:
+    """Every gradient of one live trainer, on the same batches."""
+    lab.specs |= {"E4M3": SPEC.digest(), "E5M2 gradients": E5M2_GRADIENTS.digest(), "E5M2": E5M2.digest()}
+    prompts = QUICK_PROMPTS if lab.quick else PROMPTS
+    by_seed = lab.each(_turned, [(seed, prompts) for seed in lab.seeds], "seeds")
+    if not lab.quick:
+        lab.say("beside a live engine")
+        for found, angles in zip(by_seed, lab.alone(_beside_engine, lab.seeds, prompts), strict=True):
+            found[ENGINE] = angles
+    return Measurement(
+        values=by_arm(by_seed),
+        subject=f"M, 1.0M parameters, {prompts * ANSWERS} chains or answers, exact mode",
+        details={"layers": sorted({name for found in by_seed[0].values() for name in found if name != "turned"})},
+    )
+
+
+def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
+    """How far gradients are turned, by arm `LOSS: what`, then metric: `turned`, of the whole gradient, and of each
+    part of the model."""
+    found: dict[str, dict[str, float]] = {}
+    with live.world() as layout:
+        trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
+        sample = live.sampled(trainer, seed, prompts, ANSWERS)  # as an FP8 engine samples
+        taught = live.chain_batch(TRAIN, seed, prompts * ANSWERS)
+        for loss in LOSSES:
+            batch = taught if loss == "SFT" else _with_advantages(sample)
+            gradient = _Gradients(trainer, batch, loss)
+            for name, arm in ARMS.items():
+                again = gradients(trainer, BF16, batch, objective(loss, batch)) if name == "again" else None
+                found[f"{loss}: {name}"] = _angles(again or gradient(arm.numerics), gradient(arm.against))
+            found[f"{loss}: halves"] = _angles(*_halves(trainer, loss, batch))
+            if loss == "GRPO vs rollout":
+                on_policy = gradients(trainer, BF16, batch, objective("GRPO", batch))
+                found[f"{loss}: mixed"] = _angles(gradient(BF16), on_policy)
+    return found
+
+
+def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]:
+    """How far the gradient of a live engine's answers is from that of the trainer's own, by seed."""
+    with live.world() as layout:
+        trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
+        own = [_with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
+    with live.beside_engine(MODEL) as stack:
+        engines = [_with_advantages(live.sampled_by_engine(stack, seed, prompts, ANSWERS)) for seed in seeds]
+        return [stack.trainer.apply(_between, *pair)[0] for pair in zip(own, engines, strict=True)]
+
+
+def _between(trainer: Trainer, *batches: TokenBatch) -> dict[str, float]:
+    return _angles(*(gradients(trainer, trainer.numerics, x, objective("GRPO vs rollout", x)) for x in batches))
+
+
+class _Gradients:
+    """The gradients of one batch and one loss, computed once for each numerics."""
+
+    def __init__(self, trainer: Trainer, batch: TokenBatch, loss: str) -> None:
+        self._of = trainer, batch, loss
+        self._known: dict[NumericsConfig, dict[str, Tensor]] = {}
+
+    def __call__(self, numerics: NumericsConfig) -> dict[str, Tensor]:
+        trainer, batch, loss = self._of
+        if numerics not in self._known:
+            self._known[numerics] = gradients(trainer, numerics, batch, objective(loss, batch))
+        return self._known[numerics]
+
+
+def objective(loss: str, batch: TokenBatch) -> Objective:
+    """The loss by its short name, for a batch with advantages or of chains."""
+    if loss == "SFT":
+        return SftObjective.of(batch)
+    return Grpo(ratio="on_policy" if loss == "GRPO" else "bypass", tis_cap=None).objective(batch)
+
+
+def gradients(trainer: Trainer, numerics: NumericsConfig, batch: TokenBatch, objective: Objective) -> dict[str, Tensor]:
+    """The whole batch's gradient in other numerics, float64 by parameter."""
+    trainer.set_numerics(numerics)
+    trainer.forward_backward(batch, objective)
+    return {name: parameter.main_grad.double().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def turned(first: Tensor, second: Tensor) -> float:
+    """1 - cos of two vectors, without its cancellation: half the squared distance of their unit vectors."""
+    return float((first / first.norm() - second / second.norm()).square().sum() / 2)
+
+
+def _with_advantages(sample: live.Sample) -> TokenBatch:
+    return sample.batch.with_fields(**Grpo().lesson(sample.outcomes, sample.batch))
+
+
+def _halves(trainer: Trainer, loss: str, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """BF16 gradients of the first and the last half of the batch's prompts."""
+    half = batch.rows // 2
+    first, second = batch.select(list(range(half))), batch.select(list(range(half, batch.rows)))
+    return (
+        gradients(trainer, BF16, first, objective(loss, first)),
+        gradients(trainer, BF16, second, objective(loss, second)),
+    )
+
+
+def _angles(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
+    parts: dict[str, list[str]] = {"turned": list(first)}
+    for name in first:
+        parts.setdefault(_part(name), []).append(name)
+    return {
+        part: turned(*(torch.cat([side[name].flatten() for name in names]) for side in (first, second)))
+        for part, names in parts.items()
+    }
+
+
+def _part(name: str) -> str:
+    layer = re.search(r"layers\.(\d+)\.", name)
+    return f"layer {layer[1]}" if layer else "embedding" if "embedding" in name else "head"
+
+
+def draw(measurement: Measurement) -> Mapping[str, Figure]:
+    drawn = figures.figure("1 − cos of the gradient to that of BF16", width=7.5, height=3.8)
+    shown = ("halves", "forward", "both", "backward", "backward E5M2")
+    series = {what: [measurement.of(f"{loss}: {what}", "turned") for loss in LOSSES] for what in shown}
+    figures.bars(drawn.axes[0], list(LOSSES), series, label="1 − cos", log=True)
+    return {"gradient_direction": drawn}
+
+
+def tables(measurement: Measurement) -> Sequence[TextTable]:
+    parts = measurement.details["layers"]
+    rows = [[arm, *(f"{measurement.mean(arm, part):.3g}" for part in ("turned", *parts))] for arm in measurement.values]
+    return [TextTable("1 − cos, mean over the seeds", ("arm", "whole", *parts), rows)]
+
+
+STUDY = Study(
+    name="gradient_direction",
+    question="How far does FP8 turn the gradient, in which pass, and further in RL than in SFT?",
+    seeds=5,
+    claims=CLAIMS,
+    measure=measure,
+    draw=draw,
+    tables=tables,
+    units={"turned": "(1 - cos)"},
+)

@@ -1,0 +1,92 @@
+"""`--keep`: results of full runs go into the documentation, from which `docs/studies.md` is written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.io.files import new_directory
+from fp8rl.numerics.io.reading import read_text
+from lab.studies.harness import provenance
+from lab.studies.harness.names import NAMES, load
+from lab.studies.harness.result import RESULTS, Result, read_result, result_of
+
+if TYPE_CHECKING:
+    from fp8rl.diagnose.audit import AuditReport
+
+KEPT = Path("docs/studies")
+KEPT_AUDIT = KEPT / "audit.json"
+"""What `fp8rl audit examples/arithmetic.yaml --json` has printed on a clean checkout."""
+
+
+def check(quick: bool) -> None:
+    """Refuse what may not be kept, before anything runs.
+
+    Raises:
+        UserError: a quick run, files that are not committed, or another folder than the checkout's root.
+    """
+    if quick:
+        raise user_error(
+            "--keep",
+            found="--quick",
+            expected="a full run, which alone gives verdicts",
+            remedy="Leave one of the two out.",
+        )
+    made = provenance.provenance()
+    if made["commit"] is None or made["dirty"]:
+        raise user_error(
+            "--keep",
+            found="no git checkout" if made["commit"] is None else "changes that are not committed",
+            expected="a clean checkout, so that the results name the code that made them",
+            remedy="Commit or stash them first.",
+        )
+    if Path.cwd().resolve() != provenance.CODE:
+        raise user_error(
+            "--keep",
+            found=f"the folder {Path.cwd()}",
+            expected=f"the root of the checkout whose code measures, {provenance.CODE}",
+            remedy="Change there, or leave --keep out.",
+        )
+
+
+def keep(result: Result, run: Path, say: Callable[[str], None]) -> None:
+    """Copy a study's JSON and figures into a folder of its own, which appears whole or not at all.
+
+    Results whose controls do not hold, or that were measured on a checkout that was changed meanwhile, are not kept:
+    what was kept before stays, and `say` is told.
+    """
+    name = result.study.name
+    if result.broken_controls:
+        say(f"{name}: not kept, as controls do not hold: {', '.join(result.broken_controls)}")
+        return
+    if result.made["dirty"]:
+        say(f"{name}: not kept, as files were changed before it began")
+        return
+    with new_directory(KEPT / name) as partial:
+        for file in (run / RESULTS, *run.glob("*.svg")):
+            shutil.copyfile(file, partial / file.name)
+
+
+def kept() -> list[Result]:
+    """The kept results of the studies that there are, in their order."""
+    paths = {name: KEPT / name / RESULTS for name in NAMES}
+    return [result_of(load(name), read_result(path)) for name, path in paths.items() if path.is_file()]
+
+
+def kept_figures(name: str) -> list[Path]:
+    """The figures of a kept study."""
+    return sorted((KEPT / name).glob("*.svg"))
+
+
+def kept_audit() -> AuditReport | None:
+    """The audit that is kept, if one is."""
+    from fp8rl.diagnose.audit import AuditReport
+
+    return (
+        AuditReport.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
+        if KEPT_AUDIT.is_file()
+        else None
+    )

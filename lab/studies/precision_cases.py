@@ -1,0 +1,343 @@
+"""The four cases of unified FP8: which precision of trainer and rollout agrees, and what does each cost in KL?
+
+Case 1: BF16 trainer, FP8 rollout. 2: the trainer's forward quantized too. 3: its backward as well. 4: FP8 kernels on
+both sides, which on a CPU is case 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.config import NumericsConfig, TrainerPrecision
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.step.batch import TokenBatch
+from lab.studies.harness import figures, live
+from lab.studies.harness.claims import difference, ratio, twice, value
+from lab.studies.harness.lab import Lab
+from lab.studies.harness.runs import trained
+from lab.studies.harness.study import Measurement, Study, TextTable
+from lab.studies.harness.subjects import MODEL, random_model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fp8rl.rl.run.stack import Stack
+    from fp8rl.trainer.trainer import Trainer
+
+PROMPTS, QUICK_PROMPTS, ANSWERS = 32, 8, 8
+CAPS = (2.0, 1.2, 1.05)
+POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
+CASES: dict[str, TrainerPrecision] = {"case 1": "bf16", "case 2": "fp8_forward", "case 3": "fp8"}
+MIXED, PLAIN = "mixed scale formats", "BF16 both"
+TRAINED_STEPS = 20
+"""Steps of the GRPO runs."""
+TRAINED_SEEDS = 5
+Found = dict[str, dict[str, list[float]]]
+"""A number for each sequence, by arm, then metric."""
+
+
+CLAIMS = (
+    twice("The same scoring twice agrees.", "kl", "M exact: again"),
+    ratio(
+        "E5M2",
+        "A policy in E5M2 is at least twice as far from BF16 as one in E4M3.",
+        "kl",
+        "M exact: E5M2",
+        "M exact: case 3",
+        "above",
+        2.0,
+        control="positive",
+    ),
+    value(
+        "exact: case 3 is 0",
+        "In exact mode case 3 agrees on every token.",
+        "abs_d",
+        "M exact: case 3",
+        "within",
+        0.0,
+        0.0,
+    ),
+    value("engine: case 3 is 0", "The same against a live engine.", "abs_d", "M engine: case 3", "within", 0.0, 0.0),
+    difference(
+        "003-25a",
+        "The KL of cases 2 and 3 is one (exact).",
+        "kl",
+        "M exact: case 3",
+        "M exact: case 2",
+        "within",
+        0.0,
+        0.0,
+    ),
+    value(
+        "003-22", "An FP8 trainer starts with a KL to the BF16 policy, above 0.", "kl", "M exact: case 3", "above", 0.0
+    ),
+    ratio(
+        "003-1a",
+        "FP8 on both sides narrows the difference of log-probabilities (native, M).",
+        "abs_d",
+        "M native: case 3",
+        "M native: case 1",
+        "below",
+        1.0,
+        margin=0.05,
+    ),
+    ratio("003-1b", "The same on N.", "abs_d", "N native: case 3", "N native: case 1", "below", 1.0, margin=0.05),
+    ratio(
+        "003-26a",
+        "FP8 on both sides clips less (native, M, C = 1.05).",
+        "clip_1.05",
+        "M native: case 3",
+        "M native: case 1",
+        "below",
+        1.0,
+    ),
+    ratio("003-26b", "The same on N.", "clip_1.05", "N native: case 3", "N native: case 1", "below", 1.0),
+    ratio(
+        "003-9a",
+        "FP8 on both sides with two scale formats, the libraries' defaults, is better than a BF16 trainer (exact, M).",
+        "abs_d",
+        f"M exact: {MIXED}",
+        "M exact: case 1",
+        "below",
+        1.0,
+    ),
+    ratio("003-9b", "The same natively, on N.", "abs_d", f"N native: {MIXED}", "N native: case 1", "below", 1.0),
+    value(
+        "003-25b", "KL of the exact policies on N: above 0 in cases 2, 3 and 4.", "kl", "N exact: case 3", "above", 0.0
+    ),
+    ratio(
+        "003-26c",
+        "Over 20 GRPO steps (native, M) case 3 differs less than case 1.",
+        "abs_d",
+        "GRPO: case 3",
+        "GRPO: case 1",
+        "below",
+        1.0,
+    ),
+    ratio(
+        "003-26d",
+        "Over 20 GRPO steps cases 2 and 3 differ alike.",
+        "abs_d",
+        "GRPO: case 3",
+        "GRPO: case 2",
+        "within",
+        0.8,
+        1.25,
+    ),
+    difference(
+        "003-27c",
+        "The backward's quantization costs no reward over 20 GRPO steps: case 3 against case 2.",
+        "reward",
+        "GRPO: case 3",
+        "GRPO: case 2",
+        "within",
+        -0.05,
+        0.05,
+    ),
+)
+
+
+def measure(lab: Lab) -> Measurement:
+    """Snapshots of a live trainer under every numerics; beside live engines; and short runs of GRPO."""
+    lab.specs |= {"pow2 scales": POW2.digest(), "fp32 scales": FP32.digest()}
+    prompts = QUICK_PROMPTS if lab.quick else PROMPTS
+    models = {"M": MODEL} if lab.quick else {"M": MODEL, "N": random_model(lab.scratch)}
+    jobs = [(name, path, lab.seeds, prompts) for name, path in models.items()]
+    values: dict[str, dict[str, Any]] = {}
+    for found in lab.each(_exact_snapshots, jobs, "snapshots, exact"):
+        values |= found
+    if lab.quick:
+        values |= lab.alone(_beside_engine, "M native", MODEL, "native", lab.seeds, prompts, False)
+    else:
+        values |= lab.alone(_beside_engine, "M engine", MODEL, "exact", lab.seeds, prompts, False)
+        for name, path, seeds, count in jobs:
+            lab.say(f"{name} beside a native engine")
+            values |= lab.alone(_beside_engine, f"{name} native", path, "native", seeds, count, True)
+        values |= _grpo(lab)
+    return Measurement(
+        values=values,
+        subject=f"M, 1.0M parameters, and N, 29M, random; {len(lab.seeds)} × {prompts * ANSWERS} answers; GRPO: "
+        f"M, {TRAINED_STEPS} steps, {TRAINED_SEEDS} seeds, native",
+        details={},
+    )
+
+
+def snapshot(trainer: Trainer, batch: TokenBatch, spec: QuantSpec = POW2) -> dict[str, dict[str, list[float]]]:
+    """Every case on one sampled batch: by case, then metric, a number for each sequence. The trainer stays as it was.
+
+    batch: sampled by an FP8 rollout of `spec`, by whose log-probabilities, its field `rollout_logprobs`, d is taken.
+    """
+    before = trainer.numerics
+    reference = _policy(trainer, batch, replace(before, spec=spec, trainer="bf16"))
+    found = {}
+    for case, precision in CASES.items():
+        policy = _policy(trainer, batch, replace(before, spec=spec, trainer=precision))
+        found[case] = _metrics(policy, reference, batch)
+    trainer.set_numerics(before)
+    return found
+
+
+def mixed(trainer: Trainer, batch: TokenBatch) -> dict[str, list[float]]:
+    """A batch of a rollout with FP32 scales under a trainer with powers of two: the libraries' defaults."""
+    before = trainer.numerics
+    reference = _policy(trainer, batch, replace(before, spec=POW2, trainer="bf16"))
+    found = _metrics(_policy(trainer, batch, replace(before, spec=POW2, trainer="fp8")), reference, batch)
+    trainer.set_numerics(before)
+    return found
+
+
+def _policy(trainer: Trainer, batch: TokenBatch, numerics: NumericsConfig) -> Tensor:
+    trainer.set_numerics(numerics)
+    return live.log_policy(trainer, batch)
+
+
+def _metrics(policy: Tensor, reference: Tensor, batch: TokenBatch) -> dict[str, list[float]]:
+    """KL(policy || reference) over the whole vocabulary, abs d and clip fractions; each a sequence's mean."""
+    wide, ref = policy.double(), reference.double()
+    kl = (wide.exp() * (wide - ref)).sum(-1)
+    logprobs = policy.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    d = logprobs.double() - batch.fields["rollout_logprobs"][:, 1:].double()
+    per_token = {"kl": kl, "abs_d": d.abs(), **{f"clip_{cap:g}": (d.exp() > cap).double() for cap in CAPS}}
+    padded = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in per_token.items()}
+    return {name: live.by_sequence(values, batch) for name, values in padded.items()}
+
+
+def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int) -> dict[str, Any]:
+    """Snapshots of a trainer that samples for itself."""
+    e5m2 = POW2.override({"weight": {"format": "e5m2"}, "activation": {"format": "e5m2"}})
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    with live.world() as layout:
+        trainer = live.trainer_of(model, live.exact(POW2), layout)
+        for seed in seeds:
+            batch = live.sampled(trainer, seed, prompts, ANSWERS).batch
+            cases = snapshot(trainer, batch)
+            reference = _policy(trainer, batch, live.exact(POW2, "bf16"))
+            cases["again"] = _metrics(_policy(trainer, batch, live.exact(POW2, "bf16")), reference, batch)
+            cases["E5M2"] = _metrics(_policy(trainer, batch, live.exact(e5m2)), reference, batch)
+            trainer.set_numerics(live.exact(FP32))
+            other = live.sampled(trainer, seed, prompts, ANSWERS).batch
+            trainer.set_numerics(live.exact(POW2))
+            cases[MIXED] = mixed(trainer, other)
+            _gather(found, f"{name} exact", cases)
+    return found
+
+
+def _beside_engine(
+    name: str, model: Path, mode: str, seeds: Sequence[int], prompts: int, others: bool
+) -> dict[str, Any]:
+    """Snapshots of a trainer beside a live engine, which samples.
+
+    others: BF16 on both sides and mixed scale formats too.
+    """
+
+    def batches(stack: Stack) -> Iterator[TokenBatch]:
+        for seed in seeds:
+            yield live.sampled_by_engine(stack, seed, prompts, ANSWERS).batch
+
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    with live.beside_engine(model, mode) as stack:
+        for batch in batches(stack):
+            _gather(found, name, stack.trainer.apply(snapshot, batch)[0])
+        if others:
+            stack.switch(replace(stack.numerics, spec=FP32))
+            stack.syncing.sync()
+            for batch in batches(stack):
+                _gather(found, name, {MIXED: stack.trainer.apply(mixed, batch)[0]})
+            stack.switch(replace(stack.numerics, spec=POW2, trainer="bf16", rollout="bf16"))
+            stack.syncing.sync()
+            for batch in batches(stack):
+                _gather(found, name, {PLAIN: stack.trainer.apply(snapshot, batch)[0]["case 1"]})
+    return found
+
+
+def _gather(found: dict[str, dict[str, list[list[float]]]], name: str, cases: Found) -> None:
+    for case, metrics in cases.items():
+        for metric, values in metrics.items():
+            found.setdefault(f"{name}: {case}", {}).setdefault(metric, []).append(values)
+
+
+def _grpo(lab: Lab) -> dict[str, dict[str, list[float]]]:
+    """Short native runs by the command itself, two at a time."""
+    jobs = [(precision, seed, lab.scratch) for precision in CASES.values() for seed in range(TRAINED_SEEDS)]
+    rows = lab.each(_trained, jobs, "GRPO runs")
+    values: dict[str, dict[str, list[float]]] = {}
+    for index, case in enumerate(CASES):
+        mine = rows[index * TRAINED_SEEDS : (index + 1) * TRAINED_SEEDS]
+        values[f"GRPO: {case}"] = {metric: [row[metric] for row in mine] for metric in mine[0]}
+    return values
+
+
+def _trained(precision: str, seed: int, folder: Path) -> dict[str, float]:
+    """Means over a run of 20 steps; the reward is that of the last 5."""
+    settings = {
+        "run.seed": seed,
+        "run.steps": TRAINED_STEPS,
+        "numerics.trainer": precision,
+        "numerics.router_replay": "off",
+        "gates": "[]",
+        "rollout.prompts_per_step": 16,
+        "eval.problems": 0,
+        "checkpoint.every": TRAINED_STEPS,
+    }
+    rows = trained(live.EXAMPLES / "arithmetic_native.yaml", folder, f"{precision}_{seed}", settings)
+    steps = [row for row in rows if row["step"] > 0]
+    d = [row["mismatch/train_rollout_logprob_abs_diff_mean"] for row in steps]
+    reward = [row["rollout/reward_mean"] for row in steps]
+    return {
+        "abs_d": sum(d) / len(d),
+        "reward": sum(reward[-5:]) / 5,
+        **{f"abs_d/{row['step']}": value for row, value in zip(steps, d, strict=True)},
+        **{f"reward/{row['step']}": value for row, value in zip(steps, reward, strict=True)},
+    }
+
+
+def draw(measurement: Measurement) -> Mapping[str, Figure]:
+    snapshots = figures.figure(
+        "Difference of log-probabilities and KL to the BF16 policy, by case", columns=2, width=9.0
+    )
+    groups = [
+        name for name in ("M native", "N native", "M exact", "N exact") if f"{name}: case 1" in measurement.values
+    ]
+    shown = ("case 1", "case 2", "case 3", MIXED)
+    for axes, metric, label in zip(snapshots.axes, ("abs_d", "kl"), ("abs d, nats", "KL, nats per token"), strict=True):
+        have = [case for case in shown if all(f"{group}: {case}" in measurement.values for group in groups)]
+        series = {case: [measurement.of(f"{group}: {case}", metric) for group in groups] for case in have}
+        figures.bars(axes, groups, series, label=label)
+    drawn = {"snapshots": snapshots}
+    if "GRPO: case 1" in measurement.values:
+        runs = figures.figure("20 GRPO steps, native", columns=2, width=9.0)
+        for axes, metric, label in zip(runs.axes, ("abs_d", "reward"), ("abs d, nats", "mean reward"), strict=True):
+            for index, case in enumerate(CASES):
+                steps = range(1, TRAINED_STEPS + 1)
+                points = [measurement.of(f"GRPO: {case}", f"{metric}/{step}") for step in steps]
+                figures.curve(axes, list(steps), points, name=case, index=index)
+            axes.set(xlabel="step", ylabel=label)
+        figures.legend(runs.axes[0])
+        drawn["grpo"] = runs
+    return drawn
+
+
+def tables(measurement: Measurement) -> Sequence[TextTable]:
+    metrics = ("kl", "abs_d", *(f"clip_{cap:g}" for cap in CAPS), "reward")
+    rows = [
+        [arm, *(f"{measurement.mean(arm, m):.3g}" if m in found else "" for m in metrics)]
+        for arm, found in measurement.values.items()
+    ]
+    return [TextTable("Means over tokens; clip: ρ > C", ("arm", *metrics), rows)]
+
+
+STUDY = Study(
+    name="precision_cases",
+    question="Which precision of trainer and rollout agrees, and how far is each from the BF16 policy?",
+    claims=CLAIMS,
+    measure=measure,
+    draw=draw,
+    tables=tables,
+    units={"kl": "nats", "abs_d": "nats"},
+)

@@ -1,0 +1,298 @@
+"""Which scales does FP8 need: how fine, in which format, static or dynamic; and when do outliers make it matter?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.fake_quantize import fake_quantize_rows
+from fp8rl.numerics.ops.linear import wide_mm
+from fp8rl.numerics.spec import QuantSpec, TensorSpec
+from fp8rl.rl.algorithms.sft import SftObjective
+from lab.studies.harness import figures, live
+from lab.studies.harness.claims import Claim, Rule, difference, ratio, twice
+from lab.studies.harness.lab import Lab
+from lab.studies.harness.products import Operands, ProductRecorder
+from lab.studies.harness.spoiled import NarrowState, with_ops
+from lab.studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
+from lab.studies.harness.subjects import TRAIN, random_model
+from lab.studies.harness.training import NOISE, RATE, TrainedArm, teach
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CHAINS, QUICK_CHAINS = 32, 8
+OUTLIERS = (1.0, 1e2, 1e4)
+"""Factors of the outlier channels' activations; their weights are divided by them, so that the product stays."""
+CHANNELS = 0.01
+"""Share of the channels that are outliers."""
+
+_FP32 = TensorSpec(scale="fp32")
+ROWS: dict[str, TensorSpec] = {
+    "FP32 1x32": replace(_FP32, group=32),
+    "FP32 1x128": _FP32,
+    "FP32 axis": replace(_FP32, granularity="channel"),
+    "FP32 tensor": replace(_FP32, granularity="tensor"),
+    "pow2 1x32": TensorSpec(group=32),
+    "pow2 1x128": TensorSpec(),
+    "pow2 axis": TensorSpec(granularity="channel"),
+    "pow2 tensor": TensorSpec(granularity="tensor"),
+    "MX 1x32": TensorSpec(group=32, scale="e8m0"),
+    "static 224": TensorSpec(fixed=224.0),
+    "stochastic 1x128": TensorSpec(rounding="stochastic"),
+    "E5M2 1x128": TensorSpec(format="e5m2"),
+}
+BLOCKS = {
+    "FP32 128x128": TensorSpec(granularity="block", scale="fp32"),
+    "pow2 128x128": TensorSpec(granularity="block"),
+}
+"""Formats of weights alone."""
+
+FP8 = QuantSpec.preset("fp8_block_pow2")
+SPECS = {
+    "FP8, pow2 scales": FP8,
+    "FP8, FP32 scales": QuantSpec.preset("fp8_block_fp32"),
+    "MX": QuantSpec.preset("mxfp8"),
+    "ironwood": QuantSpec.preset("ironwood"),
+    "E5M2 gradients": FP8.override({"gradient": {"format": "e5m2"}}),
+    "stochastic gradients": FP8.override({"gradient": {"rounding": "stochastic"}}),
+}
+BF16, AGAIN, SPOILED = "trained: BF16", "trained: FP8, pow2 scales, again", "trained: masters BF16"
+FREE = 0.001
+"""Nats that a format may cost and still count as free, by the claims."""
+
+
+def trained_arms() -> dict[str, TrainedArm]:
+    """The trained arms by name; each is made anew."""
+    arms = {f"trained: {name}": TrainedArm(live.exact(spec)) for name, spec in SPECS.items()}
+    masters = TrainedArm(after_step=NarrowState(masters="bf16"))
+    return {BF16: TrainedArm(live.exact(FP8, "bf16")), **arms, AGAIN: TrainedArm(live.exact(FP8)), SPOILED: masters}
+
+
+QUICK_TRAINED = (BF16, "trained: FP8, pow2 scales", AGAIN, SPOILED, "trained: ironwood")
+
+
+def _free(id: str, says: str, arm: str) -> Claim:
+    return difference(id, says, "nll", arm, BF16, "within", -FREE, FREE)
+
+
+def _without_and_with_outliers(id: str, says: str, arm: str, against: str, rule: Rule) -> Iterator[Claim]:
+    """That the one arm's error is above or below the other's."""
+    for letter, ending, factor in (("a", ".", 1.0), ("b", ", outliers × 10⁴.", 1e4)):
+        metric = error_name("activation", factor)
+        yield ratio(f"{id}{letter}", f"{says}{ending}", metric, arm, against, rule, 1.0, margin=0.01)
+
+
+def error_name(role: str, factor: float) -> str:
+    """The metric's name: relative error of a product of which this role alone is quantized."""
+    return f"error/{role}/outliers x{factor:g}"
+
+
+CLAIMS = (
+    twice("The same training twice ends at the same loss, bit for bit.", "nll", AGAIN, "trained: FP8, pow2 scales"),
+    difference(
+        "BF16 masters",
+        "Masters in BF16 cost held-out loss.",
+        "nll",
+        SPOILED,
+        "trained: FP8, pow2 scales",
+        "above",
+        0.0,
+        control="positive",
+    ),
+    ratio("003-8", "E4M3 is finer than E5M2.", error_name("activation", 1.0), "E5M2 1x128", "pow2 1x128", "above", 1.5),
+    *_without_and_with_outliers("003-9", "FP32 scales are more precise", "pow2 1x128", "FP32 1x128", "above"),
+    *_without_and_with_outliers("000-5", "Per axis is better than per tensor", "FP32 axis", "FP32 tensor", "below"),
+    ratio(
+        "000-6a",
+        "Groups of 128 are not needed without outliers: per axis is at most 5% worse.",
+        error_name("activation", 1.0),
+        "FP32 axis",
+        "FP32 1x128",
+        "below",
+        1.05,
+    ),
+    ratio(
+        "000-6b",
+        "With outliers × 10⁴ groups of 128 are needed: per axis is at least 1.5 times worse.",
+        error_name("activation", 1e4),
+        "FP32 axis",
+        "FP32 1x128",
+        "above",
+        1.5,
+    ),
+    ratio(
+        "000-7a",
+        "Static scales suffice for activations without outliers: at most 5% worse than dynamic ones.",
+        error_name("activation", 1.0),
+        "static 224",
+        "pow2 1x128",
+        "below",
+        1.05,
+    ),
+    ratio("000-7b", "The same for weights.", error_name("weight", 1.0), "static 224", "pow2 1x128", "below", 1.05),
+    ratio(
+        "000-7c",
+        "Static scales suffice with outliers × 10⁴: at most 5% worse than dynamic ones.",
+        error_name("activation", 1e4),
+        "static 224",
+        "pow2 1x128",
+        "below",
+        1.05,
+    ),
+    ratio(
+        "000-4a",
+        "Rounding to nearest is better than stochastic rounding.",
+        error_name("activation", 1.0),
+        "stochastic 1x128",
+        "pow2 1x128",
+        "above",
+        1.0,
+    ),
+    _free("000-2", "FP8 trains like BF16 (within 0.001 nats, as all that follow).", "trained: FP8, pow2 scales"),
+    _free("003-9c", "So it does with FP32 scales.", "trained: FP8, FP32 scales"),
+    _free(
+        "003-11", "Activations per token, weights per block, gradients per token in E4M3.", "trained: FP8, FP32 scales"
+    ),
+    _free("000-6c", "So it does in MX.", "trained: MX"),
+    _free("000-14", "So it does by the recipe for Ironwood: static scales, E5M2 gradients.", "trained: ironwood"),
+    difference(
+        "000-3",
+        "E5M2 is the format of gradients: with E4M3 more is lost.",
+        "nll",
+        "trained: FP8, pow2 scales",
+        "trained: E5M2 gradients",
+        "above",
+        0.0,
+        margin=NOISE,
+    ),
+    difference(
+        "000-4b",
+        "Stochastic rounding of gradients costs held-out loss.",
+        "nll",
+        "trained: stochastic gradients",
+        "trained: FP8, pow2 scales",
+        "above",
+        0.0,
+        margin=NOISE,
+    ),
+)
+
+
+def measure(lab: Lab) -> Measurement:
+    """Errors of the products of one step of N, and trained arms."""
+    lab.specs |= {name: spec.digest() for name, spec in SPECS.items()}
+    count, chains = len(lab.seeds), QUICK_CHAINS if lab.quick else CHAINS
+    errors = lab.each(_errors, [(seed, chains, lab.scratch) for seed in lab.seeds], "errors")
+    values = by_arm(errors)
+    arms = {name: arm for name, arm in trained_arms().items() if not lab.quick or name in QUICK_TRAINED}
+    taught = lab.each(teach, [(arm, seed, lab.quick) for arm in arms.values() for seed in lab.seeds], "trained")
+    for index, name in enumerate(arms):
+        values[name] = {"nll": [one.nll for one in taught[index * count : (index + 1) * count]]}
+    steps = max(len(one.losses) for one in taught)
+    return Measurement(
+        values=values,
+        subject=f"errors: N, 29M parameters, random, {chains} chains; trained: M, 1.0M parameters, {steps} SFT steps",
+    )
+
+
+def _errors(seed: int, chains: int, scratch: Path) -> dict[str, dict[str, float]]:
+    """Mean errors over the products of a forward and backward, by arm, then metric."""
+    probe = _Probe(seed)
+    with live.world(RATE) as layout:
+        trainer = live.trainer_of(random_model(scratch, seed=seed), live.exact(FP8), layout, config=RATE)
+        batch = live.chain_batch(TRAIN, seed, chains)
+        with with_ops(**ProductRecorder(_plain, probe).ops()):
+            trainer.forward_backward(batch, SftObjective.of(batch))
+    return {arm: {name: sum(of) / len(of) for name, of in metrics.items()} for arm, metrics in probe.found.items()}
+
+
+def _plain(operands: Operands) -> Tensor:
+    return wide_mm(operands.a, operands.b.t())
+
+
+class _Probe:
+    """Quantizes one operand of a product at a time by every spec; in forward products with outliers planted too."""
+
+    def __init__(self, seed: int) -> None:
+        self.found: dict[str, dict[str, list[float]]] = {}
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, operands: Operands) -> Mapping[str, float]:
+        if operands.role == "wgrad":
+            return {}
+        if operands.role == "dgrad":
+            self._measure("gradient", 1.0, operands.a, operands.b, ROWS)
+            return {}
+        channels = operands.a.shape[1]
+        planted = torch.randperm(channels, generator=self._generator)[: max(1, round(CHANNELS * channels))]
+        for factor in OUTLIERS:
+            gain = torch.ones(channels)
+            gain[planted] = factor
+            x, w = operands.a.float() * gain, operands.b.float() / gain
+            self._measure("activation", factor, x, w, ROWS)
+            self._measure("weight", factor, w, x, ROWS | BLOCKS)
+        return {}
+
+    def _measure(self, role: str, factor: float, x: Tensor, other: Tensor, specs: Mapping[str, TensorSpec]) -> None:
+        """The error of x [M, K] @ other [N, K]^T where x alone is quantized, by each spec."""
+        x, other = x.float().contiguous(), other.double()
+        exact = x.double() @ other.t()
+        for name, spec in specs.items():
+            got = fake_quantize_rows(x, spec).double() @ other.t()
+            error = float((got - exact).norm() / exact.norm())
+            self.found.setdefault(name, {}).setdefault(error_name(role, factor), []).append(error)
+
+
+def draw(measurement: Measurement) -> Mapping[str, Figure]:
+    errors = figures.figure("Error of products whose activations are quantized, over the size of outliers", height=3.8)
+    shown = ("FP32 1x32", "FP32 1x128", "FP32 axis", "FP32 tensor", "pow2 1x128", "MX 1x32", "static 224")
+    for index, arm in enumerate(shown):
+        points = [measurement.of(arm, error_name("activation", factor)) for factor in OUTLIERS]
+        figures.curve(errors.axes[0], OUTLIERS, points, name=arm, index=index, marker="o")
+    errors.axes[0].set(xscale="log", yscale="log", xlabel="outlier channels × (1% of them)", ylabel="relative error")
+    figures.legend(errors.axes[0])
+    trained = [name for name in measurement.values if name.startswith("trained: ") and name not in (BF16, AGAIN)]
+    drawn = figures.figure("Held-out loss above BF16's, 100 SFT steps")
+    bars = {"nats": [measurement.of(name, "nll", against=BF16) for name in trained]}
+    figures.bars(drawn.axes[0], [name.removeprefix("trained: ") for name in trained], bars, label="nats per token")
+    return {"outliers": errors, "trained": drawn}
+
+
+def tables(measurement: Measurement) -> Sequence[TextTable]:
+    metrics = [
+        *(error_name(role, factor) for role in ("activation", "weight") for factor in OUTLIERS),
+        error_name("gradient", 1.0),
+    ]
+    rows = [
+        [arm, *(f"{measurement.mean(arm, m):.4g}" if m in measurement.values[arm] else "" for m in metrics)]
+        for arm in (*ROWS, *BLOCKS)
+    ]
+    trained = []
+    for name in measurement.values:
+        if name.startswith("trained: "):
+            above = with_interval(measurement.of(name, "nll", against=BF16), "+.5f")
+            nll = measurement.mean(name, "nll")
+            trained.append([name, f"{nll:.5f}", above])
+    columns = [metric.removeprefix("error/").replace("/outliers ", " ") for metric in metrics]
+    return [
+        TextTable("Relative error of a product of which one operand is quantized", ("arm", *columns), rows),
+        TextTable("Trained", ("arm", "held-out NLL", "above BF16"), trained),
+    ]
+
+
+STUDY = Study(
+    name="scale_formats",
+    question="How fine do scales have to be, in which format, and may they be static?",
+    seeds=5,
+    claims=CLAIMS,
+    measure=measure,
+    draw=draw,
+    tables=tables,
+    units={"nll": "nats"},
+)

@@ -1,0 +1,268 @@
+"""Gradients and weights between data-parallel ranks in fewer bytes: how many, how wrong, and what training loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8rl.numerics.ranks import all_gathered
+from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.trainer.config import GradientWire, WeightGather
+from lab.studies.harness import figures, live
+from lab.studies.harness.claims import Claim, difference, ratio, twice, value
+from lab.studies.harness.lab import Lab, on_ranks
+from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from lab.studies.harness.subjects import MODEL, TRAIN
+from lab.studies.harness.training import CHAINS_PER_STEP, NOISE, RATE, STEPS, TrainedArm, taught
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fp8rl.trainer.distributed.layout import Layout
+    from fp8rl.trainer.step.batch import TokenBatch
+    from fp8rl.trainer.trainer import Trainer
+
+Local = tuple[Tensor, dist.ProcessGroup]
+"""A flat FP32 buffer of gradients, and the ranks that it is to be added over."""
+RANKS = 2
+PLAIN = "gradients FP32, weights BF16"
+UNSCALED = "gradients E4M3 unscaled"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What two ranks send each other. scaled: gradients in FP8 have scales."""
+
+    gradients: GradientWire = "fp32"
+    weights: WeightGather = "bf16"
+    scaled: bool = True
+
+
+ARMS = {
+    PLAIN: Arm(),
+    f"{PLAIN}, again": Arm(),
+    "gradients BF16": Arm("bf16"),
+    "gradients E4M3": Arm("e4m3"),
+    "gradients E5M2": Arm("e5m2"),
+    UNSCALED: Arm("e4m3", scaled=False),
+    "weights E4M3": Arm(weights="e4m3"),
+}
+QUICK_ARMS = (PLAIN, f"{PLAIN}, again", "gradients E4M3", UNSCALED, "weights E4M3")
+
+
+def _harmless(id: str, what: str, arm: str) -> Claim:
+    return difference(id, f"{what} cost no held-out loss.", "nll", arm, PLAIN, "within", -NOISE, NOISE)
+
+
+CLAIMS = (
+    twice("The same training twice on two ranks ends at the same loss, bit for bit.", "nll", f"{PLAIN}, again", PLAIN),
+    difference(
+        "no scales",
+        "Gradients sent as plain FP8 numbers cost held-out loss.",
+        "nll",
+        UNSCALED,
+        PLAIN,
+        "above",
+        0.0,
+        control="positive",
+    ),
+    value(
+        "002-26a",
+        "Gradients in FP8 are sent in 0.27 of FP32's bytes.",
+        "gradient_bytes",
+        "gradients E4M3",
+        "below",
+        0.27,
+    ),
+    value(
+        "002-26b",
+        "E4M3 with block scales turns a gradient by 1 - cos < 0.001.",
+        "turned",
+        "gradients E4M3",
+        "below",
+        0.001,
+    ),
+    _harmless("002-26c", "Gradients sent in E4M3", "gradients E4M3"),
+    _harmless("002-26d", "Gradients sent in E5M2", "gradients E5M2"),
+    _harmless("002-26e", "Gradients sent in BF16", "gradients BF16"),
+    ratio(
+        "000-3",
+        "E5M2 is the format for gradients: on the wire it is less wrong than E4M3.",
+        "relative_error",
+        "gradients E5M2",
+        "gradients E4M3",
+        "below",
+        1.0,
+    ),
+    value("000-9a", "Weights gathered in FP8 take 0.6 of BF16's bytes.", "weight_bytes", "weights E4M3", "below", 0.6),
+    difference(
+        "000-9b",
+        "Weights gathered as the codes that products take change nothing, bit for bit.",
+        "nll",
+        "weights E4M3",
+        PLAIN,
+        "within",
+        0.0,
+        0.0,
+    ),
+)
+
+
+def measure(lab: Lab) -> Measurement:
+    """Every arm on the same two ranks, one after the other."""
+    lab.specs["all arms"] = live.exact().spec.digest()
+    chosen = {name: arm for name, arm in ARMS.items() if not lab.quick or name in QUICK_ARMS}
+    first, *_ = on_ranks(RATE.model_copy(update={"dp": RANKS}), _on_rank, chosen, lab.seeds, lab.quick)
+    sent = first[PLAIN]
+    values: dict[str, dict[str, list[float]]] = {}
+    for name, found in first.items():
+        values[name] = {metric: [one[metric] for one in found] for metric in ("nll", "relative_error", "turned")}
+        for metric in ("gradient_bytes", "weight_bytes"):
+            values[name][metric] = [one[metric] / plain[metric] for one, plain in zip(found, sent, strict=True)]
+    return Measurement(
+        values=values,
+        subject=f"M, 1.0M parameters, {RANKS} data-parallel ranks, {int(sent[0]['steps'])} SFT steps on right chains",
+        details={"bytes": {metric: sent[0][metric] for metric in ("gradient_bytes", "weight_bytes")}},
+    )
+
+
+def _on_rank(
+    layout: Layout, arms: Mapping[str, Arm], seeds: Sequence[int], quick: bool
+) -> dict[str, list[dict[str, float]]]:
+    """A row of numbers for each seed, by arm; the same on every rank."""
+    gradients = {seed: _local_gradients(layout, seed) for seed in seeds}
+    return {name: [_row(layout, arm, seed, quick, gradients[seed]) for seed in seeds] for name, arm in arms.items()}
+
+
+def _row(layout: Layout, arm: Arm, seed: int, quick: bool, gradients: Sequence[Local]) -> dict[str, float]:
+    config = RATE.model_copy(update={"dp": RANKS, "gradient_wire": arm.gradients, "weight_gather": arm.weights})
+    counter = _Counted()
+    learner = TrainedArm(config=config, after_step=counter, change=None if arm.scaled else unscaled)
+    done = taught(learner, seed, quick, layout, _shared_nll)
+    error = {"relative_error": 0.0, "turned": 0.0}
+    if arm.gradients != "fp32":
+        with unscaled() if not arm.scaled else _as_it_is():
+            error = _errors(gradients, arm.gradients)
+    return {"nll": done.nll, "steps": len(done.losses), **done.noted, **error}
+
+
+class _Counted:
+    """Notes the bytes that each step has sent."""
+
+    def __init__(self) -> None:
+        self.noted: dict[str, list[float]] = {"gradient_bytes": [], "weight_bytes": []}
+
+    def __call__(self, trainer: Trainer) -> None:
+        for metric, sent in (("gradient_bytes", "gradients"), ("weight_bytes", "weights")):
+            total = getattr(trainer.optimizer.traffic, sent)
+            self.noted[metric].append(total - sum(self.noted[metric]))
+
+
+@contextmanager
+def unscaled(trainer: Trainer | None = None) -> Iterator[None]:
+    """Gradients in FP8 are cast as they are: a static range of 448 is a scale of 1."""
+    from fp8rl.trainer.distributed.wires import SPECS
+
+    kept = dict(SPECS)
+    SPECS["e4m3"] = replace(SPECS["e4m3"], fixed=448.0)
+    try:
+        yield
+    finally:
+        SPECS.update(kept)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def _shared_nll(trainer: Trainer, batch: TokenBatch) -> float:
+    """`live.nll` where each rank scores its own rows."""
+    rows, logprobs = trainer.score(batch)
+    chosen = logprobs[batch.loss_mask[rows]].double()
+    parts = all_gathered((float(chosen.sum()), chosen.numel()))
+    return -sum(total for total, _ in parts) / sum(count for _, count in parts)
+
+
+def _local_gradients(layout: Layout, seed: int) -> list[Local]:
+    """This rank's gradients of one batch before they are added to the other's."""
+    config = RATE.model_copy(update={"dp": RANKS})
+    trainer = live.trainer_of(MODEL, live.exact(), layout, config=config)
+    model = trainer.optimizer.model
+    kept: list[Local] = []
+
+    def keep(group: Any) -> None:
+        ranks = group.intra_distributed_optimizer_instance_group
+        kept.extend((bucket.grad_data.clone(), ranks) for bucket in group.buckets)
+
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        # In place of the sum, which would be written where they are.
+        group.start_grad_sync = lambda *_, group=group, **__: keep(group)
+    batch = live.chain_batch(TRAIN, seed * STEPS, CHAINS_PER_STEP)
+    trainer.forward_backward(batch, SftObjective.of(batch))
+    return kept
+
+
+def _errors(gradients: Sequence[Local], wire: Any) -> dict[str, float]:
+    """Errors of the sum over both ranks against float64: relative (Frobenius), and 1 - cosine."""
+    from fp8rl.trainer.distributed.wires import reduce_scatter
+
+    totals = torch.zeros(4, dtype=torch.float64)
+    for flat, ranks in gradients:
+        exact = torch.empty_like(flat, dtype=torch.float64)
+        dist.all_to_all_single(exact, flat.double(), group=ranks)
+        exact = exact.view(RANKS, -1).sum(0)
+        found = reduce_scatter(flat, wire, ranks)[0].double()
+        dots = ((found - exact).square(), exact.square(), found.square(), found * exact)
+        totals += torch.stack([dot.sum() for dot in dots])
+    dist.all_reduce(totals)
+    wrong, exact_squares, found_squares, product = totals.tolist()
+    cosine = product / (exact_squares * found_squares) ** 0.5
+    return {"relative_error": (wrong / exact_squares) ** 0.5, "turned": 1 - cosine}
+
+
+def draw(measurement: Measurement) -> Mapping[str, Figure]:
+    drawn = figures.figure("Bytes that a rank sends in a step, of FP32 gradients and BF16 weights", height=3.6)
+    names = list(measurement.values)
+    shares = {
+        label: [measurement.of(name, metric) for name in names]
+        for label, metric in (("gradients", "gradient_bytes"), ("weights", "weight_bytes"))
+    }
+    figures.bars(drawn.axes[0], names, shares, label="share")
+    wrong = figures.figure("What is wrong with the sum of two gradients")
+    sent = [name for name in names if measurement.mean(name, "relative_error") > 0]
+    series = {
+        "relative error": [measurement.of(name, "relative_error") for name in sent],
+        "1 - cosine": [measurement.of(name, "turned") for name in sent],
+    }
+    figures.bars(wrong.axes[0], sent, series, label="against float64", log=True)
+    return {"bytes": drawn, "error": wrong}
+
+
+def tables(measurement: Measurement) -> Sequence[TextTable]:
+    rows = []
+    for name in measurement.values:
+        numbers = [f"{measurement.mean(name, metric):.4f}" for metric in ("gradient_bytes", "weight_bytes")]
+        errors = [f"{measurement.mean(name, metric):.3g}" for metric in ("relative_error", "turned")]
+        trained = with_interval(measurement.of(name, "nll", against=PLAIN), "+.5f")
+        rows.append([name, *numbers, *errors, f"{measurement.mean(name, 'nll'):.5f}", trained])
+    columns = ("arm", "gradient bytes", "weight bytes", "error of the sum", "1 - cosine", "held-out NLL", "above FP32")
+    return [TextTable("Two data-parallel ranks", columns, rows)]
+
+
+STUDY = Study(
+    name="wire_formats",
+    question="What may data-parallel ranks send each other in FP8?",
+    seeds=5,
+    claims=CLAIMS,
+    measure=measure,
+    draw=draw,
+    tables=tables,
+    units={"nll": "nats", "turned": "(1 - cos)", "gradient_bytes": "of FP32's", "weight_bytes": "of BF16's"},
+)

@@ -1,0 +1,187 @@
+"""The GPU bench, rehearsed: its parts that start no engine run, and what goes wrong in one costs no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm
+from fp8rl.numerics.kernels.products.tiles import make_tiles
+from lab.bench.gpu import child, deepgemm, processes, transport
+from lab.bench.gpu.__main__ import main
+from lab.bench.gpu.journal import Journal, Report, read
+from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
+from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part
+from lab.studies.harness.lab import in_own_process
+from tests.support.gpu_parts import part
+from tests.support.ranks import WARM
+from tests.support.servers import wait_until
+
+EQUAL = {
+    "exactness": {"trainer against engine ops, 1 layers, prefill, chunks and decode": {"tokens": 29}},
+    "graph": {
+        "logits of a decode step, replayed against eager": {"batches": 2},
+        "the same after weights were changed in place": {"batches": 2},
+    },
+    "vocabulary": {
+        "drawn tokens that are not the definition's": {"tokens": 3},
+        "log-probabilities that depend on the batch": {"rows": 3},
+        "attention over 130 keys: paged, contiguous, and alone, numbers that differ": {"rows": 3},
+    },
+    "deepgemm": {},
+    "quantizers": {},
+    "gemms": {},
+    "grouped": {},
+    "sync": {"tensors that differ after the copy": {"tensors": 32}},
+    "transport": {"tensors that differ in the other process": {"tensors": 32}},
+    "steps": {
+        "log-probabilities of two equal train steps, tensors that differ": {"tensors": 1},
+        "gradients of two equal train steps, tensors that differ": {"tensors": 12},
+        "updated weights of two equal train steps, tensors that differ": {"tensors": 12},
+    },
+    "stack": {},
+}
+"""What each part finds equal here, and of how many."""
+TRAINERS = ("steps", "stack")
+
+
+def rehearsed(name: str, folder: Path) -> Report:
+    journal = Journal(folder / "gpu.jsonl", name)
+    run = in_own_process if name in TRAINERS else lambda function, *given: function(*given)
+    run(child.measure, PARTS[name], True, journal, folder)
+    return read(journal.path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_jobs")
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "multiprocessing", SimpleNamespace(Pipe=WARM.Pipe, get_context=lambda _: WARM))
+    report = rehearsed(name, tmp_path)
+    equal = {result.name.removeprefix("d == 0: "): result for result in report.results if result.bar == 0}
+    assert equal.keys() == EQUAL[name].keys()
+    for what, parts in EQUAL[name].items():
+        assert equal[what].value == 0 and parts.items() <= equal[what].parts.items()
+    assert all(result.passed for result in report.results)
+    assert report.rows[name] or report.left_out[name] or equal, "nothing came of it"
+    if name == "graph":  # or one that keeps the weights of its capture would not be found out
+        changed = report.results[-1].parts
+        assert changed["logits that the change moved"] > 0.9 * changed["logits"]
+    told = {column for row in report.rows[name] for column in row}
+    assert not told & {"seconds", "tokens/s", "GB/s", "of copy", "FP8", "step", "graph (s)", "us", "DeepGEMM"}
+
+
+def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
+    def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(a, b, make_tiles(torch.bincount(expert), len(expert)), torch.bfloat16)
+
+    for factor, different in ((1.0, False), (1.01, True)):
+        done = Measured(tmp_path, lambda line: None)
+        library = deepgemm.Library(lambda a, b, factor=factor: gemm(a, b, torch.bfloat16) * factor, grouped)
+        deepgemm.compare(done, Sizes.tiny(), Stopwatch("cpu"), library)
+        dense, experts = done.results
+        assert (dense.value > 0) == different and experts.value == 0
+        checked = [row for row in done.rows if "checked" in row]
+        assert [row["numbers"] for row in checked] == [16 * 128, 3 * 128 * 128]
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_or_dies_keeps_its_rows_and_costs_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = processes.measure_all([part(name) for name in ("raises", "dies", "works")], True, tmp_path)
+    assert report.rows == {name: [{"here": 1}] for name in ("raises", "dies", "works")}
+    assert report.failed == {
+        "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "dies": "its process ended with code 9",
+    }
+    assert "in raises" in capfd.readouterr().err, "where it broke"
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert (written["failed"], written["rows"]) == (report.failed, report.rows)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "did not come to its end: RuntimeError: CUDA error" in page and page.count("| here |") == 3
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Patient(subprocess.Popen):  # type: ignore[type-arg]
+        """Its limit has passed once the part hangs, however slow this machine is."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            while '"row"' not in (tmp_path / "gpu.jsonl").read_text() if (tmp_path / "gpu.jsonl").exists() else True:
+                assert self.poll() is None
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.subprocess, "Popen", Patient)
+        report = processes.measure_all([part("hangs")], True, tmp_path)
+    assert report.failed == {"hangs": "it was ended at its limit of 900 s"}
+    (row,) = report.rows["hangs"]
+
+    def gone() -> bool:  # its end is sent before the report comes, and takes a moment
+        pid = row["sleeps"]
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    assert wait_until(gone, 30)
+
+
+def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_machine_all(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+
+    def say(name: str, device: str, row: int) -> None:
+        journal = Journal(path, name)
+        journal.say({"begin": {"device": device, "date": f"2026-11-{row}", "versions": {}}, "shows": name})
+        journal.say({"row": {"row": row}})
+
+    for name, row in (("gemms", 10), ("sync", 11), ("gemms", 12)):
+        say(name, "H100", row)
+    assert read(path).rows == {"gemms": [{"row": 12}], "sync": [{"row": 11}]}
+    say("sync", "H200", 13)
+    assert read(path).rows == {"sync": [{"row": 13}]} and read(path).machine["device"] == "H200"
+
+
+def test_what_a_machine_lacks_is_named(tmp_path: Path) -> None:
+    lacking = Part("lacking", "", "no.such:module", needs=("torch", "no_package_1", "no_package_2"))
+    child.measure(lacking, True, Journal(tmp_path / "gpu.jsonl", "lacking"), tmp_path)
+    report = read(tmp_path / "gpu.jsonl")
+    assert report.left_out == {"lacking": {"lacking": "not installed: no_package_1, no_package_2"}}
+    assert not report.failed and not report.results
+
+
+def test_all_parts_take_at_most_half_an_hour_and_those_without_an_engine_ten_minutes() -> None:
+    assert sum(each.limit_s for each in PARTS.values()) <= 1800
+    assert sum(PARTS[name].limit_s for name in WITHOUT_ENGINE) <= 600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            ["evidence"],
+            "found no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here"),
+        ),
+        (["--rehearse", "evidence", "gemm"], "found ['gemm'], expected 'evidence' or names out of"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lab.bench.gpu", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""Processes of a study: an interrupt or a failure ends them all, and each closes what it opened."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lab.studies.harness.lab import Lab, in_own_process
+
+STUDY = """
+import sys
+from pathlib import Path
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from lab.studies.harness.lab import Lab
+from tests.lab.studies.harness.test_lab import open_for_an_hour
+
+if __name__ == "__main__":
+    with interruptible():
+        Lab(True, (0,), Path("."), print).each(open_for_an_hour, [(sys.argv[1], n) for n in range(4)], "jobs")
+"""
+
+
+def open_for_an_hour(folder: str, job: int) -> None:
+    try:
+        (Path(folder) / f"{job} opened").touch()
+        time.sleep(3600)
+    finally:
+        (Path(folder) / f"{job} closed").touch()
+
+
+def fail_beside(folder: str, job: int) -> None:
+    if job == 1:
+        wait_for(Path(folder), "0 opened")
+        raise RuntimeError("job 1 fails")
+    open_for_an_hour(folder, job)
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    end = time.monotonic() + 60
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < end, f"{names}: not there"
+        time.sleep(0.05)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("send", "signum"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ids=["ctrl-c", "sigint", "sigterm"],
+)
+def test_an_interrupt_ends_the_jobs_under_way_and_starts_no_more(
+    tmp_path: Path, send: Callable[[int, int], None], signum: int
+) -> None:
+    (tmp_path / "study.py").write_text(STUDY)
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    command = [sys.executable, tmp_path / "study.py", folder]
+    env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    study = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
+    wait_for(folder, "0 opened", "1 opened")
+    send(study.pid, signum)
+    assert b"KeyboardInterrupt" in study.communicate(timeout=60)[1]
+    assert files(folder) == ["0 closed", "0 opened", "1 closed", "1 opened"]
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_ends_the_one_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="job 1 fails"):
+        Lab(True, (0,), tmp_path, print).each(fail_beside, [(str(tmp_path), n) for n in range(2)], "jobs")
+    assert files(tmp_path) == ["0 closed", "0 opened"]
+
+
+@pytest.mark.slow
+def test_what_a_process_raises_is_raised_here() -> None:
+    with pytest.raises(FileNotFoundError):
+        in_own_process(Path("/no/such/file").read_text)
