@@ -357,7 +357,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
         "asks": "not asked here, as it may ask a service",
     }
     (note,) = diagnosis.notes
-    assert note.startswith("All 2 problems of data.eval are also trained on")
+    assert note.startswith("All 2 evaluated problems of data.eval are also trained on")
     page = console_text(diagnosis)
     for said in ("3 problems in ", "the first prompt, 10 tokens:", "| <|user|>[b]0+1=?<|assistant|>", "no [/b] such"):
         assert said in page

@@ -145,8 +145,8 @@ class _HeldOut:
         for key, found in self._trained.items():
             shown = ", ".join([*found.values()][:3]) + ", ..." * (len(found) > 3)
             count = self._counts[key]
-            which = f"All {count} problems" if len(found) == count else f"{len(found)} of the {count} problems"
-            yield f"{which} of {key} are also trained on ({shown}): held-out accuracy is not held out"
+            which = f"All {count}" if len(found) == count else f"{len(found)} of the {count}"
+            yield f"{which} evaluated problems of {key} are also trained on ({shown}): held-out accuracy is not held out"
 
 
 class _Check:

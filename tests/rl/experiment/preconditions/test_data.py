@@ -83,11 +83,11 @@ def test_problems_that_are_held_out_and_trained_on_are_said(values, tmp_path):
     write_lines(tmp_path / "train.jsonl", [("9+4=?", "#### 13"), ("1+4=?", "#### 5"), ("1+4=?", "#### 5")])
     (remark,) = said(values)
     assert remark == (
-        "All 2 problems of data.eval are also trained on (line 1 = line 2 of data.train, line 2 = line 2 of "
+        "All 2 evaluated problems of data.eval are also trained on (line 1 = line 2 of data.train, line 2 = line 2 of "
         "data.train): held-out accuracy is not held out"
     )
     own = {"sets": [{"name": "own", "path": str(tmp_path / "train.jsonl"), "problems": 1}]}
-    assert any(text.startswith("All 1 problems of eval.sets.0") for text in said(values, eval=own))
+    assert any(text.startswith("All 1 evaluated problems of eval.sets.0") for text in said(values, eval=own))
     assert said(values, eval={"problems": 0}) == []
 
 
