@@ -1,9 +1,9 @@
 """Settings of every test: one thread, the same random numbers in every run; without a GPU no GPU tests, and Triton's
 kernels in its interpreter.
 
-Processes that tests start find `tests` in their environment's path, since product code never looks for modules in the
-current directory. They compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is
-for tests in which they do.
+Processes that tests start find `tests` and `lab` in their environment's path, since product code never looks for
+modules in the current directory; they find no folder of the product under a name of its own, as no user does. They
+compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is for tests in which they do.
 """
 
 import os
@@ -11,7 +11,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+import atexit
 import multiprocessing
+import shutil
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +28,15 @@ import torch
 from xdist.scheduler import LoadFileScheduling
 
 torch.set_num_threads(1)
-ROOT = str(Path(__file__).parents[1])
-if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+ROOT = Path(__file__).parents[1]
+if "FP8RL_TESTS_PATH" not in os.environ:  # workers of one session have the same
+    os.environ["FP8RL_TESTS_PATH"] = importable = tempfile.mkdtemp(prefix="fp8rl-tests-")
+    atexit.register(shutil.rmtree, importable)
+    for name in ("lab", "tests"):
+        Path(importable, name).symlink_to(ROOT / name)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [importable, os.environ.get("PYTHONPATH")]))
+for folder in ("numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose"):
+    sys.modules[folder] = None  # type: ignore[assignment]  # importing it fails, wherever pytest looks for tests
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 

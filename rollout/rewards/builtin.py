@@ -41,9 +41,9 @@ BUILT_IN = {
         reads=_has_a_result,
         reference="a result after '####' that math-verify can read",
     ),
-    "format": BuiltIn("rollout.rewards.form:format"),
+    "format": BuiltIn("fp8rl.rollout.rewards.form:format"),
     "length": BuiltIn("fp8rl.rollout.rewards.length:length", cheap=True),
-    "environment": BuiltIn("rollout.rewards.environment:environment", cheap=True),
+    "environment": BuiltIn("fp8rl.rollout.rewards.environment:environment", cheap=True),
     "http": BuiltIn("fp8rl.rollout.rewards.http:http"),
     "model": BuiltIn("fp8rl.rollout.rewards.model:model", tokenizer="tokenizer"),
 }

@@ -85,8 +85,7 @@ algorithm = pickle.load(open({str(tmp_path / "sent")!r}, "rb"))
 print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0, 0])).tolist())
 """
     command = [sys.executable, "-c", program]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[-1.0, 3.0]"
 
 

@@ -71,7 +71,7 @@ def test_the_spec_takes_the_data_set_as_it_is_downloaded(main: Path, model: Path
     check_data(spec, tokenizer, remarks.append)
     assert [remark.split(" are ")[0] for remark in remarks] == [
         "All 6 evaluated problems of data.eval",
-        "All 6 problems of eval.sets.0",
+        "All 6 evaluated problems of eval.sets.0",
     ]
     lines = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
     problems = load_problems(spec.data.training[0])

@@ -112,7 +112,7 @@ def test_a_tracker_that_dies_or_hangs_costs_no_row_and_is_said_once(
     """The package that this one needs is a file of ours."""
     (tmp_path / f"{TRACKERS[name]}.py").write_text(package)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(processes, "_FINISH_SECONDS", 3.0 if "sleep" in package else 120.0)
     said: list[str] = []
     followed(tmp_path, name, ROWS, lost=said.append)

@@ -64,8 +64,7 @@ def test_an_interrupt_ends_the_jobs_under_way_and_starts_no_more(
     folder = tmp_path / "jobs"
     folder.mkdir()
     command = [sys.executable, tmp_path / "study.py", folder]
-    env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    study = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
+    study = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     wait_for(folder, "0 opened", "1 opened")
     send(study.pid, signum)
     assert b"KeyboardInterrupt" in study.communicate(timeout=60)[1]
