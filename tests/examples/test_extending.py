@@ -1,6 +1,5 @@
 """What docs/extending.md shows is what there is, and does what it says."""
 
-import os
 import runpy
 import shutil
 import subprocess

@@ -146,7 +146,8 @@ class _HeldOut:
             shown = ", ".join([*found.values()][:3]) + ", ..." * (len(found) > 3)
             count = self._counts[key]
             which = f"All {count}" if len(found) == count else f"{len(found)} of the {count}"
-            yield f"{which} evaluated problems of {key} are also trained on ({shown}): held-out accuracy is not held out"
+            which += f" evaluated problems of {key}"
+            yield f"{which} are also trained on ({shown}): held-out accuracy is not held out"
 
 
 class _Check:
