@@ -145,7 +145,7 @@ def _verdict(plan: Plan) -> list[Text]:
 def _keys(plan: Plan, world: int) -> list[Text]:
     """What was found where keys were looked for."""
     if plan.keys is None:
-        return []
+        return [Text(f"--fit found no keys with which it fits on {world} GPUs")] if plan.searched else []
     if not plan.keys:
         return [Text("nothing has to be set")]
     lost = "numerics.mode=native" in plan.keys

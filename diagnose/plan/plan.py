@@ -10,7 +10,7 @@ from fp8rl.diagnose.doctor.judge import Remark
 from fp8rl.diagnose.plan import layouts, verdict
 from fp8rl.diagnose.plan.decode import Decode, decode_step
 from fp8rl.diagnose.plan.efficiency import Efficiency
-from fp8rl.diagnose.plan.search import keys_that_fit, written
+from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time
 from fp8rl.diagnose.plan.verdict import Bracket, Pays
@@ -41,7 +41,7 @@ class Plan:
         fewest: a layout on as few GPUs as leave that much; None: no number of them does. fewest_apart: whether engines
             need GPUs of their own for that, or there are none.
         assumed: what a model without a spec is planned in.
-        keys: with which a plan that was looked for fits; None: it was not looked for, or not found.
+        keys: with which a plan that was looked for fits; None: it was not looked for, or not found (`searched`).
         fits_with: keys with which as many GPUs do, where as it stands they do not; None: none, or they do.
         stages: of each pipeline stage's first rank, the trainer's alone.
         on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
@@ -72,6 +72,7 @@ class Plan:
     fewest_apart: bool
     assumed: str
     keys: tuple[str, ...] | None
+    searched: bool
     fits_with: tuple[str, ...] | None
     stages: tuple[Memory, ...]
     on_a_cpu: tuple[float, float]
@@ -137,11 +138,12 @@ def fitted_plan(
     subject = read_subject(name, overrides)
     check_has_fp8(subject.experiment, gpu)
     keys = keys_that_fit(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
-    if keys is not None:
-        kept = [each for each in overrides if each.partition("=")[0] not in keys]
-        subject, gpus = read_subject(name, [*kept, *written(keys)]), None
+    shown = dense_layers_in_bf16(subject, gpu) if keys is None else keys
+    kept = [each for each in overrides if each.partition("=")[0] not in shown]
+    subject = read_subject(name, [*kept, *written(shown)])
+    gpus = gpus if keys is None else None
     plan = make_plan(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
-    return plan if keys is None else replace(plan, keys=tuple(written(keys)))
+    return replace(plan, searched=True, keys=None if keys is None else tuple(written(keys)))
 
 
 def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
@@ -192,6 +194,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
         fewest_apart=fewest is None,
         assumed=subject.assumed,
         keys=None,
+        searched=False,
         fits_with=None,
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
         on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),

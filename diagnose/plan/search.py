@@ -160,6 +160,12 @@ def _savings(base: Experiment, subject: Subject, length: int | None) -> Iterator
         yield sum(PRICES.get(key, PRICES.get(f"{key}={value}", 0.0)) for key, value in keys.items()), keys
 
 
+def dense_layers_in_bf16(subject: Subject, gpu: Gpu) -> Keys:
+    """The key that a spec's mixture cannot be planned without, whatever fits; nothing for most."""
+    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
+    return _dense_layers_in_bf16(subject.experiment, subject, target)
+
+
 def _dense_layers_in_bf16(base: Experiment, subject: Subject, target: Target) -> dict[str, Any]:
     """The key that leaves a mixture's dense first layers in BF16, where their width is not one of whole blocks."""
     sizes = subject.shape.sizes

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose.certify.dump import DumpReport, certify_dump, write_page
+from fp8rl.diagnose.certify.dump import certify as certifying
 from fp8rl.diagnose.certify.dump.reading import read_dump
 from fp8rl.diagnose.certify.dump.reference import Reference
 from fp8rl.diagnose.certify.dump.report import sentence
@@ -326,6 +327,16 @@ def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_bro
     assert other.verdict == "broken" and other.sides[0].unrelated
     assert "off, cause unknown" in sentence(other.sides[0], other)
     assert "it hardly follows this model, as with other weights or other tokens" in sentence(other.sides[0], other)
+
+
+def test_noise_on_a_model_that_is_sure_of_its_tokens_is_not_taken_for_other_weights() -> None:
+    """Its log-probabilities lie together, but for a few, so that little noise mixes their ranks."""
+    draw = torch.Generator().manual_seed(0)
+    sure = -torch.rand(400, generator=draw, dtype=torch.float64) * 1e-3
+    sure[::20] = -3.0
+    noisy = (sure - 0.05 * torch.rand(400, generator=draw, dtype=torch.float64)).clamp(max=0.0)
+    other = -torch.rand(400, generator=draw, dtype=torch.float64) * 3
+    assert not certifying._is_unrelated(sure, noisy) and certifying._is_unrelated(sure, other)
 
 
 def test_rounded_log_probabilities_are_noticed_and_keys_that_are_not_read_are_said(

@@ -28,8 +28,8 @@ MEAN_WITHIN, P99_WITHIN = 2.0, 4.0
 """How many times the floor's mean and 99th percentile a side may be at. Two roundings to BF16 that know nothing of each
 other are 1.4 times as far apart as one is from the truth."""
 UNRELATED = 0.5
-"""Rank correlation of a side with the model below which it hardly follows it. Noise that is as large as the spread of
-the log-probabilities themselves leaves 0.7."""
+"""Rank correlation of a side with the model below which it hardly follows it, where it is also as far from the model as
+the log-probabilities spread: those of a model that is sure of its tokens have ranks that little noise mixes."""
 WORST = 12
 
 
@@ -119,7 +119,7 @@ def _side(
     if verdict != "equal" and not _within(apart, floor):
         floors = [(half - full).abs(), *((each - full).abs() for each in mine.values())]
         causes, tried = explanations(tokens, said, full, looks, floors)
-        unrelated = _correlation(full, said) < UNRELATED
+        unrelated = _is_unrelated(full, said)
         verdict = "broken" if causes or unrelated else "above the floor"
     return SideReport(name, verdict, apart, against, causes, unrelated, tried)
 
@@ -131,13 +131,14 @@ def _within(apart: Difference, floor: Difference) -> bool:
     return _mean(apart) <= MEAN_WITHIN * _mean(floor) and apart.p99 <= P99_WITHIN * floor.p99
 
 
-def _correlation(full: Tensor, said: Tensor) -> float:
-    """Spearman's, of the ranks of log-probabilities that are finite on both sides; 1 where there are too few to say."""
+def _is_unrelated(full: Tensor, said: Tensor) -> bool:
+    """Whether log-probabilities that are finite on both sides hardly follow the model's, by Spearman's correlation."""
     used = full.isfinite() & said.isfinite()
-    ranks = torch.stack([_ranks(full[used]), _ranks(said[used])])
-    if used.sum() < 3 or not (ranks.std(1) > 0).all():
-        return 1.0
-    return torch.corrcoef(ranks)[0, 1].item()
+    full, said = full[used], said[used]
+    ranks = torch.stack([_ranks(full), _ranks(said)])
+    if len(full) < 3 or not (ranks.std(1) > 0).all():
+        return False
+    return torch.corrcoef(ranks)[0, 1].item() < UNRELATED and bool((said - full).std() >= full.std())
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -413,6 +413,17 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     assert "64 GPUs would do" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
 
 
+def test_a_search_that_finds_nothing_says_so_and_still_plans_dense_layers_of_an_odd_width(tmp_path: Path) -> None:
+    """GLM-4.5-Air's sizes: its first layer is 10,944 wide, which is no whole number of blocks of 128."""
+    glm = json.loads((EXAMPLES / "models/tiny_glm/config.json").read_text())
+    sizes = {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46}
+    heads = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**glm, **sizes, **heads, "vocab_size": 151552}))
+    plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), assumed, 8)
+    assert not plan.ok and plan.searched and plan.keys is None
+    assert "--fit found no keys with which it fits on 8 GPUs" in page_of(plan)
+
+
 def test_dense_first_layers_that_are_no_whole_blocks_stay_in_bf16(tmp_path: Path) -> None:
     """GLM-4.5-Air's first layer is 10,944 wide."""
     config = json.loads((CONFIGS / "moonlight_16b_a3b/config.json").read_text())
