@@ -11,10 +11,10 @@ import typer
 import typer.core
 
 import fp8rl
-from fp8rl.commands import causes, certifying, checks, models, runs, starting
+from fp8rl.commands import causes, certifying, checks, models, runs
 from fp8rl.numerics.io.reading import at_home
-from fp8rl.rl.run.lifecycle.force import exit_within
 from fp8rl.rl.run.lifecycle.interrupts import end_on_signal
+from fp8rl.rl.run.lifecycle.stopping import exit_within
 from fp8rl.rollout.loopback import reach_loopback
 
 _EXIT_SECONDS = 60.0
@@ -41,7 +41,7 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run": (starting.init, runs.train, runs.demo, runs.submit, runs.report, starting.runs),
+    "Run": (runs.init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
     "Before a run": (checks.doctor, checks.plan, checks.preflight, checks.audit),
     "After a run": (causes.attribute, causes.rescore, models.eval, models.serve),
     "Besides": (certifying.certify, models.convert, causes.study),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import fp8rl.models.architectures as ours
 from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
@@ -17,8 +18,15 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.models.trace import Forward
 from fp8rl.numerics.errors import UserError, shown
-from fp8rl.numerics.io.code import module_of_file
+from fp8rl.numerics.io.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
+
+# What a model is there for in a run: one word for trainer, engines, protocol and manifest.
+
+Role = Literal["policy", "reference", "critic", "teacher", "draft"]
+"""`policy`: it samples and learns. `reference`: it stays what the policy was, and says how far that has moved.
+`critic`: it foresees rewards. `teacher`: another model that scores the policy's answers. `draft`: a small model that
+proposes tokens for the policy; no code of today runs one."""
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""

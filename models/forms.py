@@ -1,8 +1,8 @@
 """The forms of ops: what each reads and writes, and the function with which both sides compute it in exact mode.
 
 Each side has one table, by form, of how its module of a form is called and what is seen of the call:
-`rollout.plugin.forms` and `trainer.step.forms`. An architecture with a form of its own writes the form beside its ops,
-and enters it in both tables where its modules are.
+`rollout.plugin.forms` and `trainer.step.op_trace`. An architecture with a form of its own writes the form beside its
+ops, and enters it in both tables where its modules are.
 """
 
 from __future__ import annotations

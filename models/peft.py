@@ -18,8 +18,7 @@ from fp8rl.models.adapters import WEIGHT, AdapterConfig, matrix
 from fp8rl.models.architecture import Model
 from fp8rl.models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
 from fp8rl.models.stored import FLOAT_DTYPES, check_finite, starting_weights
-from fp8rl.models.storing import write_tensors
-from fp8rl.models.tensor_files import open_tensors
+from fp8rl.models.storing import open_tensors, write_tensors
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.errors import UserError, user_error

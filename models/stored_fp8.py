@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.tensor_files import open_tensors
+from fp8rl.models.storing import open_tensors
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.errors import UserError, user_error
 

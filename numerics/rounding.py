@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from fp8rl.numerics.hashing import GOLDEN, mix, shifted
+from fp8rl.numerics.sampling import GOLDEN, mix, shifted
 from fp8rl.numerics.spec import Scale
 
 _EXPONENT = 0x7F800000

@@ -20,9 +20,8 @@ from fp8rl.rl.run.learning import Lesson
 from fp8rl.rl.run.records import rollout_records, scored_records, throughput, train_metrics
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.trainer.errors import NonFiniteLossError
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
+from fp8rl.trainer.step.result import NonFiniteLossError, PassResult
 
 Row = dict[str, float]
 

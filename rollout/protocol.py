@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from fp8rl.models.roles import Role
+from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.holdings import Holding
 

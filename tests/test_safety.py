@@ -15,13 +15,13 @@ REMOVALS = {
     "models/storing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
     "numerics/io/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
-    "rl/record/run_lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
+    "rl/record/run_dir.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
     "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
     "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
     "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "rl/run/cluster/nodes.py": {"unlink"},  # `.seen-RANDOM`
     "rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
-    "rollout/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
+    "rollout/environments/python.py": {"TemporaryDirectory"},  # where a program runs
     "rollout/server/scratch.py": {
         "mkdtemp",
         "rename",
@@ -81,13 +81,13 @@ CODE = {
     "models/architecture.py": {"import_module"},  # files in models/architectures
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "numerics/io/code.py": {"exec_module"},  # files of Python that a spec names
+    "numerics/io/files.py": {"exec_module"},  # files of Python that a spec names
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/names.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "lab/studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
     "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
-    "trainer/checkpoint/unpickling.py": {"Unpickler"},  # which knows a few classes
+    "trainer/checkpoint/checkpoint.py": {"Unpickler"},  # which knows a few classes
     "trainer/megatron/patches.py": {"import_module"},  # our own modules
 }
 """Each file that could make code of data, by calls that could; what they are given."""

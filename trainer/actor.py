@@ -15,17 +15,17 @@ from torch import Tensor
 
 from fp8rl.models import load_architecture
 from fp8rl.models.adapters import AdapterConfig
-from fp8rl.numerics.backend.environment import BOUNDED_MEMORY
+from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import TrainerConfig
-from fp8rl.trainer.seat import Seat
+from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import Objective
 from fp8rl.trainer.step.result import MovedAside, PassResult, RankPassResult, Scored
 
 if TYPE_CHECKING:
-    from fp8rl.models.roles import Role
+    from fp8rl.models.architecture import Role
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0

@@ -17,14 +17,14 @@ from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.holdings import shards
 from fp8rl.numerics.ops.low_rank import Fused
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.ranks import all_gathered, exhaust
-from fp8rl.numerics.shards import shards
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.modules.adapter import Adapter, initial_a
+from fp8rl.trainer.modules.precision import Adapter, initial_a
 from fp8rl.trainer.modules.weights import beside, matrices, tag_split
 from fp8rl.trainer.weights.hf_weights import HFWeights
 

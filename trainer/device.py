@@ -7,6 +7,9 @@ It is chosen once, and with it what depends on it. After that everything asks `c
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -52,3 +55,25 @@ def collectives(device: torch.device) -> str:
 def has_transformer_engine() -> bool:
     """Whether native mode's layers are TransformerEngine's: it is installed, and there is a GPU. Does not import it."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+# Where one process of a run is put: a rank of the trainer, or an engine.
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place on a node. By itself: this machine, without a GPU, among processes that all are on loopback.
+
+    host: address at which the run's other processes reach one that sits here. environment: of that process.
+    options: Ray's, of its actor.
+    """
+
+    host: str = LOOPBACK
+    environment: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def actor(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Ray's options of the actor that sits here, with more of an environment."""
+        return {**self.options, "runtime_env": {"env_vars": {**(environment or {}), **self.environment}}}

@@ -6,19 +6,92 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
 from fp8rl.models.adapters import AdapterConfig
-from fp8rl.models.roles import Role
+from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.trainer.base import Base
+from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerConfig
-from fp8rl.trainer.critic import Critic
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.inventory import inventory, of_model
-from fp8rl.trainer.room import put_aside, take_back
+from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_tensors
 from fp8rl.trainer.scorer import Scorer
-from fp8rl.trainer.step.result import MovedAside
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.microbatches import MicroBatch
+from fp8rl.trainer.step.reading import Head, Read
+from fp8rl.trainer.step.result import MovedAside, Scored
 from fp8rl.trainer.trainer import Trainer
+
+# One rank of a critic: a model that says what reward is still to come, in place of what token comes next.
+
+
+class Critic(Trainer):
+    """Trains a model with a value head on this rank. Values stand wherever a `Trainer` has log-probabilities: that at t
+    is what is expected, before the token at t is chosen, of what is still to come.
+    """
+
+    def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
+        """The value before each token but the first; a value has no entropy, and draws no tokens."""
+        values = micro.by_row(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
+        return Read(values, torch.zeros_like(values))
+
+    def _is_trained_whole(self, name: str) -> bool:
+        return name.startswith("output_layer.")
+
+    def _finish(self, model: GPTModel) -> None:
+        model.share_embeddings_and_output_weights = False
+        if model.post_process:
+            model.output_layer = ValueHead(model.config, self.layout)
+
+
+class ValueHead(nn.Module):
+    """An FP32 product with one vector that starts at zero, in place of the output projection. Every tensor-parallel
+    rank holds it and takes the whole sequence.
+
+    The vector has the dtype of the other weights, and like them an FP32 master: megatron-core 0.16.1 cannot write
+    checkpoints of an optimizer over weights of two dtypes.
+    """
+
+    def __init__(self, config: TransformerConfig, layout: Layout) -> None:
+        super().__init__()
+        self.config, self.layout = config, layout
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """[S, B, H], or this rank's part of S -> [S, B, 1]."""
+        if self.config.sequence_parallel:
+            # Every rank goes on with the whole, so that each has the whole gradient and takes its own part of it.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.layout.tp_group
+            )
+        # A sum for each token by itself, so that a value does not depend on its batch.
+        return (hidden.float() * self.weight[0].float()).sum(-1, keepdim=True), None
+
+
+# What a policy with adapters was before it learned: its weights, which stay as they are.
+
+
+class WithoutAdapter:
+    """Scores batches with the weights of a policy, without its adapters: a reference without memory of its own."""
+
+    def __init__(self, policy: Trainer) -> None:
+        self._policy = policy
+
+    def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
+        """Score the rows of this rank, as :meth:`trainer.scorer.Scorer.score` does."""
+        with self._policy.without_adapter():
+            return self._policy.score(batch)
+
+    def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
+        """Score them, as :meth:`trainer.scorer.Scorer.score_routed` does."""
+        with self._policy.without_adapter():
+            return self._policy.score_routed(batch)
 
 
 class Roles:
@@ -49,9 +122,9 @@ class Roles:
             UserError: as `Trainer` does.
         """
         self.policy = Trainer(model_path, config, numerics, layout, adapter=adapter, shared_base=shared_base, **options)
-        self.models: dict[Role, Scorer | Base] = {"policy": self.policy}
+        self.models: dict[Role, Scorer | WithoutAdapter] = {"policy": self.policy}
         if reference and adapter is not None:
-            self.models["reference"] = Base(self.policy)
+            self.models["reference"] = WithoutAdapter(self.policy)
         elif reference:
             length = options["max_sequence_length"]
             self.models["reference"] = Scorer(model_path, config, numerics, layout, max_sequence_length=length)
@@ -103,3 +176,25 @@ class Roles:
     def _parts(self) -> checkpoint.Parts:
         trained = {role: model.trained for role, model in self.models.items() if isinstance(model, Trainer)}
         return {"" if role == "policy" else role: part for role, part in trained.items()}
+
+
+# Room that a rank makes on its device while engines sample on it.
+
+
+def put_aside(trainer: Trainer) -> int:
+    """Move masters and moments to the host, and give up the gradients; the bytes that this frees on the device.
+
+    Weights can still be read, sent and saved, tokens scored. Where Megatron has the optimizer on the host already
+    (`trainer.optimizer.offload`), the gradients' are all.
+    """
+    trainer.forget_gradients()
+    here = device.current().type
+    state = (tensor for kind, tensor in optimizer_tensors(trainer) if kind in ("masters", "moments"))
+    return trainer.optimizer.aside.leave(
+        [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(trainer)]
+    )
+
+
+def take_back(trainer: Trainer) -> None:
+    """Undo `put_aside`, but for the gradients."""
+    trainer.optimizer.aside.come_back()

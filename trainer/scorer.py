@@ -15,8 +15,7 @@ from fp8rl.models.adapters import AdapterConfig
 from fp8rl.models.base import Base
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.holdings import give_back
-from fp8rl.numerics.placeholders import NAN, placeholders
+from fp8rl.numerics.holdings import NAN, give_back, placeholders
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerConfig
@@ -28,11 +27,10 @@ from fp8rl.trainer.megatron.model_checks import check_layout, check_packing, che
 from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.head import Head
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import Objective
 from fp8rl.trainer.step.passes import RankPass, run_pass
-from fp8rl.trainer.step.reading import Read, read_logprobs
+from fp8rl.trainer.step.reading import Head, Read, read_logprobs
 from fp8rl.trainer.step.result import Scored
 from fp8rl.trainer.weights import te_weights
 from fp8rl.trainer.weights.hf_weights import HFWeights

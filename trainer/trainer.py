@@ -30,13 +30,12 @@ from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
 from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
-from fp8rl.trainer.errors import NonFiniteLossError
 from fp8rl.trainer.megatron.model_checks import check_router_bias, check_wires
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
-from fp8rl.trainer.step.result import PassResult, RankPassResult
+from fp8rl.trainer.step.result import NonFiniteLossError, PassResult, RankPassResult
 from fp8rl.trainer.step.router_bias import move_biases
 
 

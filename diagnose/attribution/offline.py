@@ -17,7 +17,7 @@ from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.reading import check_path
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.capsule import read_capsule
-from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.guard.gates import Standing
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.environments.config import EnvironmentConfig

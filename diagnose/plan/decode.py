@@ -8,7 +8,7 @@ from fp8rl.diagnose.plan.efficiency import Rates
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.gpus import Gpu
-from fp8rl.weight_sync.served_bytes import weight_bytes
+from fp8rl.weight_sync.quantized import weight_bytes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.weight_sync.delta import changes
+from fp8rl.weight_sync.buckets import changes
 from fp8rl.weight_sync.quantized import served_tensors
 from lab.bench.batch import random_batch
 from lab.bench.measure import Result

@@ -22,8 +22,7 @@ from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.microbatches import plan
-from fp8rl.trainer.step.packing import plan_packed
+from fp8rl.trainer.step.microbatches import plan, plan_packed
 from lab.bench.measure import Result, interleaved, median_ratio
 
 MODEL = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, experts=8, top_k=2, vocab=1024)

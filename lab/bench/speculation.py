@@ -15,11 +15,10 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutConfig, Speculation
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
 from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.speculation import Speculation
 from fp8rl.rollout.types import Decoding, Prompt, SamplingParams, Trajectory
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from lab.bench.measure import Result, median_ratio

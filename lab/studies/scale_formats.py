@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.fake_quantize import fake_quantize_rows
 from fp8rl.numerics.ops.linear import wide_mm
+from fp8rl.numerics.quantize import fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from lab.studies.harness import figures, live

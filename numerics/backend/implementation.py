@@ -86,3 +86,12 @@ def _install(implementation: Implementation) -> None:
         from fp8rl.numerics.kernels.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
 
         dispatch.install(KERNELS)
+
+
+# Environment variables of every process that multiplies: ranks of a trainer, engines.
+
+BOUNDED_MEMORY = {
+    # oneDNN keeps a kernel of about a megabyte for every shape of a product, 1,024 of them if it is not told otherwise,
+    # and experts get another number of tokens in each batch. Making one anew costs nothing that can be measured.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}

@@ -119,13 +119,13 @@ def allow_short_tiles(device: torch.device | str) -> bool:
     """
     if dispatch.installed() is None:
         return False
-    from fp8rl.numerics.kernels.products import heights  # Triton is imported where its kernels run, and nowhere else
+    from fp8rl.numerics.kernels.products import tiles
 
-    heights.allow_short(False)
+    tiles.allow_short(False)
     tall = _of_few_rows(device)
-    heights.allow_short(True)
+    tiles.allow_short(True)
     equal = all(torch.equal(a, b) for a, b in zip(tall, _of_few_rows(device), strict=True))
-    heights.allow_short(equal)
+    tiles.allow_short(equal)
     if not equal:
         logger.warning(
             "numerics: found rows with other bits in tiles of 64 rows than in tiles of 128, expected the same; decode "

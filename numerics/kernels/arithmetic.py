@@ -3,6 +3,7 @@ gets wrong."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -49,3 +50,92 @@ def load(pointers, exists, MASKED: tl.constexpr):
         return tl.load(pointers, mask=exists, other=0)
     else:
         return tl.load(pointers)
+
+
+# Scales and rounding inside kernels: `numerics.rounding`, formula by formula.
+
+GROUP = tl.constexpr(128)
+"""Elements that share a scale along the quantized axis; the edge of a weight's block."""
+
+_LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
+_LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
+# The interpreter casts to FP8 with ties away from zero, loses carries and NaN; the GPU's instruction is what we want.
+_IN_INTERPRETER = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def absolute(x):
+    """|x| with NaN as 0, which leaves NaN out of an amax."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr):
+    """fp8_max / amax by IEEE division, or the power of two below it without one; 1 where amax is 0 or infinite.
+
+    FIXED: a static range in place of amax, or None. WIDE: the input is FP32, not BF16.
+    """
+    if FIXED is not None:
+        amax = tl.where(amax >= 0.0, FIXED, FIXED)
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    usual = (amax != 0.0) & (amax != float("inf"))
+    if POW2:
+        # fp8_max is 1.75 * 2^n, and amax m * 2^e: the exponent is n - e, and one less where m > 1.75, which the sum
+        # carries into e. 2^127 where the division would overflow.
+        EXPONENTS: tl.constexpr = (127 + 15 if E5M2 else 127 + 8) + 127
+        exponent = EXPONENTS - ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)
+        scale = (tl.minimum(exponent, 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(LARGEST, tl.where(usual, amax, LARGEST))
+        scale = tl.where(scale == float("inf"), _LARGEST_FP32 if WIDE else _LARGEST_BF16, scale)
+    return tl.where(usual, scale, 1.0)
+
+
+@triton.jit
+def inverse(scale, POW2: tl.constexpr):
+    """1 / scale by IEEE division, or of a power of two by its exponent; that of 2^127 has no leading bit."""
+    if POW2:
+        return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x400000).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def encode(y, E5M2: tl.constexpr):
+    """FP32 y in FP8: to nearest even, saturating, NaN kept."""
+    if _IN_INTERPRETER:
+        return _encode_in_integers(y, E5M2)
+    else:
+        return y.to(tl.float8e5 if E5M2 else tl.float8e4nv)  # cvt.rn.satfinite
+
+
+@triton.jit
+def _encode_in_integers(y, E5M2: tl.constexpr):
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    SMALLEST: tl.constexpr = -14 if E5M2 else -6
+    BITS: tl.constexpr = 2 if E5M2 else 3
+    magnitude = tl.where(y == y, tl.where(tl.abs(y) > LARGEST, LARGEST, tl.abs(y)), 0.0)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
+    # In units of the grid's step at y; FP32 rounds a sum with 2^23 to whole ones, ties to even.
+    units = magnitude * ((BITS + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    units = ((units + 8388608.0) - 8388608.0).to(tl.int32)
+    # A carry out of the mantissa runs into the exponent, and a number without leading bit has exponent field 0.
+    code = units + ((exponent - SMALLEST) << BITS)
+    code = tl.where(y == y, code, 127) | ((y.to(tl.int32, bitcast=True) >> 24) & 128)
+    return code.to(tl.uint8).to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True)
+
+
+# How tensors must lie in memory for the kernels, which take the stride of rows and no other.
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., C] itself where the C numbers of a row lie side by side, else a copy.
+
+    Others reach an op as gradients: that of a sum is one number with strides of 0.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., C] -> [T, C] with dense rows, a view where the strides allow one."""
+    return dense_rows(x).reshape(-1, x.shape[-1])

@@ -10,13 +10,121 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics import hashing
-from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics import sampling
+from fp8rl.numerics.kernels.arithmetic import dense_rows
+from fp8rl.numerics.ops.draw import EXP2, LEAST, LOG2_E, ONE
 from fp8rl.numerics.sampling import GREEDY
 
+# The lowest logits that top-p, top-k and min-p leave: `numerics.ops.draw` in one launch, without a sort.
+#
+# Whether a row's logits from a value on are enough is a question of two sums, of how many are larger and of what they
+# weigh, and both fall as the value rises. A program looks for the smallest such value among all 2^32 of FP32, 4 bits
+# at a time: each pass over the row's logits answers for 16 values at once. Sums are of whole numbers, so there is no
+# order.
+
+_FLOOR_BLOCK = 1024
+_ONE, _LOG2_E, _LEAST = tl.constexpr(ONE), tl.constexpr(LOG2_E), tl.constexpr(LEAST)
+_EXP2 = tl.constexpr(EXP2)
+_DEGREE = tl.constexpr(len(EXP2) - 1)
+
+
+def support_floors(
+    logits: torch.Tensor, temperatures: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """FP32 [B]: of each row of logits [B, V] the lowest that stays."""
+    logits = dense_rows(logits)
+    floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _floors_kernel[(len(logits),)](
+            *(logits, temperatures.float().contiguous(), top_p.float().contiguous(), top_k.long().contiguous()),
+            *(min_p.float().contiguous(), floors, logits.shape[1], logits.stride(0)),
+            BLOCK=_FLOOR_BLOCK,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+    return floors
+
+
+@triton.jit
+def _floors_kernel(
+    logits_ptr, temperatures_ptr, top_p_ptr, top_k_ptr, min_p_ptr, floors_ptr,
+    vocabulary, stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    one = row + tl.arange(0, 1)
+    logits_ptr += row * stride
+    temperature = tl.load(temperatures_ptr + one)
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((1,), float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        largest = tl.maximum(largest, tl.max(_logits(logits_ptr, start + lane, vocabulary), 0))
+    total = tl.zeros((1,), tl.int64)
+    min_p = tl.load(min_p_ptr + one).to(tl.float64)
+    least = min_p * tl.full((1,), 2.0**_ONE, tl.float64)
+    lightest = tl.zeros((1,), tl.int64) + _key(largest)  # the key of the lowest logit that min-p keeps
+    for start in range(0, vocabulary, BLOCK):
+        x = _logits(logits_ptr, start + lane, vocabulary)
+        weight = _weights(x, largest, temperature)
+        inside = start + lane < vocabulary
+        total += tl.sum(tl.where(inside, weight, 0), 0)
+        kept = inside & (weight.to(tl.float64) >= least)
+        lightest = tl.minimum(lightest, tl.min(tl.where(kept, _key(x), _key(largest)), 0))
+    top_p, top_k = tl.load(top_p_ptr + one), tl.load(top_k_ptr + one)
+    bound = tl.where(top_p >= 1.0, float("inf"), top_p.to(tl.float64) * total.to(tl.float64))
+    top_k = tl.where((top_k < 1) | (top_k > vocabulary), vocabulary, top_k)
+    lowest = tl.full((1,), -(1 << 31), tl.int64)
+    for digit in tl.static_range(8):
+        pivots = lowest + (tl.arange(0, 16) + 1).to(tl.int64) * (1 << (28 - 4 * digit)) - 1
+        larger, heavier = tl.zeros((16,), tl.int64), tl.zeros((16,), tl.int64)
+        for start in range(0, vocabulary, BLOCK):
+            x = _logits(logits_ptr, start + lane, vocabulary)
+            above = (_key(x)[None, :] > pivots[:, None]) & (start + lane < vocabulary)[None, :]
+            larger += tl.sum(above.to(tl.int64), 1)
+            heavier += tl.sum(tl.where(above, _weights(x, largest, temperature)[None, :], 0), 1)
+        many = (larger >= top_k) | (heavier.to(tl.float64) >= bound)
+        lowest += tl.sum(many.to(tl.int64), 0) * (1 << (28 - 4 * digit))
+    lowest = tl.minimum(tl.maximum(lowest, lightest), _key(largest))
+    floor = largest
+    for start in range(0, vocabulary, BLOCK):
+        x = _logits(logits_ptr, start + lane, vocabulary)
+        kept = (start + lane < vocabulary) & (_key(x) >= lowest)
+        floor = tl.minimum(floor, tl.min(tl.where(kept, x, float("inf")), 0))
+    tl.store(floors_ptr + one, floor)
+
+
+@triton.jit
+def _logits(logits_ptr, index, vocabulary):
+    """FP32; -inf in place of a NaN and behind the vocabulary's end."""
+    x = tl.load(logits_ptr + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _key(x):
+    """int64 in the order of FP32 numbers that are no NaN; both zeros have one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _weights(x, largest, temperature):
+    """`numerics.ops.draw.weights` of one row's logits [N]; largest, temperature: FP32 [1]."""
+    temperature = tl.zeros(x.shape, tl.float32) + temperature
+    scaled = tl.div_rn(x, temperature).to(tl.float64)
+    top = tl.div_rn(tl.zeros(x.shape, tl.float32) + largest, temperature).to(tl.float64)
+    exponent = tl.where(x == largest, 0.0, (scaled - top) * tl.full(x.shape, _LOG2_E, tl.float64))
+    exponent = tl.maximum(exponent, tl.full(x.shape, _LEAST, tl.float64))
+    whole = tl.floor(exponent + 0.5)
+    part = exponent - whole
+    power = tl.full(x.shape, _EXP2[_DEGREE], tl.float64)
+    for n in tl.static_range(_DEGREE):
+        power = power * part + tl.full(x.shape, _EXP2[_DEGREE - 1 - n], tl.float64)
+    return (power * tl.full(x.shape, 2.0**_ONE, tl.float64)).to(tl.int64) >> (-whole).to(tl.int64)
+
+
 _BLOCK = 4096
-_GOLDEN, _GREEDY = tl.constexpr(hashing.GOLDEN), tl.constexpr(GREEDY)
-_MIX_0, _MIX_1 = (tl.constexpr(factor) for factor in hashing.MIX)
+_GOLDEN, _GREEDY = tl.constexpr(sampling.GOLDEN), tl.constexpr(GREEDY)
+_MIX_0, _MIX_1 = (tl.constexpr(factor) for factor in sampling.MIX)
 _LARGEST = tl.constexpr(torch.finfo(torch.float64).max)
 
 
@@ -66,7 +174,7 @@ def _draw_kernel(
 
 @triton.jit
 def _mix(x):
-    """`numerics.hashing.mix`; products wrap around."""
+    """`numerics.sampling.mix`; products wrap around."""
     x = (x ^ _shifted(x, 30)) * _MIX_0
     x = (x ^ _shifted(x, 27)) * _MIX_1
     return x ^ _shifted(x, 31)

@@ -8,9 +8,8 @@ from typing import Any
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
-from fp8rl.numerics.kernels.combine import combine
 from fp8rl.numerics.kernels.digest import chunk_sums
-from fp8rl.numerics.kernels.draw import draw
+from fp8rl.numerics.kernels.draw import draw, support_floors
 from fp8rl.numerics.kernels.logprobs import token_logprobs
 from fp8rl.numerics.kernels.norm import add_rms_norm, rms_norm
 from fp8rl.numerics.kernels.products.experts import experts, grouped_linear
@@ -29,8 +28,7 @@ from fp8rl.numerics.kernels.products.low_rank import grouped_low_rank_term, low_
 from fp8rl.numerics.kernels.quantize import quantize, quantize_many
 from fp8rl.numerics.kernels.rope import rope, rope_pairs
 from fp8rl.numerics.kernels.router import route, route_sigmoid, top_experts
-from fp8rl.numerics.kernels.support import support_floors
-from fp8rl.numerics.kernels.swiglu import swiglu
+from fp8rl.numerics.kernels.swiglu import combine, swiglu
 
 _ALL = (
     add_rms_norm, attention, attention_dkv, attention_dq, attention_forward, chunk_sums, combine, draw, experts,

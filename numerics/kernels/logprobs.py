@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: `numerics.ops.logprobs` in one pass over the logits, no softmax in memory.
+"""Log-probabilities of given tokens: `numerics.ops.token_logprobs` in one pass over the logits, no softmax in memory.
 
 The vocabulary is read in blocks, in order, with the online softmax (Milakov and Gimelshein 2018): lane i of the sums
 adds what lies at i in each block, and the lanes are added in pairs at the end. That order is the same for every number
@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.kernels.arithmetic import cast, pairwise_sum
-from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, pairwise_sum
 
 _BLOCK = 4096
 # exp of it is 0, and it has finite multiples where -inf has not; NaN and zero weights stay what they are.

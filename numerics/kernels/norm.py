@@ -11,10 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.kernels.arithmetic import cast, pairwise_sum
-from fp8rl.numerics.kernels.memory import as_rows
+from fp8rl.numerics.kernels.arithmetic import (
+    GROUP,
+    absolute,
+    as_rows,
+    cast,
+    encode,
+    inverse,
+    pairwise_sum,
+    scale_from_amax,
+)
 from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
-from fp8rl.numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 

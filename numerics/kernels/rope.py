@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.kernels.arithmetic import cast
-from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, dense_rows
 from fp8rl.numerics.ops.rope import Yarn, frequencies
 
 _HEADS = 8  # of one program

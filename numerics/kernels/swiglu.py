@@ -8,10 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.kernels.arithmetic import cast
-from fp8rl.numerics.kernels.memory import as_rows
+from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, cast, encode, inverse, scale_from_amax
 from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
-from fp8rl.numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 
@@ -115,3 +113,78 @@ def _backward_kernel(
     at = out_ptr + row * (2 * features) + column
     tl.store(at, cast(dgate, out_ptr.dtype.element_ty), mask=inside)
     tl.store(at + features, cast(dy * gate * sigmoid, out_ptr.dtype.element_ty), mask=inside)
+
+
+# The weighted sum over a token's experts: `numerics.ops.combine`.
+
+_COMBINE_BLOCK = 1024
+
+
+def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`numerics.ops.combine`, without the weighted copies in memory."""
+    return _Combine.apply(outputs, probs, order, dtype)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        (tokens, top_k), hidden = probs.shape, outputs.shape[1]
+        outputs, probs = outputs.contiguous(), probs.contiguous()
+        row_of = torch.empty_like(order)
+        row_of[order] = torch.arange(order.numel(), device=order.device, dtype=order.dtype)
+        ctx.save_for_backward(outputs, probs, row_of)
+        out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
+        if out.numel():
+            _combine_kernel[tokens, triton.cdiv(hidden, _COMBINE_BLOCK)](
+                *(outputs, probs, row_of, out, hidden),
+                TOP_K=top_k,
+                BLOCK=_COMBINE_BLOCK,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        outputs, probs, row_of = ctx.saved_tensors
+        tokens, top_k = probs.shape
+        doutputs, dprobs = torch.empty_like(outputs), torch.empty_like(probs)
+        if doutputs.numel():
+            _combine_backward_kernel[tokens, top_k](
+                *(grads[0].contiguous(), outputs, probs, row_of, doutputs, dprobs, outputs.shape[1], top_k),
+                BLOCK=_COMBINE_BLOCK,
+                num_warps=4,
+            )
+        return doutputs, dprobs, None, None
+
+
+@triton.jit
+def _combine_kernel(outputs_ptr, probs_ptr, row_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        values = tl.load(outputs_ptr + tl.load(row_ptr + pair) * hidden + column, mask=column < hidden, other=0.0)
+        total += values.to(tl.float32) * tl.load(probs_ptr + pair)
+    tl.store(out_ptr + token * hidden + column, cast(total, out_ptr.dtype.element_ty), mask=column < hidden)
+
+
+@triton.jit
+def _combine_backward_kernel(
+    dout_ptr, outputs_ptr, probs_ptr, row_ptr, doutputs_ptr, dprobs_ptr, hidden, top_k, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    pair = token * top_k + tl.program_id(1)
+    row, prob = tl.load(row_ptr + pair), tl.load(probs_ptr + pair)
+    along = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        dout = tl.load(dout_ptr + token * hidden + column, mask=column < hidden, other=0.0).to(tl.float32)
+        values = tl.load(outputs_ptr + row * hidden + column, mask=column < hidden, other=0.0).to(tl.float32)
+        along += dout * values
+        share = cast(dout * prob, doutputs_ptr.dtype.element_ty)
+        tl.store(doutputs_ptr + row * hidden + column, share, mask=column < hidden)
+    tl.store(dprobs_ptr + pair, tl.sum(along, 0))

@@ -13,7 +13,7 @@ from fp8rl.numerics.ops.attention import (
     packed_attention,
     paged_attention,
 )
-from fp8rl.numerics.ops.draw import draw
+from fp8rl.numerics.ops.draw import draw, narrowed, support_floors, token_logprobs
 from fp8rl.numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from fp8rl.numerics.ops.latent import (
     head_linear,
@@ -34,7 +34,6 @@ from fp8rl.numerics.ops.linear import (
     trained_operand,
     weight_operand,
 )
-from fp8rl.numerics.ops.logprobs import token_logprobs
 from fp8rl.numerics.ops.low_rank import (
     Fused,
     LowRank,
@@ -45,11 +44,9 @@ from fp8rl.numerics.ops.low_rank import (
     low_rank_term,
 )
 from fp8rl.numerics.ops.merged import merged, reaching, reaching_term, updates
-from fp8rl.numerics.ops.norm import add_rms_norm, rms_norm
+from fp8rl.numerics.ops.norm import add_rms_norm, rms_norm, swiglu
 from fp8rl.numerics.ops.rope import rope, rope_pairs
 from fp8rl.numerics.ops.router import route, route_sigmoid, top_experts
-from fp8rl.numerics.ops.support import narrowed, support_floors
-from fp8rl.numerics.ops.swiglu import swiglu
 
 __all__ = [
     "ExpertWeights",

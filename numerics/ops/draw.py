@@ -2,12 +2,119 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.hashing import GOLDEN, mix, shifted
-from fp8rl.numerics.sampling import GREEDY
+from fp8rl.numerics.sampling import GOLDEN, GREEDY, mix, shifted
+
+# The tokens that top-p, top-k and min-p leave to be drawn: a function of a row's logits and settings alone.
+
+ONE = 40
+"""The most probable token weighs 2^ONE, and every other a whole number, which is cut. The weights of 2^22 tokens have
+room in an int64, so that their sum is exact in whatever order."""
+EXP2 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(12))
+"""Taylor's coefficients of 2^f; for abs(f) up to a half what is left out is below 2^-46."""
+LOG2_E, LEAST = 1.0 / math.log(2.0), -62.0
+"""Below 2^LEAST of the most probable token all weigh 0."""
+
+_FLOOR_BLOCK = {"cpu": 1 << 18}
+"""Logits at a time: more fall out of a CPU's caches."""
+_ANY_FLOOR_BLOCK = 1 << 25
+
+
+@op
+def support_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit of each row that stays: a token may be drawn if and only if its logit is not below. FP32 [B].
+
+    Tokens stand in the order of their logits, in FP32 and from the largest down. Equal logits stay or go together, so
+    the order of ids does not matter, and there may be more than top-k. A token weighs exp((logit - largest) /
+    temperature), as a whole number of 2^-40: by two FP32 divisions and a polynomial in FP64 (`weights`), which have the
+    same bits on every machine; sums of whole numbers have no order. Each setting looks at the whole distribution, and a
+    token stays if all three keep it:
+
+    - top-p: what weighs before it, all larger logits together, is less than top-p of the whole (both as FP64);
+    - top-k: fewer than top-k logits are larger;
+    - min-p: it weighs at least min-p of the largest.
+
+    The largest logit always stays. A NaN counts as -inf. Where nothing is cut the floor is the row's lowest logit.
+
+    Args:
+        logits: [B, V] of any float dtype. temperatures: float [B].
+        top_p: FP32 [B]; 1 and above is off. top_k: int64 [B]; below 1, or V and above, is off.
+        min_p: FP32 [B]; 0 and below is off.
+    """
+    rows = max(1, _FLOOR_BLOCK.get(logits.device.type, _ANY_FLOOR_BLOCK) // logits.shape[-1])
+    pieces = (values.split(rows) for values in (logits, temperatures, top_p, top_k, min_p))
+    return torch.cat([_floors(*piece) for piece in zip(*pieces, strict=True)])
+
+
+def narrowed(logits: Tensor, floors: Tensor) -> Tensor:
+    """Logits [..., V] with -inf in place of what is below its row's floor [...]; with gradient."""
+    return logits.masked_fill(logits < floors.unsqueeze(-1), -torch.inf)
+
+
+def weights(logits: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
+    """int64 [B, V] of FP32 logits [B, V], none NaN; largest, temperatures: FP32 [B, 1]."""
+    scaled, top = (logits / temperatures).double(), (largest / temperatures).double()
+    exponent = torch.where(logits == largest, 0.0, (scaled - top) * LOG2_E).clamp_(min=LEAST)
+    whole = (exponent + 0.5).floor()
+    part = exponent - whole
+    power = torch.full_like(part, EXP2[-1])
+    for coefficient in reversed(EXP2[:-1]):
+        power = power * part + coefficient
+    return (power * 2.0**ONE).long() >> -whole.long()
+
+
+def _floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    vocabulary = logits.shape[-1]
+    values = logits.float().masked_fill(logits.isnan(), -torch.inf).sort(dim=-1, descending=True).values
+    weight = weights(values, values[:, :1], temperatures.float().unsqueeze(-1))
+    before = weight.cumsum(-1) - weight  # of the first of equal logits, what all larger ones weigh
+    bound = top_p.double() * weight.sum(-1).double()
+    by_p = torch.where(top_p >= 1, vocabulary, (before.double() < bound.unsqueeze(-1)).sum(-1))
+    by_k = torch.where((top_k < 1) | (top_k > vocabulary), vocabulary, top_k)
+    least = (min_p.double() * 2.0**ONE).unsqueeze(-1)
+    by_m = (weight.double() >= least).long().cummin(-1).values.sum(-1)
+    count = torch.minimum(torch.minimum(by_p, by_k), by_m).clamp(min=1)
+    return values.gather(-1, count.unsqueeze(-1) - 1).squeeze(-1)
+
+
+# Log-probabilities of given tokens.
+
+
+@op
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
+
+    logits [..., V] of any float dtype, tokens int64 [...], temperature a number or a tensor [...], one of each row.
+    Everything in FP32: one division, then log_softmax over the whole vocabulary in one reduction. A token of logit -inf
+    adds 0 to the entropy and to its gradient. Returns FP32 [...] twice, both with gradient; that of the entropy costs
+    nothing, in memory or in bits, where nobody asks for it.
+    """
+    divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).unsqueeze(-1)
+    logps = (logits.float() / divisor).log_softmax(-1)
+    return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), _Entropy.apply(logps)
+
+
+class _Entropy(torch.autograd.Function):
+    """-Σ p log p over the last axis, of log p [..., V]. It keeps log p alone, which the softmax keeps anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logps)
+        return -(logps.exp() * logps.masked_fill(logps == -torch.inf, 0.0)).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (logps,) = ctx.saved_tensors
+        return -logps.exp() * (logps.masked_fill(logps == -torch.inf, 0.0) + 1.0) * grads[0].unsqueeze(-1)
+
 
 _BLOCK = {"cpu": 1 << 18}
 """Logits at a time: more fall out of a CPU's caches."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
+from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 _CALL = 1 << 22  # multiplications in the time of a call of the matrix library

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.ops.norm import rms_norm
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, fake_quantize_rows, quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 Backward = Literal["fp8", "bf16"]

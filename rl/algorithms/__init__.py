@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from pydantic import ConfigDict, PlainValidator, SerializeAsAny, ValidationInfo
 
 from fp8rl.numerics.errors import user_error
-from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rl.algorithms.users import KEY, users_algorithm
+from fp8rl.rl.algorithms.base import KEY, AlgorithmConfig, users_algorithm
 
 
 def _algorithms() -> dict[str, type[AlgorithmConfig]]:

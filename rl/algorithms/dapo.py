@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fp8rl.rl.algorithms.grpo import GroupRelative
-from fp8rl.rl.algorithms.parts.overlong import OverlongConfig
+from fp8rl.rl.algorithms.parts.surrogates import OverlongConfig
 
 
 class Dapo(GroupRelative):

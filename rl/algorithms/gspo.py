@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fp8rl.rl.algorithms.grpo import GroupRelative
-from fp8rl.rl.algorithms.parts.aggregation import Mode
-from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, sequence_ratio
+from fp8rl.rl.algorithms.parts.surrogates import Mode, Surrogate, clipped, sequence_ratio
 
 WIDE_CLIP = 0.01
 """A sequence's ratio, a geometric mean, stays within some 1e-3 of 1: such a clip would never act."""

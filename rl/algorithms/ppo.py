@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
-from fp8rl.rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
+from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.config import RateConfig, TrainerConfig
 from fp8rl.trainer.step.batch import TokenBatch

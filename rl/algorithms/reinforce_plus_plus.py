@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.gae import to_go
+from fp8rl.rl.algorithms.parts.advantages import to_go
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.step.batch import TokenBatch
 

@@ -19,7 +19,7 @@ from fp8rl.numerics.io.reading import at_home, check_path, read_text
 from fp8rl.numerics.io.section import Section
 from fp8rl.numerics.io.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.layers import Say, merged
+from fp8rl.rl.experiment.members import Say, merged
 from fp8rl.rl.experiment.plain_yaml import parse_override, parse_yaml
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.named_functions import check_importable

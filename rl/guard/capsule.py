@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors.torch import save_file
 
 from fp8rl.models.adapters import AdapterConfig
-from fp8rl.models.tensor_files import open_tensors
+from fp8rl.models.storing import open_tensors
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.files import new_directory
@@ -31,8 +31,7 @@ from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.evidence import Evidence
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.written import CAPSULE
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.support import Supports
+from fp8rl.trainer.step.batch import Supports, TokenBatch
 from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig
 from fp8rl.rl.experiment.gates import GateSection, GuardSection
-from fp8rl.rl.guard.gates import Firing, Gates
-from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.guard.gates import Firing, Gates, Standing
 from fp8rl.rl.record.events import Event
 
 

@@ -20,7 +20,7 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.references import references
+from fp8rl.rl.report.page import references
 from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
 
 

@@ -13,9 +13,8 @@ from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from fp8rl.rl.run.records import train_metrics
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.trainer.errors import NonFiniteLossError
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult, Scored
+from fp8rl.trainer.step.result import NonFiniteLossError, PassResult, Scored
 
 
 @dataclass(frozen=True)

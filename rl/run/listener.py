@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fp8rl.rl.run.engines.pool import EnginePool
-from fp8rl.rl.run.feed.failures import Failures
+from fp8rl.rl.run.feed.judging import Failures
 
 Tell = Callable[[str, int, str], None]
 """Takes note of what was mended: the metric that counts it, how many there were, and in words."""

@@ -16,11 +16,10 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.gates import Standing
 from fp8rl.rl.guard.judge import Verdict
-from fp8rl.rl.guard.standing import Standing
 from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import Event, append_event, cut_events
-from fp8rl.rl.record.log import CONSOLE, run_log
+from fp8rl.rl.record.events import CONSOLE, Event, append_event, cut_events, run_log
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import TRACKERS, Tracked

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.engines.pool import EnginePool
 from fp8rl.rl.run.feed.conversations import Conversations
-from fp8rl.rl.run.feed.failures import Failures
-from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.judging import Failures, Judge, JudgedAnswer
 from fp8rl.rl.run.listener import STALE_RESYNCS, Listener
 from fp8rl.rl.run.syncing import Syncing
 from fp8rl.rl.run.turns import Turns

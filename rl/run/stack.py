@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.here import with_own_cache
+from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.seats import Seats
@@ -25,10 +25,9 @@ from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.listener import Listener
-from fp8rl.rl.run.room import SharedRoom
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import Side, Turns
+from fp8rl.rl.run.turns import SharedRoom, Side, Turns
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.parsing import parse_json
-from fp8rl.numerics.io.reading import check_path, check_regular, open_regular, reason
+from fp8rl.numerics.io.reading import check_path, check_regular, open_regular, parse_json, reason
 from fp8rl.numerics.io.section import RELATIVE
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ the trainer scores exactly what was sampled, and the engine finds each prefix in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl.numerics.sampling import branch_seed
 from fp8rl.rollout.chat import continuation_ids, opening_ids, prompt_ids
@@ -261,3 +261,23 @@ class Conversation:
         if len(ids) != 1:
             raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
         return ids[0]
+
+
+# A trajectory as text: who said what.
+
+Said = tuple[Literal["model", "environment"], str]
+
+
+def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Said]:
+    """Each turn after the prompt, in order, without the end of turn that ends the answer."""
+    return [(by, tokenizer.decode(ids)) for by, ids in _spans(trajectory)]
+
+
+def _spans(trajectory: Trajectory) -> Iterator[tuple[Literal["model", "environment"], list[int]]]:
+    ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
+    at = 0
+    for first, after in trajectory.told:
+        yield "model", ids[at:first]
+        yield "environment", ids[first:after]
+        at = after
+    yield "model", ids[at:]

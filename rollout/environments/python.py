@@ -2,8 +2,59 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8rl.rollout.deadlines import end_process, within
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.sandbox import run_python
+
+# Python code of a model, run in a process that has no network, little memory and little time.
+#
+# It is meant for code that goes wrong, not for an attacker: it can read what the user of the run can read.
+
+LONGEST_OUTPUT = 4096
+"""Characters of its output that are kept."""
+_WARDEN = Path(__file__).with_name("warden.py")
+_START_SECONDS = 20.0
+"""Seconds in which the interpreter starts on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of code. text: its output, or why there is none. ok: it ended by itself, without an error."""
+
+    text: str
+    ok: bool
+
+
+async def run_python(code: str, *, timeout_s: float = 5.0, memory_mib: int = 512) -> Ran:
+    """Run code in a process of its own, in an empty folder, and end it with all that it has started.
+
+    Raises RuntimeError: this machine cannot take the network away from a process.
+    """
+    request = json.dumps(
+        {"code": code, "timeout_s": timeout_s, "memory": memory_mib * 2**20, "longest": LONGEST_OUTPUT}
+    )
+    with tempfile.TemporaryDirectory(prefix="fp8rl-python-") as folder:
+        warden = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_WARDEN)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=folder,
+        )
+        try:
+            reply, error = await within(timeout_s + _START_SECONDS, warden.communicate(request.encode()))
+        finally:
+            await end_process(warden)  # which ends what it has started
+    if warden.returncode:
+        raise RuntimeError(f"the process for Python code has failed: {error.decode(errors='replace').strip()}")
+    return Ran(**json.loads(reply))
+
 
 FENCE, LANGUAGE = "```", "python"
 

@@ -24,8 +24,8 @@ def register() -> None:
     from fp8rl.models import load_architecture
     from fp8rl.models.adapters import AdapterConfig
     from fp8rl.numerics.config import NumericsConfig
+    from fp8rl.rollout.config import Speculation
     from fp8rl.rollout.plugin import hooks, speculation, state
-    from fp8rl.rollout.speculation import Speculation
 
     config = json.loads(text)
     if (architecture := config.get("architecture")) is not None:

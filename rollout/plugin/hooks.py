@@ -17,7 +17,7 @@ from fp8rl.models import forms
 from fp8rl.models.forms import OpForm
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.rollout.plugin import latent, lifecycle, logprobs, native, ops, pausing, sampling, sleeping
+from fp8rl.rollout.plugin import latent, lifecycle, native, ops, sampling, sleeping
 from fp8rl.rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
@@ -115,14 +115,14 @@ _EXACT_OPS: tuple[Hook, ...] = (
     Hook(
         "layers.sampler.Sampler.forward",
         "around",
-        logprobs.of_samples,
+        sampling.of_samples,
         "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
         (forms.LOGPROBS,),
     ),
     Hook(
         "layers.logprob_processor.InputLogprobProcessor.forward",
         "around",
-        logprobs.of_prompts,
+        sampling.of_prompts,
         "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
         "skip_chunking_for_dp_attn",
     ),
@@ -260,8 +260,8 @@ _EVERY_MODE: tuple[Hook, ...] = (
         "action allow_quant_error",
     ),
     # pauses
-    Hook("managers.scheduler.Scheduler.flush_cache", "around", pausing.flush_cache, "empty_cache"),
-    Hook("managers.scheduler.Scheduler.process_input_requests", "after", pausing.process_input_requests, "recv_reqs"),
+    Hook("managers.scheduler.Scheduler.flush_cache", "around", sleeping.flush_cache, "empty_cache"),
+    Hook("managers.scheduler.Scheduler.process_input_requests", "after", sleeping.process_input_requests, "recv_reqs"),
     # sleep
     Hook(_MEMORY + "release_memory_occupation", "around", sleeping.release, "recv_req"),
     Hook(_MEMORY + "resume_memory_occupation", "around", sleeping.resume, "recv_req"),

@@ -93,3 +93,115 @@ def draw_from_probabilities(
 def _drawn(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """`ops.draw`, of answers that are known beforehand (`canary_seed`) at an infinite temperature."""
     return ops.draw(logits, temperatures.masked_fill(seeds < GREEDY, torch.inf), seeds, positions)
+
+
+# Log-probabilities by the trainer's op, in SGLang's sampler and its scorer of prompts.
+
+NEVER = -9999.0
+"""The log-probability of a token that cannot be drawn, as OpenAI writes it: JSON has no infinity."""
+
+
+def of_samples(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    logits_output: Any,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[list[int] | None],
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them.
+
+    All are of the distribution that is drawn from, without what top-p, top-k and min-p leave out.
+    """
+    logits = narrowed(logits_output.next_token_logits, sampling_info)
+    tokens = draw_from_logits(logits, sampling_info, positions)
+    if not return_logprob:
+        return tokens.to(torch.int32)
+    temperatures = sampling_info.temperatures.reshape(-1)
+    logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens, temperatures)[0]
+    if any(wanted := sampling_info.return_sampling_masks or []):
+        logits_output.next_token_sampling_mask_idx = supports(logits, wanted)
+        logits_output.next_token_sampling_logprobs = logits_output.next_token_logprobs.tolist()
+    if any(top_logprobs_nums):
+        values, ids = _most_probable(logits, temperatures, max(top_logprobs_nums))
+        values = values.clamp(min=NEVER)
+        logits_output.next_token_top_logprobs_val = [row[:k] for row, k in zip(values, top_logprobs_nums)]
+        logits_output.next_token_top_logprobs_idx = [row[:k] for row, k in zip(ids, top_logprobs_nums)]
+    if any(token_ids_logprobs):
+        wanted = [ids or [] for ids in token_ids_logprobs]
+        rows = torch.tensor([row for row, ids in enumerate(wanted) for _ in ids], device=logits.device)
+        others = torch.tensor([token for ids in wanted for token in ids], device=logits.device)
+        found = ops.token_logprobs(logits[rows], others, temperatures[rows])[0].clamp(min=NEVER)
+        logits_output.next_token_token_ids_logprobs_val = list(found.split([len(ids) for ids in wanted]))
+        logits_output.next_token_token_ids_logprobs_idx = wanted
+    return tokens.to(torch.int32)
+
+
+def of_prompts(
+    original: Callable[..., Any],
+    self: Any,
+    pruned_states: torch.Tensor,
+    sample_indices: torch.Tensor,
+    input_logprob_indices: torch.Tensor,
+    token_to_seq_idx: list[int],
+    lm_head: Any,
+    get_logits_fn: Callable[..., torch.Tensor],
+    logits_metadata: Any,
+    skip_chunking_for_dp_attn: bool = False,
+) -> Any:
+    """`InputLogprobProcessor.forward`: log-probabilities of given tokens, at temperature 1, from logits [rows, V].
+
+    input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
+    """
+    found: list[torch.Tensor] = []
+    likely: list[tuple[list[Any], list[Any]]] = []  # of each row, log-probabilities and ids
+    most = max(logits_metadata.top_logprobs_nums) if logits_metadata.extend_return_top_logprob else 0
+    seen = 0
+
+    def get_logits(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal seen
+        logits = get_logits_fn(states, *args, **kwargs)
+        here = (input_logprob_indices >= seen) & (input_logprob_indices < seen + len(states))
+        tokens = logits_metadata.extend_input_logprob_token_ids_gpu[here].long()
+        rows = logits[input_logprob_indices[here] - seen]
+        found.append(ops.token_logprobs(rows, tokens, 1.0)[0])
+        if most:
+            values, ids = _most_probable(rows, 1.0, most)
+            likely.extend(zip(values.tolist(), ids.tolist()))
+        seen += len(states)
+        return logits
+
+    result, sampled_logits = original(
+        self,
+        pruned_states,
+        sample_indices,
+        input_logprob_indices,
+        token_to_seq_idx,
+        lm_head,
+        get_logits,
+        logits_metadata,
+        skip_chunking_for_dp_attn,
+    )
+    result.token_logprobs = torch.cat(found)
+    if most:
+        left = iter(likely)
+        of_requests = [
+            [[each[:k] for each in next(left)] for _ in range(rows)]
+            for k, rows in zip(logits_metadata.top_logprobs_nums, logits_metadata.extend_logprob_pruned_lens_cpu)
+        ]
+        result.top_logprobs_val = [[values for values, _ in rows] for rows in of_requests]
+        result.top_logprobs_idx = [[ids for _, ids in rows] for rows in of_requests]
+    return result, sampled_logits
+
+
+def _most_probable(
+    logits: torch.Tensor, temperatures: float | torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities and the ids of the `count` most probable tokens of each row of logits [B, V]: [B, count].
+
+    The op is asked once for each, so that a token has the same bits here as where it is drawn or given.
+    """
+    ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+    return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids

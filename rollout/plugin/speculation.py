@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8rl.rollout.config import Speculation
 from fp8rl.rollout.plugin import ranks
 from fp8rl.rollout.plugin.drafts import CONTEXT, Drafts, Ints, Price
 from fp8rl.rollout.plugin.state import state
-from fp8rl.rollout.speculation import Speculation
 
 NAME = "FP8RL"
 """What SGLang's command line calls the algorithm."""

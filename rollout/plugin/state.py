@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fp8rl.models.adapters import AdapterConfig
-from fp8rl.models.roles import Role
+from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.io.code import code_digest
+from fp8rl.numerics.io.files import code_digest
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 

@@ -20,9 +20,8 @@ from fp8rl.models.tensors import WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import Frozen
-from fp8rl.numerics.holdings import tensors_in
+from fp8rl.numerics.holdings import own_memory, tensors_in
 from fp8rl.numerics.ops import LowRank
-from fp8rl.numerics.placeholders import own_memory
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin import adapters

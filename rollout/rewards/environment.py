@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from fp8rl.rollout.returned import ReturnError
+from fp8rl.rollout.named_functions import ReturnError
 
 
 def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.numerics.errors import user_error
-from fp8rl.rollout.named_functions import named_object, signature_of
-from fp8rl.rollout.returned import Numbers, ReturnError, brief, named_numbers
+from fp8rl.rollout.named_functions import Numbers, ReturnError, brief, named_numbers, named_object, signature_of
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.config import RewardConfig
 

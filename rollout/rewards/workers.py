@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from fp8rl.rollout.returned import Numbers
+from fp8rl.rollout.named_functions import Numbers
 from fp8rl.rollout.rewards.config import RewardConfig
 
 START_SECONDS = 120.0

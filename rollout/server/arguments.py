@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from fp8rl.numerics.backend.environment import BOUNDED_MEMORY
+from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import Mode
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutConfig, Speculation, check_drafts
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
-from fp8rl.rollout.speculation import Speculation, check_drafts
 from fp8rl.rollout.types import IDLE_S, LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")

@@ -27,7 +27,7 @@ from typing import Any
 from setproctitle import setproctitle
 
 from fp8rl.rollout.server import public
-from fp8rl.rollout.server.idle import limit_headers
+from fp8rl.rollout.server.public import limit_headers
 from fp8rl.rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5

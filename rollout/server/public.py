@@ -6,6 +6,7 @@ unknown model, settings that are not served, and numbers that would end the engi
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import json
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from fp8rl.numerics.io.parsing import parse_json
+from fp8rl.numerics.io.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rollout.chat import end_ids, read_arguments, template_arguments
 from fp8rl.rollout.lengths import fewest_tokens, text_size
@@ -338,3 +339,39 @@ HOOKS = (
     Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),
     Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
 )
+
+# A time limit for the headers of a request, which uvicorn 0.54 has not: who opens a connection and sends nothing, or a
+# byte now and then, would hold it for ever.
+
+HEADERS_S = 30.0
+"""Seconds that a connection may be open without a request, and between an answer and the next request."""
+
+
+def limit_headers(seconds: float = HEADERS_S) -> None:
+    """Have the HTTP servers of this process that start from now on close such connections."""
+    from uvicorn.protocols.http import auto
+
+    auto.AutoHTTPProtocol = limited(auto.AutoHTTPProtocol, seconds)
+
+
+def limited(protocol: type[Any], seconds: float) -> type[Any]:
+    """Return uvicorn's HTTP protocol with the limit. Its `cycle` is the last request whose headers were whole."""
+
+    class Limited(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._look_later()
+
+        def _look_later(self) -> None:
+            asyncio.get_running_loop().call_later(seconds, self._look, self.cycle)
+
+        def _look(self, before: Any) -> None:
+            """Close the connection if it has had no request since the last look."""
+            if self.transport.is_closing():
+                return
+            if self.cycle is before and (before is None or before.response_complete):
+                self.transport.close()
+            else:
+                self._look_later()
+
+    return Limited

@@ -26,7 +26,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.guard.gates import Standing
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.definitions import SIZES

@@ -33,7 +33,7 @@ from fp8rl.rl.record.metrics import describe
 from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerConfig
-from fp8rl.weight_sync.served_bytes import served_bytes
+from fp8rl.weight_sync.quantized import served_bytes
 from tests.support.cli_runs import FP8RL, SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks

@@ -27,7 +27,7 @@ from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.feed.feed import SampledFeed, Work
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.lifecycle.ending import finish
+from fp8rl.rl.run.lifecycle.attempts import finish
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.server.client import EngineClient

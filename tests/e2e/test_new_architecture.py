@@ -43,7 +43,7 @@ GATES = "model.layers.{}.self_attn.head_gates.weight"
 
 @pytest.fixture(scope="module", autouse=True)
 def known() -> Iterator[None]:
-    from fp8rl.trainer.megatron.mapping import MAPPINGS
+    from fp8rl.trainer.megatron.config import MAPPINGS
     from tests.support.made_up.megatron import MAPPING
 
     with pytest.MonkeyPatch.context() as patch:

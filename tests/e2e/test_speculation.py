@@ -9,7 +9,7 @@ import pytest
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.speculation import Speculation
+from fp8rl.rollout.config import Speculation
 from fp8rl.rollout.types import Decoding, SamplingParams, Trajectory
 from fp8rl.trainer.step.batch import UNKNOWN
 from tests.support.rig import NEW_TOKENS, Pipeline, Rig, Setup, differences, prompts

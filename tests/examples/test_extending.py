@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import load_experiment, parse_experiment
-from fp8rl.rl.experiment.preconditions.algorithm import check_algorithm
 from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.model import check_algorithm
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rollout.environments.functions import load_environment

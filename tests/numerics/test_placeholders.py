@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8rl.numerics.placeholders import NAN, ZEROS, own_memory, placeholders
+from fp8rl.numerics.holdings import NAN, ZEROS, own_memory, placeholders
 
 
 class Layer(nn.Module):

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.quantize import fake_quantize, fake_quantize_columns, fake_quantize_rows, quantize
 from fp8rl.numerics.rounding import round_to_grid
 from fp8rl.numerics.spec import TensorSpec
 
@@ -272,7 +271,7 @@ import math
 import torch
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.digest import tensor_digest
-from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
 def results():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.numerics.shards import shards
+from fp8rl.numerics.holdings import shards
 
 LIMIT = 100
 

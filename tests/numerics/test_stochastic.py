@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.quantize import fake_quantize, fake_quantize_columns, fake_quantize_rows, quantize
 from fp8rl.numerics.rounding import round_stochastically
 from fp8rl.numerics.spec import TensorSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.guard.gates import Standing
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints
 from fp8rl.rl.run.feed.ahead import FeedState

@@ -96,7 +96,7 @@ def scores_beside(
     run: Path, adapted: list[dict[str, Any]], bare: list[dict[str, Any]], layout: Layout, config: TrainerConfig
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The same of a run of adapters: of one list of answers with its last adapters, of another without them."""
-    from fp8rl.trainer.base import Base
+    from fp8rl.trainer.roles import Base
 
     experiment = read_resolved(run / "spec.yaml")
     assert experiment.adapter is not None

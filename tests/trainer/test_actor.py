@@ -95,7 +95,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(two_ranks: 
 
 
 def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:
-    from fp8rl.trainer.errors import NonFiniteLossError
+    from fp8rl.trainer.step.result import NonFiniteLossError
 
     batch = random_batch()
     version, before = two_ranks.weight_version, two_ranks.score(batch)

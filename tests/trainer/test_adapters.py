@@ -18,10 +18,10 @@ from fp8rl.models.adapters import AdapterConfig
 from fp8rl.models.peft import base_digest
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.base import Base
 from fp8rl.trainer.inventory import inventory
-from fp8rl.trainer.modules.adapter import Adapter
+from fp8rl.trainer.modules.precision import Adapter
 from fp8rl.trainer.modules.weights import is_adapter, named_weights
+from fp8rl.trainer.roles import WithoutAdapter
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.base import write_base
 from tests.support.batches import cross_entropy, random_batch
@@ -248,7 +248,7 @@ def test_without_its_adapter_a_policy_is_its_base(path: Path, make_trainer: Make
         policy = make_trainer(path, "fp8", adapter=AdapterConfig(mode=mode))
         spread(policy)
         learned = policy.score(batch)[1]
-        assert torch.equal(Base(policy).score(batch)[1], before)
+        assert torch.equal(WithoutAdapter(policy).score(batch)[1], before)
         assert torch.equal(policy.score(batch)[1], learned) and not torch.equal(learned, before)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8rl.trainer.inventory import buffers, optimizer_state
-from fp8rl.trainer.room import put_aside, take_back
+from fp8rl.trainer.roles import put_aside, take_back
 from fp8rl.trainer.trainer import Trainer
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held

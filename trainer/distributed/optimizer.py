@@ -22,8 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed import wires
-from fp8rl.trainer.distributed.aside import Aside
-from fp8rl.trainer.distributed.gathering import GatheredInPieces
+from fp8rl.trainer.distributed.gathering import Aside, GatheredInPieces
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.megatron.optimizer_memory import lower_optimizer
 from fp8rl.trainer.megatron.patches import CUDA_TYPES, applied, become

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import Mode
 from fp8rl.trainer.config import Recompute, TrainerConfig
 from fp8rl.trainer.megatron.lowering import Lowering
-from fp8rl.trainer.megatron.mapping import MegatronMapping
+from fp8rl.trainer.modules import layer as parts
+from fp8rl.trainer.modules.layer import Fields, Layer, Router
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
@@ -128,3 +131,27 @@ def _latent(sizes: ModelSizes) -> dict[str, Any]:
         "v_head_dim": latent.value_dim,
         "rotary_base": sizes.rope_theta,
     }
+
+
+# What Megatron's GPTModel has to be told of an architecture beside the sizes of a model.
+
+
+@dataclass(frozen=True)
+class MegatronMapping:
+    """One architecture in Megatron: the parts of its layers, and what else TransformerConfig is to say.
+
+    Attributes:
+        attention, mlp: make their fields of a layer, a norm before it among them, in one numerics mode as in the other.
+        router: makes what `mlp` puts in front of routed experts.
+        config: further keywords of TransformerConfig.
+    """
+
+    attention: Callable[[Layer], Fields] = parts.attention
+    mlp: Callable[[Layer, Router], Fields] = parts.mlp
+    router: Callable[[Layer], ModuleSpec] = parts.router
+    config: Callable[[ModelSizes], dict[str, Any]] = lambda sizes: {}
+
+
+USUAL = MegatronMapping()
+MAPPINGS: dict[str, MegatronMapping] = {}
+"""The mappings of architectures that Megatron has to be told more of than their sizes say, by name."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -15,17 +18,16 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
 from fp8rl.models import Model
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches, te_runtime
-from fp8rl.trainer.megatron.config import transformer_config
+from fp8rl.trainer.megatron.config import MAPPINGS, USUAL, MegatronMapping, transformer_config
 from fp8rl.trainer.megatron.lowering import Lowering
-from fp8rl.trainer.megatron.mapping import MAPPINGS, USUAL, MegatronMapping
 from fp8rl.trainer.modules import exact, native
-from fp8rl.trainer.modules.embedding import Embedding
 from fp8rl.trainer.modules.layer import Layer, LayerModules
 from fp8rl.trainer.modules.precision import LayerPrecision, Precision
 from fp8rl.trainer.modules.weights import tag_split
@@ -103,3 +105,51 @@ def _finish_ends(model: GPTModel) -> None:
         tag_split(model.embedding.word_embeddings.weight, 0)
     if model.post_process and model.output_layer.weight is not None:
         tag_split(model.output_layer.weight, 0)
+
+
+# The token embedding of both modes.
+
+
+class Embedding(VocabParallelEmbedding):
+    """The token embedding, with its gradient summed in FP32.
+
+    torch's CPU kernel sums a token's BF16 gradients in BF16, which loses most of a frequent token's gradient.
+    """
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """[B, S] -> [B, S, H], or [S / tp, B, H] with sequence parallelism"""
+        with torch.no_grad():
+            looked_up = super().forward(input_)
+        return _EmbeddingGradient.apply(looked_up, self.weight, input_, self)
+
+
+class _EmbeddingGradient(torch.autograd.Function):
+    """Passes the embeddings through and gives their gradient to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, looked_up: Tensor, weight: Tensor, tokens: Tensor, layer: Embedding) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.layer = layer
+        ctx.weight = weight
+        return looked_up.view_as(looked_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        layer, weight = ctx.layer, ctx.weight
+        if layer.reduce_scatter_embeddings:
+            grad = gather_from_sequence_parallel_region(grad, tensor_parallel_output_grad=False, group=layer.tp_group)
+            tokens = tokens.t()
+        tokens, grad = tokens.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        if layer.tp_group.size() > 1:
+            mine = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
+            tokens, grad = tokens[mine] - layer.vocab_start_index, grad[mine]
+        total = _sum_by_index(grad, tokens, len(weight))
+        return None, total.to(weight.dtype), None, None
+
+
+def _sum_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """The sum of the rows of each index, in their order, in FP32: [T, H] -> [count, H]. Atomics would have no order."""
+    ordered = rows[index.argsort(stable=True)].float()
+    counts = index.bincount(minlength=count)
+    return torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0.0, unsafe=True)

@@ -67,8 +67,8 @@ def _ours(module: str, name: str) -> Callable[[Any], Any]:
 
 
 def _unpickling(name: str) -> Callable[[Any], Any]:
-    """A function in trainer/checkpoint/unpickling.py, which imports Megatron too."""
-    return lambda replaced: getattr(importlib.import_module("fp8rl.trainer.checkpoint.unpickling"), name)
+    """A function in trainer/checkpoint/checkpoint.py, which imports Megatron too."""
+    return lambda replaced: getattr(importlib.import_module("fp8rl.trainer.checkpoint.checkpoint"), name)
 
 
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
@@ -147,7 +147,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"{_CORE}transformer.moe.token_dispatcher.{name}",
             parameters,
-            _ours("permutation", name),
+            _ours("exact.experts", name),
             "everywhere",
             why,
         )
@@ -163,7 +163,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _CORE + "transformer.moe.moe_utils.group_limited_topk",
         "scores topk num_tokens num_experts num_groups group_topk",
-        _ours("native.router", "best_of_groups"),
+        _ours("native.provider", "best_of_groups"),
         "everywhere",
         "it scores a group by its topk // group_topk best experts (moe_utils.py:554), models by their two best",
     ),
@@ -240,7 +240,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         _CORE + "tensor_parallel.layers.VocabParallelEmbedding.forward",
         "input_",
-        "fp8rl.trainer.modules.embedding.Embedding",
+        "fp8rl.trainer.megatron.model.Embedding",
         "a token's gradients are added in FP32; GPTModel names the class itself",
     ),
     *(
@@ -253,8 +253,8 @@ OVERRIDES: tuple[Override, ...] = (
         for base, ours in (
             ("ColumnParallelLinear", "exact.linear.ColumnLinear"),
             ("ColumnParallelLinear", "exact.linear.OutputLinear"),  # GPTModel names the class itself
-            ("ColumnParallelLinear", "native.linear.ColumnLinear"),
-            ("RowParallelLinear", "native.linear.RowLinear"),
+            ("ColumnParallelLinear", "native.provider.ColumnLinear"),
+            ("RowParallelLinear", "native.provider.RowLinear"),
         )
     ),
     Override(

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer import ModuleSpec
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -14,11 +16,36 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from torch import nn
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.trainer.modules.heads_norm import HeadsNorm
 from fp8rl.trainer.modules.precision import LayerPrecision
+
+# A norm over all heads of a token together, in one numerics mode as in the other.
+
+
+class HeadsNorm(nn.Module):
+    """Norms queries or keys over the width of all heads (OLMoE), where Megatron would norm each head.
+
+    The ranks of tensor parallelism gather their heads for it, so that the bits do not depend on the layout. Each has
+    the whole weight and the gradient of its own heads' part, which Megatron adds up over them.
+
+    norm: the class of a norm over the last axis. heads: of the whole model. hidden_size: of one head.
+    """
+
+    def __init__(
+        self, *, norm: type[nn.Module], heads: int, config: TransformerConfig, hidden_size: int, eps: float
+    ) -> None:
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=heads * hidden_size, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, heads of this rank, D] -> the same"""
+        group = get_tensor_model_parallel_group()
+        whole = self.norm(all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group))
+        return whole.chunk(group.size(), -1)[group.rank()].unflatten(-1, x.shape[2:])
+
 
 Fields = Mapping[str, Any]
 """Some fields of Megatron's TransformerLayerSubmodules."""

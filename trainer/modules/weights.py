@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8rl.trainer.modules.adapter import Adapter
+from fp8rl.trainer.modules.precision import Adapter
 
 
 def tag_split(weight: Tensor, axis: int) -> None:

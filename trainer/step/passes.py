@@ -19,15 +19,12 @@ from torch import Tensor, nn
 
 from fp8rl.numerics.ranks import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
-from fp8rl.trainer.errors import NonFiniteLossError
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.head import head_of
-from fp8rl.trainer.step.microbatches import MicroBatch, plan
+from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, SharedMicroBatch, plan, plan_packed
 from fp8rl.trainer.step.objective import Objective
-from fp8rl.trainer.step.packing import PackedMicroBatch, plan_packed
-from fp8rl.trainer.step.reading import Reading, gpt_of, hidden_states, read_logprobs
+from fp8rl.trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
+from fp8rl.trainer.step.result import NonFiniteLossError
 from fp8rl.trainer.step.routing import Routing, routing_of
-from fp8rl.trainer.step.sharing import SharedMicroBatch
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fp8rl.models.storing import write_directory
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.frozen import frozen_of
-from fp8rl.numerics.placeholders import own_memory
+from fp8rl.numerics.holdings import own_memory
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.ranks import all_gathered, exhaust, rank, together
 from fp8rl.numerics.spec import TensorSpec
@@ -30,8 +30,7 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
 from fp8rl.trainer.weights import te_weights
-from fp8rl.trainer.weights.base import adopt
-from fp8rl.trainer.weights.export import Exporter
+from fp8rl.trainer.weights.export import Exporter, adopt
 from fp8rl.trainer.weights.table_bridge import TableBridge
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")

@@ -13,7 +13,7 @@ from fp8rl.diagnose.certify.dump.source import Dump, whole
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.io.reading import read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment, read_resolved
-from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.guard.gates import Standing
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
 

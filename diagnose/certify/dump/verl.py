@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.certify.dump.row import Sampling
 from fp8rl.diagnose.certify.dump.source import Dump, whole
-from fp8rl.models.tensor_files import open_tensors
+from fp8rl.models.storing import open_tensors
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.sampling import Truncation
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.ops.linear import Backward, product
+from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec
 
 Role = Literal["fprop", "dgrad", "wgrad"]

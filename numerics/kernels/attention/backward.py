@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.kernels.arithmetic import cast, dot, load
-from fp8rl.numerics.kernels.attention.sequences import find_sequence
-from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
+from fp8rl.numerics.kernels.attention.chunks import find_sequence
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""

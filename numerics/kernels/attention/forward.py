@@ -21,12 +21,18 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.kernels.arithmetic import cast, dot, load
+from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
 from fp8rl.numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gradients_of_keys
-from fp8rl.numerics.kernels.attention.chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
-from fp8rl.numerics.kernels.attention.sequences import find_sequence, positions_of
-from fp8rl.numerics.kernels.memory import dense_rows
-from fp8rl.numerics.kernels.products.heights import SHORT, TALL, tile_height, warps
+from fp8rl.numerics.kernels.attention.chunks import (
+    divided,
+    find_sequence,
+    merge_chunk,
+    merge_parts,
+    no_keys,
+    parts_of,
+    positions_of,
+)
+from fp8rl.numerics.kernels.products.tiles import SHORT, TALL, tile_height, warps
 from fp8rl.numerics.ops.attention import KEY_CHUNK
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"

@@ -10,11 +10,213 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
+from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, tiles_of
+from fp8rl.numerics.kernels.attention.chunks import find_sequence
 from fp8rl.numerics.kernels.attention.forward import attend, attend_packed, attend_paged, check_dtypes
-from fp8rl.numerics.kernels.attention.latent_backward import gradients_of_latent
-from fp8rl.numerics.kernels.memory import dense_rows
+
+# The gradient of attention over latent rows (`latent`), by two kernels, without atomics.
+#
+# They are those of `backward`, made for keys of D + TAIL channels that are their own values, so that one gradient
+# holds both parts. A thread's registers hold the sums of all channels and little else. Therefore a query and the
+# gradient of its result, which meet the same keys, lie as neighbours in one tile of twice the rows: one product gives
+# scores and the gradients of weights, and in the kernel of the rows one more adds both parts of their gradient.
+#
+# Sums FP32; weights and score gradients are rounded to BF16 for their products.
+
+_HELD, _TAKEN = 64, 16  # queries or keys that a program holds, and takes at a time
+
+
+def gradients_of_latent(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    result: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of q BF16 [B, Q, heads, D + TAIL] and of rows k BF16 [B, T, D + TAIL].
+
+    dout, result BF16 [B, Q, heads, D]. logsumexp, lengths: as in `backward.gradient_of_queries`.
+    """
+    q, k, dout = (dense_rows(x) for x in (q, k, dout))
+    (batch, queries, heads, channels), dim = q.shape, dout.shape[3]
+    dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    delta = torch.empty_like(logsumexp)
+    _delta_kernel[batch * queries, triton.cdiv(heads, _TAKEN)](
+        *(dout, result, delta, *dout.stride()[:3], queries, heads), D=dim, ROWS=_TAKEN
+    )
+    sequences = 0 if lengths is None else len(lengths)
+    tensors = (q, k, dout, logsumexp, delta, positions, positions if lengths is None else lengths, sequences)
+    strides = (*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3], *positions.stride())
+    numbers = (queries, k.shape[1], scale * LOG2_E, scale)
+    constants: dict[str, Any] = {"PACKED": triton.next_power_of_2(sequences) if sequences else 0, "HEADS": heads}
+    constants |= {"D": dim, "TAIL": channels - dim, "num_warps": 8, "num_stages": 2}
+    _dq_kernel[tiles_of(queries * heads, _HELD, sequences), batch](
+        *(*tensors, dq, *strides, *numbers), ROWS=_HELD, KEYS=_TAKEN, **constants
+    )
+    _dk_kernel[tiles_of(k.shape[1], _HELD, sequences), batch](
+        *(*tensors, dk, *strides, *numbers), ROWS=_TAKEN, KEYS=_HELD, **constants
+    )
+    return dq, dk
+
+
+@triton.jit(do_not_specialize=["queries"])
+def _delta_kernel(
+    dout_ptr, result_ptr, delta_ptr, dout_batch, dout_token, dout_head, queries, heads,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What the softmax's gradient subtracts in each row."""
+    token, head, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    exists = head < heads
+    from_ptr = dout_ptr + token // queries * dout_batch + token % queries * dout_token
+    dout = tl.load(from_ptr + head[:, None] * dout_head + column[None, :], mask=exists[:, None], other=0.0)
+    where = token * heads + head
+    result = tl.load(result_ptr + where[:, None] * D + column[None, :], mask=exists[:, None], other=0.0)
+    tl.store(delta_ptr + where, tl.sum(dout.to(tl.float32) * result.to(tl.float32), 1), mask=exists)
+
+
+@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+def _dq_kernel(
+    q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dq_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, dout_batch, dout_token, dout_head, positions_row, positions_column,
+    queries, keys, exp2_scale, scale,
+    PACKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """PACKED: as in `backward`. HEADS: of a token, one after the other; all share its keys."""
+    sequence = tl.program_id(1).to(tl.int64)
+    if PACKED:
+        place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, HEADS, ROWS)
+        if place >= sequences:
+            return
+        keys, first = queries, first.to(tl.int64)
+        q_ptr += first * q_token
+        k_ptr += first * k_token
+        dout_ptr += first * dout_token
+        positions_ptr += first
+    else:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+        first = sequence * queries
+        q_ptr += sequence * q_batch
+        k_ptr += sequence * k_batch
+        dout_ptr += sequence * dout_batch
+        positions_ptr += sequence * positions_row
+    last = queries * HEADS - 1  # rows beyond it repeat it, and are not stored
+    row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), last)
+    position = tl.load(positions_ptr + (row // HEADS).to(tl.int64) * positions_column).to(tl.int32)
+    logsumexp, delta = tl.load(logsumexp_ptr + first * HEADS + row), tl.load(delta_ptr + first * HEADS + row)
+    column, tail = tl.arange(0, D)[None, :], D + tl.arange(0, TAIL)[None, :]
+    of_query = (tl.arange(0, 2 * ROWS) % 2 == 0)[:, None]
+    both_ptr = _pairs(q_ptr, dout_ptr, q_token, q_head, dout_token, dout_head, tile * ROWS, last, HEADS, ROWS)
+    both, both_tail = tl.load(both_ptr + column), tl.load(both_ptr + tail, mask=of_query, other=0.0)
+
+    dq = tl.zeros((ROWS, D), tl.float32)
+    dq_tail = tl.zeros((ROWS, TAIL), tl.float32)
+    for start in tl.range(0, tl.minimum(tl.max(position) + 1, keys), KEYS, disable_licm=True):
+        key = start + tl.arange(0, KEYS)
+        exists = (key < keys)[:, None]
+        k_row = k_ptr + (key.to(tl.int64) * k_token)[:, None]
+        k, k_tail = tl.load(k_row + column, mask=exists, other=0.0), tl.load(k_row + tail, mask=exists, other=0.0)
+        products = dot(both, tl.trans(k), tl.zeros((2 * ROWS, KEYS), tl.float32))
+        products = dot(both_tail, tl.trans(k_tail), products)
+        scores, dweights = tl.split(tl.permute(tl.reshape(products, (ROWS, 2, KEYS)), (0, 2, 1)))
+        weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[:, None]))
+        weights = tl.where((key[None, :] <= position[:, None]) & (key < keys)[None, :], weights, 0.0)
+        dscores = cast(weights * (dweights - delta[:, None]), tl.bfloat16)
+        dq = dot(dscores, k, dq)
+        dq_tail = dot(dscores, k_tail, dq_tail)
+    place = tl.arange(0, ROWS)[:, None]
+    dq_ptr += (first * HEADS + tile * ROWS) * (D + TAIL)
+    stored = tile * ROWS + place <= last
+    tl.store(dq_ptr + (place * (D + TAIL) + column), cast(dq * scale, tl.bfloat16), mask=stored)
+    tl.store(dq_ptr + (place * (D + TAIL) + tail), cast(dq_tail * scale, tl.bfloat16), mask=stored)
+
+
+@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+def _dk_kernel(
+    q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dk_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, dout_batch, dout_token, dout_head, positions_row, positions_column,
+    queries, keys, exp2_scale, scale,
+    PACKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(1).to(tl.int64)
+    if PACKED:
+        place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, 1, KEYS)
+        if place >= sequences:
+            return
+        keys, first = queries, first.to(tl.int64)
+        q_ptr += first * q_token
+        k_ptr += first * k_token
+        dout_ptr += first * dout_token
+        positions_ptr += first
+        dk_ptr += first * (D + TAIL)
+    else:
+        tile = tl.program_id(0)
+        first = sequence * queries
+        q_ptr += sequence * q_batch
+        k_ptr += sequence * k_batch
+        dout_ptr += sequence * dout_batch
+        positions_ptr += sequence * positions_row
+        dk_ptr += sequence * keys * (D + TAIL)
+    key = tile * KEYS + tl.arange(0, KEYS)
+    column, tail = tl.arange(0, D)[None, :], D + tl.arange(0, TAIL)[None, :]
+    k_ptr += (tl.minimum(key, keys - 1).to(tl.int64) * k_token)[:, None]
+    k, k_tail = tl.load(k_ptr + column), tl.load(k_ptr + tail)
+    logsumexp_ptr += first * HEADS
+    delta_ptr += first * HEADS
+    of_query = (tl.arange(0, 2 * ROWS) % 2 == 0)[:, None]
+    last = queries * HEADS - 1
+
+    dk = tl.zeros((KEYS, D), tl.float32)
+    dk_tail = tl.zeros((KEYS, TAIL), tl.float32)
+    begin = first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * HEADS // ROWS * ROWS
+    for start in tl.range(begin, queries * HEADS, ROWS, disable_licm=True):
+        row = start + tl.arange(0, ROWS)
+        real = row <= last
+        query = (row // HEADS).to(tl.int64)
+        position = tl.load(positions_ptr + query * positions_column, mask=real, other=-1).to(tl.int32)
+        logsumexp = tl.load(logsumexp_ptr + row, mask=real, other=0.0)
+        delta = tl.load(delta_ptr + row, mask=real, other=0.0)
+        both_ptr = _pairs(q_ptr, dout_ptr, q_token, q_head, dout_token, dout_head, start, last, HEADS, ROWS)
+        both, both_tail = tl.load(both_ptr + column), tl.load(both_ptr + tail, mask=of_query, other=0.0)
+        products = dot(k, tl.trans(both), tl.zeros((KEYS, 2 * ROWS), tl.float32))
+        products = dot(k_tail, tl.trans(both_tail), products)
+        scores, dweights = tl.split(tl.reshape(products, (KEYS, ROWS, 2)))
+        weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[None, :]))
+        weights = tl.where(key[:, None] <= position[None, :], weights, 0.0)
+        dscores = weights * (dweights - delta[None, :]) * scale
+        factors = cast(tl.reshape(tl.join(dscores, weights), (KEYS, 2 * ROWS)), tl.bfloat16)
+        dk = dot(factors, both, dk)
+        dk_tail = dot(factors, both_tail, dk_tail)
+    place = tl.arange(0, KEYS)[:, None]
+    dk_ptr += tile.to(tl.int64) * KEYS * (D + TAIL)
+    stored = tile * KEYS + place < keys
+    tl.store(dk_ptr + (place * (D + TAIL) + column), cast(dk, tl.bfloat16), mask=stored)
+    tl.store(dk_ptr + (place * (D + TAIL) + tail), cast(dk_tail, tl.bfloat16), mask=stored)
+
+
+@triton.jit
+def _pairs(
+    q_ptr, dout_ptr, q_token, q_head, dout_token, dout_head, start, last, HEADS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Where the rows from `start` on begin, [2 ROWS, 1]: of each the query, and behind it the gradient of its result.
+    What lies D channels behind the latter is not its own."""
+    pair = tl.arange(0, 2 * ROWS)
+    row, first = tl.minimum(start + pair // 2, last), start // HEADS
+    query, head = row // HEADS - first, row % HEADS  # within the tile, where 32 bits are enough
+    q_ptr += tl.cast(first, tl.int64) * q_token
+    dout_ptr += tl.cast(first, tl.int64) * dout_token
+    q_ptr += query * q_token + head * q_head
+    dout_ptr += query * dout_token + head * dout_head
+    return tl.where(pair % 2 == 0, q_ptr, dout_ptr)[:, None]
 
 
 def latent_attention(

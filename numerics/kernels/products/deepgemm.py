@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.kernels.products.heights import TALL
-from fp8rl.numerics.kernels.products.tiles import Tiles
+from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 Scaled = tuple[Tensor, Tensor]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
-from fp8rl.numerics.kernels.products.heights import tile_height
 from fp8rl.numerics.kernels.products.linear import WeightOperand
-from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles
+from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from fp8rl.numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
 from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear

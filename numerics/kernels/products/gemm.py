@@ -29,11 +29,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.kernels.arithmetic import cast, dot
+from fp8rl.numerics.kernels.arithmetic import GROUP, cast, dot
 from fp8rl.numerics.kernels.products import deepgemm
-from fp8rl.numerics.kernels.products.heights import TALL, tile_height, warps
-from fp8rl.numerics.kernels.products.tiles import Tiles
-from fp8rl.numerics.kernels.rounding import GROUP
+from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, tile_height, warps
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 

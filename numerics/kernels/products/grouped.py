@@ -15,8 +15,7 @@ import triton.language as tl
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dot
 from fp8rl.numerics.kernels.products.gemm import check_operands, describe, product, scales, sum_products
-from fp8rl.numerics.kernels.products.heights import TALL
-from fp8rl.numerics.kernels.products.tiles import Tiles
+from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 _TOKENS = 64  # that one step of an unquantized gradient sums

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.kernels.arithmetic import cast, dot
-from fp8rl.numerics.kernels.memory import dense_rows
+from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
 from fp8rl.numerics.kernels.products.linear import WeightOperand
 from fp8rl.numerics.ops.latent import head_gradients
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dot
 from fp8rl.numerics.kernels.products.grouped import grouped_matmul, grouped_wgrad_matmul
-from fp8rl.numerics.kernels.products.heights import TALL
-from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles
+from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, make_tiles
 from fp8rl.numerics.ops.linear import wide_mm
 
 _WIDTH = 128

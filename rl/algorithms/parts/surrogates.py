@@ -6,10 +6,15 @@ advantage, sg a value without gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from fp8rl.numerics.io.section import Section
+from fp8rl.rl.algorithms.base import Outcomes
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
@@ -71,3 +76,73 @@ def clipped_weight(
 
 def _log_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
     return torch.where(used, logprobs - old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# Which mean the loss is: how the losses of tokens become one number, with the denominators of the whole batch.
+
+Mode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """A mean over the batch that adds up over rows, wherever they are computed.
+
+    `token_mean`: every token counts the same (DAPO). `seq_mean_token_mean`: every sequence does (GRPO as published,
+    GSPO). `seq_mean_token_sum`: so does every sequence, by the sum of its tokens. `seq_mean_token_sum_norm`: the same
+    over a constant length, so that the length of an answer does not weigh its tokens (Dr. GRPO).
+
+    Attributes:
+        tokens: used tokens of the whole batch.
+        sequences: rows of the whole batch with at least one used token.
+        length: of `seq_mean_token_sum_norm`.
+    """
+
+    mode: Mode
+    tokens: int
+    sequences: int
+    length: int = 1
+
+    @classmethod
+    def of(cls, used: Tensor, mode: Mode, length: int = 1) -> Aggregation:
+        """used: bool [B, S] of the whole batch."""
+        return cls(mode, int(used.sum()), int(used.any(dim=1).sum()), length)
+
+    def __call__(self, losses: Tensor, used: Tensor) -> Tensor:
+        """The share of these rows: losses [b, S], 0 on tokens that are not used."""
+        if self.mode == "token_mean":
+            return losses.sum() / self.tokens
+        sums = losses.sum(dim=1)
+        if self.mode == "seq_mean_token_mean":
+            sums = sums / used.sum(dim=1).clamp(min=1)
+        elif self.mode == "seq_mean_token_sum_norm":
+            sums = sums / self.length
+        return sums.sum() / self.sequences
+
+
+# What becomes of answers that come near the length limit, or are cut by it (DAPO; Yu et al. 2025).
+
+
+class OverlongConfig(Section):
+    """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
+
+    buffer: int | None = Field(default=None, ge=1)
+    """Tokens below the limit from which on an answer loses reward, more with each token. Null: a fifth of
+    `rollout.max_new_tokens`, as in the paper."""
+    penalty: float = Field(default=1.0, ge=0.0)
+    """What an answer at the limit loses."""
+    filter: bool = False
+    """Answers that the limit has cut teach nothing: their advantage is 0, and the denominators stay."""
+    limit: int | None = Field(default=None, ge=1)
+    """The longest answer. Null: `rollout.max_new_tokens`."""
+
+    def resolved(self, max_new_tokens: int) -> Self:
+        limit = self.limit or max_new_tokens
+        return self.model_copy(update={"limit": limit, "buffer": self.buffer or max(1, limit // 5)})
+
+    def shaped(self, outcomes: Outcomes, lengths: Tensor) -> Outcomes:
+        """The same with rewards + penalty · min(0, -(length - (limit - buffer)) / buffer); lengths: int64 [N], of the
+        answers, stop tokens included.
+        """
+        assert self.limit is not None and self.buffer is not None, "not resolved"
+        excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)
+        return replace(outcomes, rewards=outcomes.rewards - self.penalty * excess / self.buffer)

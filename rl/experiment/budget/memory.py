@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8rl.models.shape import BF16_BYTES, WeightGroup
-from fp8rl.rl.experiment.budget.engine_room import CONTEXT_BYTES
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE
-from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.job import CONTEXT_BYTES, Job
 from fp8rl.trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
-from fp8rl.weight_sync.served_bytes import served_bytes
+from fp8rl.weight_sync.quantized import served_bytes
 
 Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
@@ -212,7 +211,7 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
 
 def _placeholders(job: Job) -> int:
     """Bytes of the first sync, and before: of the largest parameter on either side, which all others share until they
-    are read from the base (`numerics.placeholders`)."""
+    are read from the base (`numerics.holdings`)."""
     spec, weights = job.numerics.rollout_spec, job.shape.weights
     trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
     engines = max(

@@ -12,9 +12,8 @@ from fp8rl.models import Model
 from fp8rl.models.peft import START, read_adapter
 from fp8rl.models.stored import check_stored
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.algorithm import check_algorithm
 from fp8rl.rl.experiment.preconditions.data import check_data
-from fp8rl.rl.experiment.preconditions.model import check_architecture, read_model
+from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, read_model
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from fp8rl.rl.experiment.preconditions.rules import Target, check_rules
 from fp8rl.rl.experiment.preconditions.teacher import check_teacher

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.time_limit import time_limit
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.template import check_template, template_remarks
-from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS
+from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
 from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.sources import Problems, Source, load_problems
 from fp8rl.rollout.data.tasks import Problem, prompt_ids

@@ -14,8 +14,7 @@ import torch
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.errors import user_error
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.fit import check_fits, fullest
-from fp8rl.rl.experiment.budget.here import OwnGpu, own_gpu, planned_here
+from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import moved_bytes
 from fp8rl.rl.experiment.teacher import TeacherSection
@@ -23,7 +22,7 @@ from fp8rl.rollout.config import RolloutConfig
 from fp8rl.trainer.config import OptimizerMemory
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.buckets import SMALLEST_BYTES
-from fp8rl.weight_sync.served_bytes import served_bytes
+from fp8rl.weight_sync.quantized import served_bytes
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

@@ -24,7 +24,7 @@ from fp8rl.numerics.backend.implementation import (
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.model import check_model_layout
-from fp8rl.rollout.speculation import check_drafts
+from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.megatron.lowering import by_mx, lower
 from fp8rl.trainer.megatron.model_checks import check_packing, check_sharing

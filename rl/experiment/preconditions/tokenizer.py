@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2.ext import loopcontrols
 
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.io.reading import check_path, check_regular
 from fp8rl.numerics.time_limit import time_limit
+from fp8rl.rollout.chat import (
+    SAID,
+    TODAY,
+    Message,
+    RewritingTemplateError,
+    continuation_ids,
+    render,
+    template_arguments,
+)
+from fp8rl.rollout.data.sources import Source
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
@@ -93,3 +108,125 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, ke
 
 def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str) -> UserError:
     return user_error(f"{key}: tokenizer in {path}", found=found, expected=expected, remedy=remedy)
+
+
+# The chat template: whether it takes what the data say of it, and how it goes on with a conversation.
+
+_PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_THOUGHT = "\ue000thought\ue001"
+"""Stands for a model's thought, of private characters that no template has."""
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+    """Whether the chat template takes a source's arguments and system prompt, and does something with them.
+
+    Raises:
+        UserError: it does not.
+    """
+    if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
+        raise user_error(
+            f"{source.key}: chat_template",
+            found=unread[0],
+            expected=f"what the chat template of model.path reads: {', '.join(sorted(read)) or 'it has no arguments'}",
+            remedy="Correct data.chat_template.",
+        )
+    if not source.chat_template and not source.system_prompt:
+        return
+    user = {"role": "user", "content": "2+3=?"}
+    prompts = []
+    for key, system in (("chat_template", ""), ("system_prompt", source.system_prompt)):
+        turns = [{"role": "system", "content": system}, user] if system else [user]
+        found = source.chat_template if key == "chat_template" else system
+        try:
+            with time_limit(RENDER_SECONDS):
+                prompts.append(prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template)))
+        except Exception as error:  # whatever a program may raise
+            raise user_error(
+                f"{source.key}: {key}",
+                found=found,
+                expected=f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}",
+                remedy=f"Correct or remove data.{key}.",
+            ) from error
+    if source.system_prompt and prompts[0] == prompts[1]:
+        raise user_error(
+            f"{source.key}: system_prompt",
+            found=source.system_prompt,
+            expected="none, as the chat template of model.path leaves system prompts out",
+            remedy="Remove data.system_prompt.",
+        )
+
+
+def template_remarks(
+    tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message], source: Source, several_turns: bool
+) -> Iterator[str]:
+    """Say what of the chat template a user should know, with its line.
+
+    conversation: of a problem. several_turns: what the model has said is followed by messages.
+    """
+    key, options = source.key, source.chat_template
+    if "strftime_now" in tokenizer.get_chat_template() and "date_string" not in options:
+        yield (
+            f"{key}: the chat template writes today's date; prompts of a run all have {TODAY:%d %B %Y}, "
+            "so that they do not depend on the day"
+        )
+    if not several_turns:
+        return
+    user = {"role": "user", "content": "?"}
+    try:
+        continuation_ids(tokenizer, conversation, [], [user], options)
+    except RewritingTemplateError:
+        begun = render(tokenizer, conversation, options, answer=False)
+        said = [*conversation, {"role": "assistant", "content": SAID}, user]
+        where = _line_that_differs(tokenizer, said, options, begun)
+        yield (
+            f"{key}: the chat template changes what was said before when a message follows the model's turn ({where}). "
+            "message() is refused; tell() puts a text itself there. A harness's requests become rows of their own"
+        )
+        return
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        yield f"{key}: the chat template has no user message after the model's turn: {error}"
+        return
+    thinking = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{SAID}"}
+    first = render(tokenizer, [*conversation, thinking], options, answer=False)
+    later = render(tokenizer, [*conversation, thinking, user], options, answer=True)
+    if _THOUGHT in first and _THOUGHT not in later:
+        where = _line_that_differs(tokenizer, [*conversation, thinking, user], options, first)
+        yield (
+            f"{key}: the chat template leaves thoughts out of earlier turns ({where}). "
+            "Conversations of this run keep them, as the model has said them"
+        )
+
+
+def _line_that_differs(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Any, other: str
+) -> str:
+    """Name the line of the template that writes the first character which another rendering has not."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    source = tokenizer.get_chat_template()
+    template = _compile_jinja_template(source)
+    arguments = {**tokenizer.special_tokens_map, **template_arguments(options)}
+    context = template.new_context({"messages": list(messages), "add_generation_prompt": True, **arguments})
+    writing, length = template.root_render_func(context), 0
+    for text in writing:
+        if other[length : length + len(text)] != text:
+            break
+        length += len(text)
+    line = template.get_corresponding_lineno(writing.gi_frame.f_lineno if writing.gi_frame else 1)
+    return f"line {line}: {source.splitlines()[line - 1].strip()[:120]}"
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The names of arguments that the chat template looks at; those of `apply_chat_template` are not among them."""
+    try:
+        tree = Environment(extensions=[loopcontrols]).parse(tokenizer.get_chat_template())
+    except TemplateSyntaxError:  # it marks generation, with a tag of the library's own
+        return _Anything()
+    special = set(tokenizer.special_tokens_map)
+    ours = {"raise_exception", "strftime_now"} | _PASSED_BY_US
+    return meta.find_undeclared_variables(tree) - ours - special
+
+
+class _Anything(set[str]):
+    def __contains__(self, name: object) -> bool:
+        return True

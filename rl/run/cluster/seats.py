@@ -12,12 +12,12 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fp8rl.models.roles import Role
+from fp8rl.models.architecture import Role
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
 from fp8rl.rl.run.cluster.placement import Node, Place, place, place_engine, place_ranks
-from fp8rl.trainer.seat import LOOPBACK, Seat
+from fp8rl.trainer.device import LOOPBACK, Seat
 
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray reserves what a node has said to be free."""

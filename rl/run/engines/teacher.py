@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models import read_model
-from fp8rl.models.roles import Role
+from fp8rl.models.architecture import Role
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.seats import Seats
 from fp8rl.rl.run.engines.pool import EnginePool

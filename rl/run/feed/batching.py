@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.support import Supports
+from fp8rl.trainer.step.batch import UNKNOWN, Supports, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory

@@ -12,13 +12,13 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.feed.failures import Failures
+from fp8rl.rl.run.feed.judging import Failures
 from fp8rl.rollout.environments.config import EnvironmentConfig
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.environments.harness.harness import Harness
 from fp8rl.rollout.errors import EngineError, StaleWeightsError
-from fp8rl.rollout.returned import Numbers, ReturnError, brief, named_numbers
+from fp8rl.rollout.named_functions import Numbers, ReturnError, brief, named_numbers
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 
 ENVIRONMENT_FAILURES = "rollout/environment_failures"

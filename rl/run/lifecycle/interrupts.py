@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 from fp8rl.numerics.io.terminal import say_error
-from fp8rl.rl.run.lifecycle.force import bounded, end_by_force
+from fp8rl.rl.run.lifecycle.stopping import bounded, end_by_force
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ import pytest
 SCRIPT = """
 import torch
 from fp8rl.numerics.backend.compiler import enable_compiler
-from fp8rl.numerics.fake_quantize import fake_quantize_rows
+from fp8rl.numerics.quantize import fake_quantize_rows
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import TensorSpec
 x = torch.randn(9, 256).bfloat16()

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 import fp8rl.numerics.kernels.products.gemm
 from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.fake_quantize import fake_quantize_columns
 from fp8rl.numerics.kernels.products.gemm import gemm, matmul
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, quantize
 from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, GPU
 

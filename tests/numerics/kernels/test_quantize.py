@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.kernels.arithmetic import inverse, scale_from_amax
 from fp8rl.numerics.kernels.quantize import (
     empty_blocks,
     quantize_blocks,
@@ -19,7 +20,6 @@ from fp8rl.numerics.kernels.quantize import (
     quantize_rows_and_columns,
 )
 from fp8rl.numerics.kernels.quantize import quantize as quantize_kernel
-from fp8rl.numerics.kernels.rounding import inverse, scale_from_amax
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.rounding import scale_from_amax as definition
 from fp8rl.numerics.spec import QuantSpec, TensorSpec

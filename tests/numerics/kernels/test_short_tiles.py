@@ -6,7 +6,7 @@ import torch
 from fp8rl.numerics.backend import probe
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels.attention.forward import paged_attention
-from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
@@ -20,7 +20,7 @@ BLOCK = TensorSpec(granularity="block")
 @pytest.fixture(autouse=True)
 def tall_again():
     yield
-    heights.allow_short(False)
+    tiles.allow_short(False)
 
 
 def quantized(x, spec):
@@ -30,9 +30,9 @@ def quantized(x, spec):
 
 def in_both(run):
     """What `run` gives in tall tiles, and in short ones."""
-    heights.allow_short(False)
+    tiles.allow_short(False)
     tall = run()
-    heights.allow_short(True)
+    tiles.allow_short(True)
     return tall, run()
 
 
@@ -50,10 +50,10 @@ def test_experts_rows_have_the_bits_of_tall_tiles():
     counts, x = [0, 70, 3, 64], quantized(random(137, 256), TensorSpec())
     weights = quantized(random(4, 136, 256, seed=1), BLOCK)
     outs = []
-    for height in (heights.TALL, heights.SHORT):
-        tiles = make_tiles(torch.tensor(counts, device=DEVICE), 137, height)
-        outs.append(grouped_gemm(x, weights, tiles, torch.bfloat16))
-    assert tiles.rows[tiles.rows > 0].tolist() == [64, 6, 3, 64] and tiles.first[:4].tolist() == [0, 64, 70, 73]
+    for height in (tiles.TALL, tiles.SHORT):
+        made = make_tiles(torch.tensor(counts, device=DEVICE), 137, height)
+        outs.append(grouped_gemm(x, weights, made, torch.bfloat16))
+    assert made.rows[made.rows > 0].tolist() == [64, 6, 3, 64] and made.first[:4].tolist() == [0, 64, 70, 73]
     assert torch.equal(*outs)
 
 
@@ -73,14 +73,14 @@ def test_decode_has_the_bits_of_tall_tiles(heads, key_heads, dim, new):
 
 
 def test_the_probe_allows_short_tiles_where_their_bits_are_those_of_tall_ones(monkeypatch, caplog):
-    assert heights.tile_height(1) == heights.TALL
+    assert tiles.tile_height(1) == tiles.TALL
     with using("torch"):
         assert not probe.allow_short_tiles(DEVICE)
     with using("triton"):
         assert probe.allow_short_tiles(DEVICE)
-        assert heights.tile_height(64) == heights.SHORT and heights.tile_height(65) == heights.TALL
+        assert tiles.tile_height(64) == tiles.SHORT and tiles.tile_height(65) == tiles.TALL
         assert not caplog.records
         # A machine whose short tiles give other bits.
-        monkeypatch.setattr(probe, "_of_few_rows", lambda device: [torch.tensor(heights.tile_height(1))])
+        monkeypatch.setattr(probe, "_of_few_rows", lambda device: [torch.tensor(tiles.tile_height(1))])
         assert not probe.allow_short_tiles(DEVICE)
-    assert heights.tile_height(1) == heights.TALL and "decode runs in tiles of 128" in caplog.text
+    assert tiles.tile_height(1) == tiles.TALL and "decode runs in tiles of 128" in caplog.text

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.kernels.support import support_floors
+from fp8rl.numerics.kernels.draw import support_floors
 from tests.support.kernels import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.fake_quantize import fake_quantize_rows
 from fp8rl.numerics.ops.grouped import grouped_linear
-from fp8rl.numerics.quantize import fake_quantize, quantize
+from fp8rl.numerics.quantize import fake_quantize, fake_quantize_rows, quantize
 from fp8rl.numerics.spec import QuantSpec
 
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.ops.support import weights
+from fp8rl.numerics.ops.draw import weights
 
 OFF = (1.0, -1, 0.0)
 CASES = {"top-p": (0.9, -1, 0.0), "top-k": (1.0, 20, 0.0), "both": (0.9, 20, 0.0), "min-p": (1.0, -1, 0.05)}

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
+from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective
 from fp8rl.rollout.config import RolloutConfig
 from fp8rl.trainer.config import TrainerConfig

@@ -9,7 +9,7 @@ import pytest
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment.reference import schema
 from fp8rl.rl.experiment.validation import parse_experiment, valid_keys
-from fp8rl.rollout.speculation import Speculation, check_drafts
+from fp8rl.rollout.config import Speculation, check_drafts
 from tests.support.experiments import experiment
 
 DRAFTS = {"drafts": 3}

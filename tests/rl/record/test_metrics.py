@@ -5,8 +5,7 @@ import pytest
 from fp8rl.rl.experiment.features import CONDITIONS
 from fp8rl.rl.record.metric import Feature
 from fp8rl.rl.record.metric_rows import METRICS
-from fp8rl.rl.record.metrics import FAMILIES, describe, metric, nearest_metric
-from fp8rl.rl.record.reference import PAGE, document
+from fp8rl.rl.record.metrics import FAMILIES, PAGE, describe, document, metric, nearest_metric
 from fp8rl.rl.report.charts import SECTIONS
 from tests.support.paths import ROOT
 
@@ -77,7 +76,7 @@ def test_every_metric_says_what_it_means() -> None:
 
 
 def test_the_committed_page_is_written_from_the_registry() -> None:
-    """Written anew by `python -m fp8rl.rl.record.reference`."""
+    """Written anew by `python -m fp8rl.rl.record.metrics`."""
     assert (ROOT / PAGE).read_text() == document()
 
 

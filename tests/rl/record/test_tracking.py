@@ -22,8 +22,7 @@ from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.tracking import WANDB_LOST, Tracker
-from fp8rl.rl.record.wandb_run import BASICS, METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
-from fp8rl.rl.record.wandb_upload import Upload
+from fp8rl.rl.record.wandb_run import BASICS, METRIC_GROUPS, Upload, WandbConfig, WandbRun, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.wandb_server import WandbServer, wandb_server
@@ -305,7 +304,7 @@ def test_a_server_that_refuses_the_key_is_noticed_while_the_run_goes_on(
     said: list[str] = []
     with tracking(run, ONLINE, lost=said.append) as tracker:
         tracker.log(1, {})
-        assert wait_until(lambda: not children("fp8rl.rl.record.wandb_upload"), 120)
+        assert wait_until(lambda: not children("fp8rl.rl.record.wandb_run"), 120)
         tracker.log(2, {}, lambda: (RECORDS, []))
         assert tracker.log(3, {})[WANDB_LOST] == 1.0
     check_whole(run, [1, 2, 3], said, monkeypatch)
@@ -317,7 +316,7 @@ def test_an_upload_ends_with_a_driver_that_is_killed(run: RunDir, online: WandbS
         tracker.log(1, {"train/loss": 0.5})
         (folder,) = run.path.glob("wandb/offline-run-*")
         upload = f"from pathlib import Path as P; Upload(P({str(folder)!r}), P({str(run.path / 'upload.log')!r}))"
-        code = f"from fp8rl.rl.record.wandb_upload import Upload; {upload}; import time; time.sleep(600)"
+        code = f"from fp8rl.rl.record.wandb_run import Upload; {upload}; import time; time.sleep(600)"
         driver = subprocess.Popen([sys.executable, "-c", code])
         assert wait_until(lambda: online.calls != [], 120)
         processes = psutil.Process(driver.pid).children(recursive=True)

@@ -6,8 +6,7 @@ import pytest
 
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import RuleState
-from fp8rl.rl.guard.standing import Standing
+from fp8rl.rl.guard.gates import RuleState, Standing
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
 from fp8rl.rollout.errors import EngineError

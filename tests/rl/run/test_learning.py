@@ -15,8 +15,8 @@ from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.run.learning import Lesson, explained_variance
 from fp8rl.rollout.config import RolloutConfig
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.errors import NonFiniteLossError
 from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import NonFiniteLossError
 from tests.support.batches import random_batch
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model

@@ -5,8 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from fp8rl.rl.run.room import SharedRoom
-from fp8rl.rl.run.turns import Turns
+from fp8rl.rl.run.turns import SharedRoom, Turns
 from fp8rl.rollout.engine import Slept
 from fp8rl.trainer.step.result import MovedAside
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fp8rl.rollout.data.tasks import Problem
-from fp8rl.rollout.environments.conversation import Conversation, Turn
-from fp8rl.rollout.environments.transcript import transcript
+from fp8rl.rollout.environments.conversation import Conversation, Turn, transcript
 from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Stage
 

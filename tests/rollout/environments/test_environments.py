@@ -11,10 +11,10 @@ import pytest
 from fp8rl.numerics.errors import UserError
 from fp8rl.rollout.environments.calculator import calculator, worked_out
 from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.conversation import transcript
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.environments.guess import guess
 from fp8rl.rollout.environments.python import last_block, python
-from fp8rl.rollout.environments.transcript import transcript
 from tests.support.conversations import EOS, Stage
 
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from fp8rl.rollout.config import Source
 from fp8rl.rollout.plugin.drafts import CONTEXT, Drafts, Ints, Price
-from fp8rl.rollout.speculation import Source
 
 ALL = 1 << 20
 

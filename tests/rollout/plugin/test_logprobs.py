@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import draw
 from fp8rl.numerics.sampling import GREEDY
-from fp8rl.rollout.plugin import logprobs
+from fp8rl.rollout.plugin import sampling
 
 VOCABULARY = 37
 TEMPERATURES = (1.0, 0.7, 2.5)
@@ -49,7 +49,7 @@ def sample(
 ) -> tuple[Tensor, Any, Tensor]:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
     output = SimpleNamespace(next_token_logits=logits.clone())
-    tokens = logprobs.of_samples(never, None, output, info, return_logprob, top, ids, torch.arange(3))
+    tokens = sampling.of_samples(never, None, output, info, return_logprob, top, ids, torch.arange(3))
     return logits, output, tokens
 
 
@@ -110,7 +110,7 @@ def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int, top: list[
         extend_token_ids_logprob=False,
         extend_input_logprob_token_ids_gpu=tokens,
     )
-    result, sampled = logprobs.of_prompts(
+    result, sampled = sampling.of_prompts(
         type(processor).forward,
         processor,
         pruned_states=states,
@@ -155,7 +155,7 @@ def test_under_top_p_everything_is_of_what_is_left_but_for_greedy_requests() -> 
         assert output.next_token_logprobs[row] == pytest.approx(float(reference), rel=1e-6, abs=1e-6)
     assert output.next_token_sampling_logprobs == output.next_token_logprobs.tolist()
     (likely, _, _), (ids, _, _) = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
-    assert (likely == logprobs.NEVER).sum() == 30 - len(supports[0])
+    assert (likely == sampling.NEVER).sum() == 30 - len(supports[0])
     assert set(ids[: len(supports[0])].tolist()) == set(supports[0])
     assert output.next_token_token_ids_logprobs_val[1].isfinite().all()
     plain = sample(True, [0, 0, 0], [None, None, None])[1]

@@ -15,7 +15,7 @@ from fp8rl.models.parts import embedding, last_tensors, latent_attention_tensors
 from fp8rl.models.sizes import Latent, ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.frozen import Frozen
-from fp8rl.numerics.placeholders import ZEROS, placeholders
+from fp8rl.numerics.holdings import ZEROS, placeholders
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.rollout.plugin import weights as plugin_weights
 from fp8rl.rollout.plugin.held import hf_tensors

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from fp8rl.numerics.errors import UserError
-from fp8rl.rollout.returned import ReturnError
+from fp8rl.rollout.named_functions import ReturnError
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.config import RewardConfig, RewardsConfig
 from fp8rl.rollout.rewards.functions import RewardFunction, load_function

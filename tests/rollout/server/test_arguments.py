@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.errors import UserError
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutConfig, Speculation
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.server.arguments import server_arguments, server_environment
-from fp8rl.rollout.speculation import Speculation
 from fp8rl.rollout.types import IDLE_S
 from tests.support.paths import EXAMPLES
 

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fp8rl.rollout.server.idle import limit_headers, limited
+from fp8rl.rollout.server.public import limit_headers, limited
 
 LIMIT = 0.3
 WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

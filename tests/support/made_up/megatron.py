@@ -11,11 +11,11 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from fp8rl.numerics import ops
-from fp8rl.trainer.megatron.mapping import MegatronMapping
+from fp8rl.trainer.megatron.config import MegatronMapping
 from fp8rl.trainer.modules.exact.attention import CoreAttention
-from fp8rl.trainer.modules.exact.norm import RMSNorm
+from fp8rl.trainer.modules.exact.provider import RMSNorm
 from fp8rl.trainer.modules.layer import Fields, Layer, attention_spec
-from fp8rl.trainer.step.forms import SIDES, MegatronSide, output
+from fp8rl.trainer.step.op_trace import SIDES, MegatronSide, output
 from tests.support.made_up.definition import GATED
 
 

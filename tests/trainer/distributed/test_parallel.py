@@ -28,8 +28,7 @@ from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.quantized import served_tensors
-from fp8rl.weight_sync.served_bytes import served_bytes
+from fp8rl.weight_sync.quantized import served_bytes, served_tensors
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
@@ -159,7 +158,7 @@ class Case:
         return scored, routed, gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
 
     def _non_finite(self, trainer: Any) -> str:
-        from fp8rl.trainer.errors import NonFiniteLossError
+        from fp8rl.trainer.step.result import NonFiniteLossError
 
         with pytest.raises(NonFiniteLossError) as error:
             trainer.train_step(random_batch(**BATCH), Poisoned(150))
@@ -168,7 +167,7 @@ class Case:
 
 def valued(layout: Layout, config: TrainerConfig, path: Path, k_splits: int) -> Any:
     """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=k_splits)
     critic = Critic(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH)

@@ -126,7 +126,7 @@ import torch
 from tests.support.lowering import native
 from fp8rl.trainer.config import TrainerConfig
 from tests.support.definitions import SIZES
-from fp8rl.trainer.megatron.mapping import USUAL
+from fp8rl.trainer.megatron.config import USUAL
 from fp8rl.trainer.megatron.config import transformer_config
 from fp8rl.trainer.megatron.lowering import lower
 from megatron.core.distributed import DistributedDataParallelConfig

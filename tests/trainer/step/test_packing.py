@@ -15,7 +15,7 @@ from fp8rl.diagnose.audit.report import differences_of
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.numerics.errors import UserError
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.packing import PackedMicroBatch, plan_packed
+from fp8rl.trainer.step.microbatches import PackedMicroBatch, plan_packed
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
@@ -68,7 +68,7 @@ def test_gradients_differ_by_the_order_of_sums_over_tokens(
 
 
 def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     policy, batch, found = make_trainer(moe_path, "fp8"), random_batch(), []
     for packing in (False, True):

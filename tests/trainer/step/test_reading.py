@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.support import Supports
+from fp8rl.trainer.step.batch import Supports, TokenBatch
 from tests.support.batches import Entropy, cross_entropy, random_batch
 from tests.support.models import VOCAB, write_model
 from tests.support.trainers import MakeTrainer
@@ -98,7 +97,7 @@ def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
 
 
 def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    from fp8rl.trainer.critic import Critic
+    from fp8rl.trainer.roles import Critic
 
     path, batch = write_model(tmp_path / "m", moe=False, vocab_size=WORDS), random_batch()
     policy = make_trainer(path, "fp8")

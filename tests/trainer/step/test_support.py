@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from fp8rl.trainer.step.support import Supports
+from fp8rl.trainer.step.batch import Supports
 from tests.support.batches import random_batch
 
 

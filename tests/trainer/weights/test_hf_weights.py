@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.fake_quantize import fake_quantize
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed.layout import Layout

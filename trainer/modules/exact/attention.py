@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8rl.numerics import ops
 from fp8rl.trainer.distributed.context import own_positions, shared_attention
-from fp8rl.trainer.modules.packing import PackedRows
+from fp8rl.trainer.step.microbatches import PackedRows
 
 
 class CoreAttention(nn.Module):

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.trainer.modules import latent
-from fp8rl.trainer.modules.adapter import Adapter
-from fp8rl.trainer.modules.packing import PackedRows
-from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
+from fp8rl.trainer.step.microbatches import PackedRows
 
 
 class NarrowLinear(latent.NarrowLinear):

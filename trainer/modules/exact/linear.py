@@ -12,8 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.trainer.modules.adapter import Adapter
-from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.modules.weights import norm_weight, sharded_adapter, tag_split
 
 

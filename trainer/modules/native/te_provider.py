@@ -12,8 +12,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.trainer.modules.layer import LatentModules, LayerModules
-from fp8rl.trainer.modules.native.experts import Experts
-from fp8rl.trainer.modules.native.provider import router
+from fp8rl.trainer.modules.native.provider import Experts, router
 from fp8rl.trainer.modules.precision import LayerPrecision
 
 

@@ -13,12 +13,11 @@ import torch
 from fp8rl.models import read_shape
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.rl.experiment.budget.fit import fullest
-from fp8rl.rl.experiment.budget.here import own_gpu, planned_here, with_own_cache
+from fp8rl.rl.experiment.budget.fit import fullest, own_gpu, planned_here, with_own_cache
 from fp8rl.rl.experiment.budget.memory import RUNTIME_BYTES, colocated_memory
 from fp8rl.rl.experiment.preconditions import resources
 from fp8rl.rl.experiment.preconditions.resources import check_memory
-from fp8rl.weight_sync.served_bytes import served_bytes
+from fp8rl.weight_sync.quantized import served_bytes
 from tests.support.paths import CONFIGS, EXAMPLES
 
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79 << 30), ("NVIDIA H200", 139 << 30)
@@ -175,10 +174,10 @@ TAUGHT = ("algorithm.name=opd", "rollout.temperature=1", "eval.problems=0", "mod
 
 
 def test_a_teacher_on_the_one_gpu_is_counted_or_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8rl.rl.experiment.budget import here
+    from fp8rl.rl.experiment.budget import fit
 
     size = {"t": "qwen3_4b"}
-    monkeypatch.setattr(here, "read_shape", lambda path, key="": read_shape(CONFIGS / size[path.name]))
+    monkeypatch.setattr(fit, "read_shape", lambda path, key="": read_shape(CONFIGS / size[path.name]))
     machine(H100, 1)
     alone, taught = checked("qwen3_4b_one_gpu"), checked("qwen3_4b_one_gpu", *TAUGHT)
     gpu, policy = own_gpu(), read_shape(CONFIGS / "qwen3_4b")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from fp8rl.rl.experiment.preconditions.template import template_remarks
+from fp8rl.rl.experiment.preconditions.tokenizer import template_remarks
 from fp8rl.rollout.data.sources import Source
 from tests.support.chat_templates import KINDS, with_template
 from tests.support.paths import EXAMPLES

@@ -17,7 +17,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster import seats as seats_module
 from fp8rl.rl.run.cluster.nodes import interface_of, nodes_up, views
 from fp8rl.rl.run.cluster.seats import NoRoomError, Seats
-from fp8rl.trainer.seat import Seat
+from fp8rl.trainer.device import Seat
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until

@@ -18,9 +18,8 @@ import torch
 import fp8rl.rl.run.sampling as sampling_module
 from fp8rl.rl.run.clock import StepClock
 from fp8rl.rl.run.feed.ahead import FeedState, read_answered
-from fp8rl.rl.run.feed.failures import Failures
 from fp8rl.rl.run.feed.feed import FilterError, SampledFeed, Work
-from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.judging import Failures, Judge, JudgedAnswer
 from fp8rl.rl.run.records import rollout_records
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rollout.rewards.config import RewardsConfig
