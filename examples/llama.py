@@ -8,7 +8,7 @@ BF16, as SGLang's Llama (0.5.19) drops the scales of FP8 blocks: the first sync 
 
 from dataclasses import replace
 
-from fp8rl.models import ModelSizes, parts
+from fp8rl.models import CACHE_SCALES, ModelSizes, checked, family_sizes
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 
@@ -21,8 +21,8 @@ def sizes(config: ConfigFile) -> ModelSizes:
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     head_dim = config.size("head_dim", default=hidden // heads, if_null=hidden // heads)
     kv_heads = config.size("num_key_value_heads", default=heads, if_null=heads)
-    attention = parts.family_sizes(config, heads, kv_heads, head_dim)
-    return parts.checked(config, ModelSizes(**attention, ffn_size=config.size("intermediate_size"), head_norms=None))
+    own = family_sizes(config, heads, kv_heads, head_dim)
+    return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size"), head_norms=None))
 
 
 ARCHITECTURE = replace(
@@ -30,5 +30,5 @@ ARCHITECTURE = replace(
     name="LlamaForCausalLM",
     model_type="llama",
     sizes=sizes,
-    engine_extras=parts.CACHE_SCALES,
+    engine_extras=CACHE_SCALES,
 )

@@ -4,7 +4,26 @@ Trainer, engine plugin, weight sync, converter, preconditions and attribution re
 name.
 """
 
-from fp8rl.models.architecture import Architecture, Model, load_architecture, read_model, read_shape, register
-from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.architecture import (
+    CACHE_SCALES,
+    Architecture,
+    Model,
+    load_architecture,
+    read_model,
+    read_shape,
+    register,
+)
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 
-__all__ = ["Architecture", "Model", "ModelSizes", "load_architecture", "read_model", "read_shape", "register"]
+__all__ = [
+    "CACHE_SCALES",
+    "Architecture",
+    "Model",
+    "ModelSizes",
+    "checked",
+    "family_sizes",
+    "load_architecture",
+    "read_model",
+    "read_shape",
+    "register",
+]

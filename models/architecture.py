@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import fp8rl.models.architectures as ours
 from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.families import Family
+from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
@@ -30,6 +32,8 @@ proposes tokens for the policy; no code of today runs one."""
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""
+CACHE_SCALES = frozenset({"k_scale", "v_scale"})
+"""What SGLang gives some models' attention, where they are quantized, for a cache in FP8, which nothing here uses."""
 _HOW_TO_ADD = (
     "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
     "says what stands in it."
@@ -38,29 +42,43 @@ _HOW_TO_ADD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One architecture of Hugging Face models.
-
-    Attributes:
-        name: in `architectures` of config.json. model_type: that goes with it. aliases: other words for it, which
-            older versions of transformers do not know.
-        sizes: reads a config.json, or says what the shared ops do not define.
-        shape: its formula: what a model of these sizes weighs and computes.
-        tensors: the rows of such a model, in the order of its forward. forward: its ops. Without both, a model can be
-            calculated, and nothing here trains or serves it.
-        kinds: the module kinds by which a quantization spec decides about its products. Those that one product reads
-            fused stand together: a spec names all of them or none.
-        engine_extras: last parts of names of the engine's parameters that are no weights of the checkpoint.
-    """
+    """One architecture of Hugging Face models: how its sizes are read, and the families of ops that it consists of."""
 
     name: str
+    """In `architectures` of config.json."""
     model_type: str
+    """In config.json beside the name."""
     sizes: Callable[[ConfigFile], ModelSizes]
-    shape: Callable[[ModelSizes], Shape]
-    tensors: Callable[[ModelSizes], Iterator[TensorRow]] | None = None
-    forward: Callable[[ModelSizes], Forward] | None = None
-    kinds: tuple[tuple[str, ...], ...] = ()
+    """Read a config.json, or say what the shared ops do not define."""
+    families: tuple[Family, ...]
+    """In the order of a layer's forward; each says which layers have it."""
+    tiny: Callable[[Any, dict[str, Any]], Any] | None = None
+    """Make transformers' model, with random weights, of a `models.tiny.TinyModel` and what all configs have alike."""
     engine_extras: frozenset[str] = frozenset()
+    """Last parts of names of the engine's parameters that are no weights of the checkpoint."""
     aliases: tuple[str, ...] = ()
+    """Other words for `model_type`, which older versions of transformers do not know."""
+
+    @property
+    def kinds(self) -> tuple[tuple[str, ...], ...]:
+        """Module kinds by which a quantization spec decides about its products, those together that are fused."""
+        return tuple(kinds for family in self.families for kinds in family.kinds)
+
+    def tensors(self, sizes: ModelSizes) -> Iterator[TensorRow]:
+        """Rows of such a model, in the order of its forward."""
+        yield from first_tensors(sizes)
+        for layer in range(sizes.layers):
+            for family in self._of_layer(sizes, layer):
+                yield from family.tensors(sizes, layer)
+        yield from last_tensors(sizes)
+
+    def forward(self, sizes: ModelSizes) -> Forward:
+        """Ops of such a model."""
+        layers = (self._of_layer(sizes, layer) for layer in range(sizes.layers))
+        return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in each), ()) for each in layers), LAST_OPS)
+
+    def _of_layer(self, sizes: ModelSizes, layer: int) -> list[Family]:
+        return [family for family in self.families if family.within(sizes, layer)]
 
 
 @dataclass(frozen=True)
@@ -74,19 +92,21 @@ class Model:
     @functools.cached_property
     def shape(self) -> Shape:
         adapters = tuple(row for row in self.tensors.rows.values() if row.adapts is not None) if self.adapter else ()
-        return replace(self.architecture.shape(self.sizes), adapters=adapters)
+        return Shape(self.sizes, self.architecture.families, adapters)
 
     @functools.cached_property
     def tensors(self) -> TensorTable:
-        assert self.architecture.tensors is not None
         rows = list(self.architecture.tensors(self.sizes))
         adapters = adapter_rows(rows, self.adapter) if self.adapter else ()
         return TensorTable((*rows, *adapters), self.sizes.kv_heads)
 
     @functools.cached_property
     def forward(self) -> Forward:
-        assert self.architecture.forward is not None
         return self.architecture.forward(self.sizes)
+
+    def of_layer(self, layer: int) -> tuple[Family, ...]:
+        """The families of a layer, counted from 0."""
+        return self.shape.of_layer(layer)
 
     def adapted(self, adapter: AdapterConfig | None) -> Model:
         """The same model with these adapters.
@@ -144,27 +164,8 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     Raises:
         UserError: no readable config, an unknown architecture, or a variant that the shared ops do not define.
     """
-    trained = {name: each for name, each in architectures().items() if each.tensors is not None}
-    return _read(path, key, trained, served)
-
-
-def read_shape(path: Path, key: str = "model.path", adapter: AdapterConfig | None = None) -> Shape:
-    """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
-    adapter: trained in place of its weights.
-
-    Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
-
-    Raises:
-        UserError: no readable config, an unknown architecture, or a value that is missing or wrong; or an adapter that
-            the model cannot have.
-    """
-    if adapter is not None:
-        return read_model(path, key, served=True).adapted(adapter).shape
-    return _read(path, key, architectures(), served=True).shape
-
-
-def _read(path: Path, key: str, known: Mapping[str, Architecture], served: bool) -> Model:
     config = ConfigFile.read(Path(path), key)
+    known = architectures()
     choice = " or ".join(known)
     name = config.architecture(choice)
     if name not in known:
@@ -181,6 +182,19 @@ def _read(path: Path, key: str, known: Mapping[str, Architecture], served: bool)
         expected = f"at most {MOST_EXPERTS} layers, or experts in all of them"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)
     return Model(architecture, sizes)
+
+
+def read_shape(path: Path, key: str = "model.path", adapter: AdapterConfig | None = None) -> Shape:
+    """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
+    adapter: trained in place of its weights.
+
+    Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
+
+    Raises:
+        UserError: no readable config, an unknown architecture, or a value that is missing or wrong; or an adapter that
+            the model cannot have.
+    """
+    return read_model(path, key, served=True).adapted(adapter).shape
 
 
 def check_scope(spec: QuantSpec) -> None:

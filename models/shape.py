@@ -1,17 +1,19 @@
-"""What a model weighs and computes, by closed formula from its sizes; each architecture says its own (`shape`).
+"""What a model weighs and computes: sums over the rows of its tensors and over its families, without a weight.
 
-No tensor is named and no table is made, so that architectures are calculated too which nothing here can train. Only
-adapters are those of a model's table.
+One layer of each run of equal ones is looked at, so that a model of tens of thousands of tensors takes a moment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
+from fp8rl.models.families import Activations, Family
+from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
@@ -19,39 +21,39 @@ from fp8rl.numerics.spec import QuantSpec
 Share = Literal["split", "experts", "replicated"]
 """How the ranks of a pipeline stage share a weight: `split` over tensor-parallel ranks; `experts`: whole ones, spread
 over expert-parallel ranks; `replicated`: each has it."""
-Place = Literal["first", "layers", "last"]
-"""Before the layers, in them, behind them."""
 
 BF16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """Weights of a model that are alike.
-
-    Attributes:
-        name: of the product or vector, e.g. `qkv`.
-        rows, columns: N and K of a product x [T, K] @ W [N, K]^T; a vector has one column.
-        pieces: rows of each tensor that the checkpoint has of it.
-        kind: module kind by which a quantization spec decides; None: no spec quantizes it.
-        place, layers: where they are; layers counted from 0, and empty outside `layers`.
-        copies: in each such layer. taken: of them by a token; 0 for what is no product.
-        tied: the same tensor as another one, which only a last pipeline stage of its own holds again.
-        trained: whether it is a parameter; the others are FP32 buffers.
-    """
+    """Weights of a model that are alike: a parameter of Megatron's, in a run of layers."""
 
     name: str
+    """Of the op that reads it, e.g. `qkv`."""
     rows: int
+    """N of a product x [T, K] @ W [N, K]^T."""
     columns: int
+    """K; a vector has one column."""
     pieces: tuple[int, ...] = ()
+    """Rows of each tensor that the checkpoint has of it."""
     kind: str | None = None
+    """Module kind by which a quantization spec decides; None: no spec quantizes it."""
     share: Share
-    place: Place = "layers"
+    place: Literal["first", "attention", "mlp", "last"]
+    """Before the layers, in a part of them, behind them."""
     layers: range = range(0)
+    """Where it is, counted from 0; empty outside the layers."""
     copies: int = 1
+    """How many each of these layers has."""
     taken: int = 0
+    """How many of them a token takes; 0 for what is no product."""
+    by_heads: bool = False
+    """Megatron interleaves its tensors by heads."""
     tied: bool = False
+    """It is the same tensor as another one, which only a last pipeline stage of its own holds again."""
     trained: bool = True
+    """It is a parameter; the others are FP32 buffers."""
 
     @property
     def size(self) -> int:
@@ -59,41 +61,37 @@ class WeightGroup:
         return self.rows * self.columns
 
     @property
-    def count(self) -> int:
-        """How many the model has."""
-        return self.copies * (len(self.layers) if self.place == "layers" else 1)
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes per token of a layer that a BF16 trainer keeps for the backward: of the attention with both norms and
-    residuals, and of the MLP. fp8: what TransformerEngine's FP8 products change of them."""
-
-    attention: float
-    mlp: float
-    fp8: float
+    def in_layers(self) -> bool:
+        return self.place in ("attention", "mlp")
 
     @property
-    def bf16(self) -> float:
-        return self.attention + self.mlp
+    def count(self) -> int:
+        """How many the model has."""
+        return self.copies * (len(self.layers) if self.in_layers else 1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers.
-
-    Attributes:
-        weights: everything that a checkpoint has, in the order of the forward.
-        cached: elements that one token occupies in a layer's cache.
-        value_dim: width of a head's value.
-        adapters: rows of the adapters that are trained in place of the weights.
-    """
+    """A model in numbers."""
 
     sizes: ModelSizes
-    weights: tuple[WeightGroup, ...]
-    cached: int
-    value_dim: int
+    families: tuple[Family, ...]
     adapters: tuple[TensorRow, ...] = ()
+    """Rows of the adapters that are trained in place of the weights."""
+
+    @cached_property
+    def weights(self) -> tuple[WeightGroup, ...]:
+        """All weights that a checkpoint has, family by family."""
+        s = self.sizes
+        groups = list(_groups(first_tensors(s), s, "first"))
+        for family in self.families:
+            for layers in _runs(family, s):
+                groups += _groups(family.tensors(s, layers.start), s, family.part, layers)
+        groups += _groups(last_tensors(s), s, "last")
+        if s.tied:
+            (embedding,) = _groups(first_tensors(s), s, "last", tied=True)
+            groups.append(embedding)
+        return tuple(groups)
 
     @cached_property
     def parameters(self) -> int:
@@ -103,7 +101,7 @@ class Shape:
     @cached_property
     def active_parameters(self) -> int:
         """Elements of the products that one token takes, the output projection among them, the embedding not."""
-        return sum(weight.size * self._taken(weight) for weight in self.weights)
+        return sum(w.size * w.taken * (len(w.layers) if w.in_layers else 1) for w in self.weights)
 
     @cached_property
     def adapter_bytes(self) -> int:
@@ -119,9 +117,13 @@ class Shape:
         )
         return (wide + sum(math.prod(row.shape) for row in self.adapters)) * BF16_BYTES
 
-    def kv_bytes(self, each: int = BF16_BYTES) -> int:
-        """Bytes of one token in the KV cache of all layers, of `each` bytes an element."""
-        return self.cached * self.sizes.layers * each
+    def of_layer(self, layer: int) -> tuple[Family, ...]:
+        return tuple(family for family in self.families if family.within(self.sizes, layer))
+
+    def kv_bytes(self, each: int = BF16_BYTES, ranks: int = 1) -> int:
+        """Bytes of one token in the caches of all layers, of `each` bytes an element, in one of the tensor-parallel
+        `ranks` of an engine."""
+        return each * self._sum(lambda family: family.cached(self.sizes, ranks))
 
     def quantized_layers(self, weight: WeightGroup, spec: QuantSpec) -> range:
         """The layers whose weights of this kind `spec` quantizes."""
@@ -132,132 +134,63 @@ class Shape:
 
     def attention_flops(self, context: float) -> float:
         """FLOPs of one query in all layers against so many keys, forward: queries times keys, weights times values."""
-        return 2.0 * context * self.sizes.heads * (self.sizes.head_dim + self.value_dim) * self.sizes.layers
+        return 2.0 * context * self._sum(lambda family: family.scored(self.sizes))
 
     def training_flops(self, length: int, causal: bool = True) -> float:
         """FLOPs of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active
         parameter, and three times the forward's attention. causal: half of the keys count."""
         return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2 if causal else length)
 
-    def activations(self, layer: int) -> Activations:
-        """What training keeps of a layer for the backward.
+    def activations(self, layer: int, part: str | None = None) -> Activations:
+        """Bytes that training keeps of a layer, or of one part of it, for the backward."""
+        kept = [f.activations(self.sizes) for f in self.of_layer(layer) if part in (None, f.part)]
+        return Activations(sum(each.bf16 for each in kept), sum(each.fp8 for each in kept))
 
-        With H hidden, D head, F expert width, k of E experts: 8H + 6D(h + kv) + k(4H + 6F) + 4E. An FP8 product keeps
-        1.03 bytes of an element of its input in place of 2, and the output projection's input beside the attention's:
-        less 0.97(H + k(H + F)), more 1.03hD. A dense MLP counts as one expert without a router, and so do shared
-        experts; latent attention counts by the mean of its head sizes.
-        """
-        s = self.sizes
-        head = (s.head_dim + self.value_dim) / 2
-        mlps = [(s.top_k, s.expert_size), (1, s.shared_size)] if s.has_experts(layer) else [(1, s.ffn_size)]
-        mlps = [(taken, width) for taken, width in mlps if width]
-        router = 4 * s.experts if s.has_experts(layer) else 0
-        inputs = s.hidden_size + sum(taken * (s.hidden_size + width) for taken, width in mlps)
-        return Activations(
-            attention=8 * s.hidden_size + 6 * head * (s.heads + s.kv_heads),
-            mlp=router + sum(taken * (4 * s.hidden_size + 6 * width) for taken, width in mlps),
-            fp8=1.03 * s.heads * head - 0.97 * inputs,
-        )
-
-    def _taken(self, weight: WeightGroup) -> int:
-        return weight.taken * (len(weight.layers) if weight.place == "layers" else 1)
+    def _sum(self, of_family: Callable[[Family], int]) -> int:
+        return sum(of_family(family) * sum(map(len, _runs(family, self.sizes))) for family in self.families)
 
 
-def decoder(
+def _runs(family: Family, sizes: ModelSizes) -> Iterator[range]:
+    """The layers that have a family, in runs without a gap."""
+    for has, layers in groupby(range(sizes.layers), lambda layer: family.within(sizes, layer)):
+        if has:
+            run = list(layers)
+            yield range(run[0], run[-1] + 1)
+
+
+def _groups(
+    rows: Iterator[TensorRow],
     sizes: ModelSizes,
-    attention: Iterable[WeightGroup],
-    *,
-    cached: int,
-    value_dim: int | None = None,
-    expert_bias: bool = False,
-) -> Shape:
-    """The shape of a decoder whose layers are attention and SwiGLU MLPs or experts, each behind a norm.
-
-    attention: the weights of it, in all layers. cached, value_dim: as in `Shape`; a value is as wide as a head
-    unless it says otherwise. expert_bias: the router has a bias for each expert, which is no parameter (DeepSeek-V3).
-    """
-    weights = tuple(_decoder_weights(sizes, attention, expert_bias))
-    return Shape(sizes, weights, cached, sizes.head_dim if value_dim is None else value_dim)
-
-
-def _decoder_weights(s: ModelSizes, attention: Iterable[WeightGroup], expert_bias: bool) -> Iterator[WeightGroup]:
-    every, dense, moe = range(s.layers), range(s.layers - s.moe_layers), range(s.layers - s.moe_layers, s.layers)
-    yield WeightGroup(name="embedding", rows=s.vocab_size, columns=s.hidden_size, share="split", place="first")
-    yield vector("input_norm", s.hidden_size, every)
-    yield from attention
-    yield vector("post_norm", s.hidden_size, every)
-    yield from _mlp("mlp", s.hidden_size, s.ffn_size, "", "split", dense)
-    if s.moe:
-        yield product("router", s.experts, s.hidden_size, moe, share="replicated")
-        if expert_bias:
-            yield vector("expert_bias", s.experts, moe, trained=False)
-        yield from _mlp("experts", s.hidden_size, s.expert_size, "experts.", "experts", moe, s.experts, s.top_k)
-        if s.shared_size:
-            yield from _mlp("shared", s.hidden_size, s.shared_size, "", "split", moe)
-    yield WeightGroup(name="final_norm", rows=s.hidden_size, columns=1, share="replicated", place="last")
-    yield WeightGroup(
-        name="head", rows=s.vocab_size, columns=s.hidden_size, share="split", place="last", taken=1, tied=s.tied
-    )
+    place: Literal["first", "attention", "mlp", "last"],
+    layers: range = range(0),
+    tied: bool = False,
+) -> Iterator[WeightGroup]:
+    """The parameters that hold these rows, alike experts counted."""
+    fused: dict[str, list[TensorRow]] = {}
+    for row in rows:
+        if not row.expert:  # the first one stands for all
+            fused.setdefault(row.megatron.parameter, []).append(row)
+    for held in fused.values():
+        row, expert = held[0], held[0].expert is not None
+        product = row.product or tied
+        yield WeightGroup(
+            name=row.op,
+            rows=sum(each.shape[0] for each in held),
+            columns=math.prod(row.shape[1:]),
+            pieces=tuple(each.shape[0] for each in held) if len(held) > 1 else (),
+            kind=row.kind,
+            share="experts" if expert else "replicated" if row.engine.split is None else "split",
+            place=place,
+            layers=layers,
+            copies=sizes.experts if expert else 1,
+            taken=(sizes.top_k if expert else 1) if product else 0,
+            by_heads=row.megatron.layout == "heads",
+            tied=tied,
+            trained=not row.megatron.buffer,
+        )
 
 
 def overlap(one: range, other: range) -> range:
     """What two runs of layers have in common."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
-
-
-def vector(
-    name: str,
-    size: int,
-    layers: range,
-    trained: bool = True,
-    share: Share = "replicated",
-    pieces: tuple[int, ...] = (),
-) -> WeightGroup:
-    """A vector in each of these layers."""
-    return WeightGroup(name=name, rows=size, columns=1, pieces=pieces, share=share, layers=layers, trained=trained)
-
-
-def product(
-    name: str,
-    rows: int,
-    columns: int,
-    layers: range,
-    *,
-    kind: str | None = None,
-    share: Share = "split",
-    pieces: tuple[int, ...] = (),
-) -> WeightGroup:
-    """The weight of a product that every token takes, in each of these layers."""
-    return WeightGroup(
-        name=name, rows=rows, columns=columns, pieces=pieces, kind=kind, share=share, layers=layers, taken=1
-    )
-
-
-def _mlp(
-    name: str, hidden: int, width: int, prefix: str, share: Share, layers: range, copies: int = 1, taken: int = 1
-) -> Iterator[WeightGroup]:
-    """Gate and up, and down, of an MLP or of the experts of a layer."""
-    if not layers:
-        return
-    yield WeightGroup(
-        name=f"{name}_gate_up",
-        rows=2 * width,
-        columns=hidden,
-        pieces=(width, width),
-        kind=f"{prefix}gate_proj",
-        share=share,
-        layers=layers,
-        copies=copies,
-        taken=taken,
-    )
-    yield WeightGroup(
-        name=f"{name}_down",
-        rows=hidden,
-        columns=width,
-        kind=f"{prefix}down_proj",
-        share=share,
-        layers=layers,
-        copies=copies,
-        taken=taken,
-    )

@@ -1,10 +1,11 @@
-"""The numbers of a model."""
+"""The numbers of a model, and what all families read alike from a config.json."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.ops.rope import Yarn
 
 
@@ -112,3 +113,43 @@ class ModelSizes:
         """Whether a tensor of the checkpoint is of a draft layer."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         return name.startswith(tuple(f"model.layers.{number}." for number in numbers))
+
+
+def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """All but the MLPs: the arguments of ModelSizes that the whole family reads alike."""
+    return {
+        "layers": config.size("num_hidden_layers"),
+        "hidden_size": config.size("hidden_size"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": head_dim,
+        "vocab_size": config.size("vocab_size"),
+        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "rope_theta": config.rope_theta(),
+        "max_positions": config.size("max_position_embeddings"),
+        "tied": config.flag("tie_word_embeddings", default=False),
+    }
+
+
+def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
+    """Refuse heads that cannot be grouped or rotated, and more experts of a token than there are."""
+    if sizes.heads % sizes.kv_heads:
+        raise config.refusal("num_key_value_heads", sizes.kv_heads, f"a divisor of num_attention_heads = {sizes.heads}")
+    if sizes.head_dim % 2:
+        raise config.refusal("head_dim", sizes.head_dim, "an even number: rotary embeddings turn pairs")
+    if sizes.top_k > sizes.experts:
+        raise config.refusal("num_experts_per_tok", sizes.top_k, f"at most num_experts = {sizes.experts}")
+    return sizes
+
+
+def check_groups(config: ConfigFile, experts: int, groups: int, kept: int, top_k: int) -> None:
+    """Refuse groups that experts do not divide into, and fewer experts in the kept ones than a token takes."""
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        expected = f"a divisor of n_routed_experts = {experts} that leaves two of them or more in a group"
+        raise config.refusal("n_group", groups, expected)
+    if kept > groups:
+        raise config.refusal("topk_group", kept, f"at most n_group = {groups}")
+    if top_k > experts // groups * kept:
+        expected = f"at most {experts // groups * kept}, the experts of topk_group = {kept} groups"
+        raise config.refusal("num_experts_per_tok", top_k, expected)

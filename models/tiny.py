@@ -10,33 +10,16 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from fp8rl.models.architecture import architectures
 from fp8rl.numerics.errors import user_error
 
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -50,13 +33,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 ROPE_THETA = 10000.0
-
-
-Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral"]
-Q_RANK, KV_RANK, ROPE_DIM = 128, 256, 64
-"""Widths of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's
-own attention on a CPU then reads the one for the other."""
-YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @dataclass(frozen=True)
@@ -77,14 +53,14 @@ class TinyModel:
     """The output projection is the embedding."""
     renormalize: bool = True
     """The chosen experts' probabilities are divided by their sum."""
-    family: Family = "qwen3"
+    family: str = "qwen3"
     """Qwen2 is dense, whatever `experts` says; OLMoE has as many key-value heads as heads, `hidden` wide together, and
     does not renormalize; GLM-4.5 has a dense first layer, an expert that every token takes, and groups of experts; so
     has DeepSeek-V3, with latent attention, in which `head_dim` is the part of a head that is not rotated and the width
     of a value; GLM-4.7-Flash, `glm4_moe_lite`, is one with other widths. Mixtral has `hidden` channels in all heads."""
     groups: int = 4
     """Groups of a sigmoid router's experts, of which a token may go to half; 1 as in Kimi-K2."""
-    q_rank: int = Q_RANK
+    q_rank: int = 128
     """The narrow row of DeepSeek-V3's queries; 0: none, as in Moonlight."""
     yarn: bool = False
     """DeepSeek-V3's context was lengthened by YaRN."""
@@ -106,14 +82,6 @@ def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -
     if shape.vocab <= smallest:
         raise user_error(
             "--vocab", found=shape.vocab, expected=f"more than {smallest}, the tokens in use", remedy="Raise --vocab."
-        )
-    width = shape.heads * shape.head_dim
-    if shape.family == "olmoe" and (shape.kv_heads, shape.hidden) != (shape.heads, width):
-        raise user_error(
-            "--kv-heads and --hidden",
-            found=f"{shape.kv_heads} and {shape.hidden}",
-            expected=f"{shape.heads} and {width} in an OLMoE with --heads {shape.heads} --head-dim {shape.head_dim}",
-            remedy="Set them so.",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -139,7 +107,7 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.max_positions,
-        "rope_parameters": _rope(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": shape.tied,
         "attention_bias": False,
@@ -147,99 +115,24 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
+    make = _makers()[shape.family if shape.family != "qwen3" or not shape.experts else "qwen3_moe"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if shape.family == "qwen2":
-            model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(intermediate_size=shape.intermediate, **common))
-        elif shape.family == "olmoe":
-            model = OlmoeForCausalLM(
-                OlmoeConfig(
-                    intermediate_size=shape.intermediate,
-                    num_experts=shape.experts,
-                    num_experts_per_tok=shape.top_k,
-                    norm_topk_prob=False,
-                    **common | {"rms_norm_eps": 1e-5},
-                )
-            )
-        elif shape.family == "mixtral":
-            model = MixtralForCausalLM(
-                MixtralConfig(
-                    intermediate_size=shape.intermediate,
-                    num_local_experts=shape.experts,
-                    num_experts_per_tok=shape.top_k,
-                    **common,
-                )
-            )
-        elif shape.family == "glm4_moe":
-            model = Glm4MoeForCausalLM(
-                Glm4MoeConfig(
-                    intermediate_size=2 * shape.intermediate,
-                    moe_intermediate_size=shape.intermediate,
-                    n_routed_experts=shape.experts,
-                    num_experts_per_tok=shape.top_k,
-                    n_shared_experts=1,
-                    n_group=shape.groups,
-                    topk_group=max(1, shape.groups // 2),
-                    routed_scaling_factor=1.5,
-                    first_k_dense_replace=1,
-                    norm_topk_prob=shape.renormalize,
-                    use_qk_norm=True,
-                    **common | {"attention_bias": True, "rope_parameters": _rope(partial_rotary_factor=0.5)},
-                )
-            )
-        elif shape.family in ("deepseek_v3", "glm4_moe_lite"):
-            model = _latent_model(shape, common)
-        elif not shape.moe:
-            model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
-        else:
-            model = Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(
-                    intermediate_size=shape.intermediate * shape.top_k,
-                    moe_intermediate_size=shape.intermediate,
-                    num_experts=shape.experts,
-                    num_experts_per_tok=shape.top_k,
-                    norm_topk_prob=shape.renormalize,
-                    decoder_sparse_step=1,
-                    mlp_only_layers=[],
-                    **common,
-                )
-            )
+        model: PreTrainedModel = make(shape, common)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = PAD
     return model
 
 
-def _latent_model(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    yarn = YARN | {"original_max_position_embeddings": shape.max_positions // 4} if shape.yarn else {}
-    sizes = {name: value for name, value in common.items() if name not in ("head_dim", "num_key_value_heads")} | {
-        "num_key_value_heads": shape.heads,
-        "intermediate_size": 2 * shape.intermediate,
-        "moe_intermediate_size": shape.intermediate,
-        "n_routed_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "n_shared_experts": 1,
-        "n_group": shape.groups,
-        "topk_group": max(1, shape.groups // 2),
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": shape.renormalize,
-        "q_lora_rank": shape.q_rank or None,
-        "kv_lora_rank": KV_RANK,
-        "qk_rope_head_dim": ROPE_DIM,
-        "rope_parameters": _rope(**yarn),
-    }
-    if shape.family == "deepseek_v3":
-        widths = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
-        return DeepseekV3ForCausalLM(
-            DeepseekV3Config(**sizes, **widths, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)
-        )
-    widths = {"qk_nope_head_dim": 3 * ROPE_DIM, "v_head_dim": 2 * shape.head_dim}
-    return Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**sizes, **widths))
+def _makers() -> dict[str, Callable[[TinyModel, dict[str, Any]], PreTrainedModel]]:
+    """How a tiny model of each architecture is made that says so, by model type."""
+    return {each.model_type: each.tiny for each in architectures().values() if each.tiny is not None}
 
 
-def _rope(**changes: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": ROPE_THETA, **changes}
+def tiny_families() -> list[str]:
+    """What :attr:`TinyModel.family` may be."""
+    return sorted(_makers().keys() - {"qwen3_moe"})
 
 
 def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:

@@ -79,6 +79,7 @@ CODE = {
     "diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
     "fp8rl/__init__.py": {"import_module"},  # names of its table
     "models/architecture.py": {"import_module"},  # files in models/architectures
+    "rollout/plugin/families/__init__.py": {"import_module"},  # files in rollout/plugin/families
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
     "numerics/io/files.py": {"exec_module"},  # files of Python that a spec names

@@ -169,9 +169,8 @@ class _Held:
     def stands_otherwise(self, ranks: int) -> bool:
         """Whether a base has it in another order or whole (`trainer.weights.base`): a fused q|k|v in BF16, and of
         several tensor-parallel ranks every weight of a layer in BF16."""
-        of_heads = self.weight.name.startswith("qkv")
-        is_part = ranks > 1 and self.weight.share == "split" and self.weight.place == "layers"
-        return not self.quantized and (of_heads or is_part)
+        is_part = ranks > 1 and self.weight.share == "split" and self.weight.in_layers
+        return not self.quantized and (self.weight.by_heads or is_part)
 
     def operand_bytes(self, spec: TensorSpec, storage: Storage) -> int:
         if not self.quantized:
@@ -194,7 +193,7 @@ def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) 
             continue
         elements = weight.size // (config.tp if weight.share == "split" else 1)
         copies = weight.copies // (config.ep if weight.share == "experts" else 1)
-        if weight.place == "layers":
+        if weight.in_layers:
             fp8 = len(overlap(shape.quantized_layers(weight, spec), layers))
             for count, quantized in ((len(overlap(weight.layers, layers)) - fp8, False), (fp8, True)):
                 if count:

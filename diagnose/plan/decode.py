@@ -42,7 +42,7 @@ def decode_step(
     weights = sum(
         weight_bytes(shape, weight, spec) * (read if weight.share == "experts" else 1.0)
         for weight in shape.weights
-        if weight.name != "embedding"  # of which an answer takes a row; a tied one is read as the head
+        if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
     )
     cache = batch * context * shape.kv_bytes()
     memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)

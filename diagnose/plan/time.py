@@ -142,7 +142,7 @@ def _products(job: Job, stage: int) -> Iterator[_Product]:
     for weight in job.shape.weights:
         if not weight.taken or (weight.place == "last" and stage < job.layout.pp - 1):
             continue
-        layers = len(overlap(weight.layers, here)) if weight.place == "layers" else 1
+        layers = len(overlap(weight.layers, here)) if weight.in_layers else 1
         fp8 = len(overlap(job.shape.quantized_layers(weight, job.numerics.trainer_spec), here))
         for count, quantized in ((layers - fp8, False), (fp8, True)):
             if count:
@@ -163,7 +163,7 @@ def _twice(job: Job, weight: WeightGroup) -> bool:
     """Whether the trainer computes a product's forward in the backward as well."""
     if weight.place == "last":
         return job.rank_tokens > job.layout.head_chunk_tokens
-    inside = weight.name == "router" or weight.name.startswith(("experts", "mlp", "shared"))
+    inside = weight.place == "mlp"
     return job.layout.recompute == "layer" or (job.layout.recompute == "experts" and inside)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.preflight.check import Check, judged
 from fp8rl.models.adapters import AdapterConfig
-from fp8rl.models.forms import TOPK
+from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.digest import tensor_digest

@@ -6,17 +6,21 @@ draft layers behind the last one (multi-token prediction) are kept as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8rl.models import parts
-from fp8rl.models.architecture import Architecture
+from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.shape import Shape, decoder
-from fp8rl.models.sizes import Latent, ModelSizes, SigmoidRouter
-from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Forward
+from fp8rl.models.families import latent, mlp
+from fp8rl.models.sizes import Latent, ModelSizes, SigmoidRouter, check_groups, family_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -56,8 +60,8 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
         raise config.refusal("q_lora_rank", q_rank, expected, "Use a model whose rank is one.")
     if rope % 2:
         raise config.refusal("qk_rope_head_dim", rope, "an even number: rotary embeddings turn pairs")
-    parts.check_groups(config, experts, groups, kept, top_k)
-    family = parts.family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope)
+    check_groups(config, experts, groups, kept, top_k)
+    family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope)
     return ModelSizes(
         **family | {"rotary_dim": rope},
         ffn_size=config.size("intermediate_size"),
@@ -82,47 +86,51 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
     )
 
 
-def shape(sizes: ModelSizes) -> Shape:
-    latent = sizes.latent
-    assert latent is not None
-    return decoder(
-        sizes,
-        parts.latent_attention_weights(sizes),
-        cached=latent.kv_rank + latent.rope_dim,
-        value_dim=latent.value_dim,
-        expert_bias=True,
-    )
+KV_RANK, ROPE_DIM = 256, 64
+"""Widths of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's
+own attention on a CPU then reads the one for the other."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
-def tensors(sizes: ModelSizes, router: torch.dtype = torch.bfloat16) -> Iterator[TensorRow]:
-    """router: what the engine holds a router's weight in."""
-    yield parts.embedding(sizes)
-    for layer in range(sizes.layers):
-        yield from parts.latent_attention_tensors(sizes, layer)
-        if sizes.has_experts(layer):
-            yield parts.post_norm(sizes, layer, "pre_mlp_layernorm.weight")
-            yield from parts.moe_tensors(sizes, layer, router=router)
-        else:
-            yield parts.post_norm(sizes, layer, "mlp.linear_fc1.layer_norm_weight")
-            yield from parts.dense_mlp_tensors(sizes, layer)
-    yield from parts.last_tensors(sizes)
+def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:
+    """A dense first layer, a shared expert, groups of experts, of which a token may go to half, and YaRN if asked."""
+    yarn = YARN | {"original_max_position_embeddings": shape.max_positions // 4} if shape.yarn else {}
+    return {name: value for name, value in common.items() if name != "head_dim"} | {
+        "num_key_value_heads": shape.heads,
+        "intermediate_size": 2 * shape.intermediate,
+        "moe_intermediate_size": shape.intermediate,
+        "n_routed_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "n_shared_experts": 1,
+        "n_group": shape.groups,
+        "topk_group": max(1, shape.groups // 2),
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": shape.renormalize,
+        "q_lora_rank": shape.q_rank or None,
+        "kv_lora_rank": KV_RANK,
+        "qk_rope_head_dim": ROPE_DIM,
+        "rope_parameters": common["rope_parameters"] | yarn,
+    }
 
 
-def forward(sizes: ModelSizes) -> Forward:
-    attention = parts.latent_attention_ops(sizes)
-    sparse = parts.SHARED_MOE_OPS if sizes.shared_size else parts.SIGMOID_MOE_OPS
-    layers = [attention + (sparse if sizes.has_experts(layer) else parts.DENSE_OPS) for layer in range(sizes.layers)]
-    return Forward(parts.FIRST_OPS, tuple(layers), parts.LAST_OPS)
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """`head_dim` is the part of a head that is not rotated, and the width of a value."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    own: dict[str, Any] = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
+    own |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**tiny_config(shape, common), **own))
 
 
+ROUTED = replace(mlp.MOE, tensors=partial(mlp.moe_tensors, router=torch.bfloat16))
+"""Experts of whose routers the engine holds the weights in BF16."""
 ARCHITECTURE = Architecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     aliases=("kimi_k2",),
     sizes=sizes,
-    shape=shape,
-    tensors=tensors,
-    forward=forward,
-    kinds=(*parts.LATENT_KINDS, *parts.DENSE_KINDS, *parts.EXPERT_KINDS),
-    engine_extras=parts.CACHE_SCALES,
+    families=(latent.FAMILY, mlp.DENSE, ROUTED),
+    tiny=tiny,
+    engine_extras=CACHE_SCALES,
 )

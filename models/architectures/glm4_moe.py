@@ -6,15 +6,17 @@ larger models only. The draft layers behind the last one (multi-token prediction
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from fp8rl.models import parts
-from fp8rl.models.architecture import Architecture
+from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.shape import Shape
-from fp8rl.models.sizes import ModelSizes, SigmoidRouter
-from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Forward
+from fp8rl.models.families import attention, mlp
+from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, checked, family_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
 
 NORM_EPS = 1e-5
 
@@ -24,7 +26,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants({"hidden_act": "silu"}, rotary_part=True)
     heads, hidden = config.size("num_attention_heads", default=96), config.size("hidden_size", default=4096)
     head_dim = config.size("head_dim", default=max(1, hidden // heads))
-    attention = parts.family_sizes(config, heads, config.size("num_key_value_heads", default=8), head_dim)
+    attention = family_sizes(config, heads, config.size("num_key_value_heads", default=8), head_dim)
     attention |= {
         "rotary_dim": config.rotary_dim(head_dim, default=0.5),
         "norm_eps": config.number("rms_norm_eps", default=NORM_EPS),
@@ -36,8 +38,8 @@ def sizes(config: ConfigFile) -> ModelSizes:
     if dense >= attention["layers"]:
         expected = f"less than num_hidden_layers = {attention['layers']}"
         raise config.refusal("first_k_dense_replace", dense, expected)
-    parts.check_groups(config, experts, groups, kept, top_k)
-    return parts.checked(
+    check_groups(config, experts, groups, kept, top_k)
+    return checked(
         config,
         ModelSizes(
             **attention,
@@ -58,39 +60,35 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def shape(sizes: ModelSizes) -> Shape:
-    return parts.shape(sizes, expert_bias=True)
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """With a dense first layer, an expert that every token takes, and groups of experts, of which a token may go to
+    half."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-
-def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield parts.embedding(sizes)
-    for layer in range(sizes.layers):
-        yield from parts.attention_tensors(sizes, layer)
-        if sizes.has_experts(layer):
-            yield parts.post_norm(sizes, layer, "pre_mlp_layernorm.weight")
-            yield from parts.moe_tensors(sizes, layer)
-        else:
-            yield parts.post_norm(sizes, layer, "mlp.linear_fc1.layer_norm_weight")
-            yield from parts.dense_mlp_tensors(sizes, layer)
-    yield from parts.last_tensors(sizes)
-
-
-def forward(sizes: ModelSizes) -> Forward:
-    attention = parts.attention_ops(sizes)
-    layers = [
-        attention + (parts.SHARED_MOE_OPS if sizes.has_experts(layer) else parts.DENSE_OPS)
-        for layer in range(sizes.layers)
-    ]
-    return Forward(parts.FIRST_OPS, tuple(layers), parts.LAST_OPS)
+    rope = common["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    return Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            intermediate_size=2 * shape.intermediate,
+            moe_intermediate_size=shape.intermediate,
+            n_routed_experts=shape.experts,
+            num_experts_per_tok=shape.top_k,
+            n_shared_experts=1,
+            n_group=shape.groups,
+            topk_group=max(1, shape.groups // 2),
+            routed_scaling_factor=1.5,
+            first_k_dense_replace=1,
+            norm_topk_prob=shape.renormalize,
+            use_qk_norm=True,
+            **common | {"attention_bias": True, "rope_parameters": rope},
+        )
+    )
 
 
 ARCHITECTURE = Architecture(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     sizes=sizes,
-    shape=shape,
-    tensors=tensors,
-    forward=forward,
-    kinds=(*parts.ATTENTION_KINDS, *parts.DENSE_KINDS, *parts.EXPERT_KINDS),
-    engine_extras=parts.CACHE_SCALES,
+    families=(attention.FAMILY, mlp.DENSE, mlp.MOE),
+    tiny=tiny,
+    engine_extras=CACHE_SCALES,
 )

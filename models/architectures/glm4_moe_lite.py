@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architectures import deepseek_v3
 from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.families import latent, mlp
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import TensorRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -21,8 +24,12 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return deepseek_v3.latent_sizes(config, dense, 1.8)
 
 
-def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    return deepseek_v3.tensors(sizes, router=torch.float32)
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """Heads whose parts have other widths than DeepSeek-V3's."""
+    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
+
+    own = {"qk_nope_head_dim": 3 * deepseek_v3.ROPE_DIM, "v_head_dim": 2 * shape.head_dim}
+    return Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**deepseek_v3.tiny_config(shape, common), **own))
 
 
 ARCHITECTURE = replace(
@@ -31,5 +38,6 @@ ARCHITECTURE = replace(
     model_type="glm4_moe_lite",
     aliases=(),
     sizes=sizes,
-    tensors=tensors,
+    families=(latent.FAMILY, mlp.DENSE, mlp.MOE),
+    tiny=tiny,
 )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from fp8rl.models import parts
-from fp8rl.models.architectures import qwen3_moe
+from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.families import attention, mlp
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Forward
+from fp8rl.models.trace import Op
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
 
 PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -31,11 +37,11 @@ def sizes(config: ConfigFile) -> ModelSizes:
         if found != fixed:
             remedy = "Use another model: SGLang computes Mixtral with this value only."
             raise config.refusal(name, found, f"{fixed:g}", remedy)
-    attention = parts.family_sizes(config, heads, kv_heads, head_dim) | {
+    attention = family_sizes(config, heads, kv_heads, head_dim) | {
         "norm_eps": config.number("rms_norm_eps", default=1e-5),
         "rope_theta": theta,
     }
-    return parts.checked(
+    return checked(
         config,
         ModelSizes(
             **attention,
@@ -48,31 +54,39 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    for row in qwen3_moe.tensors(sizes):
-        yield _renamed(row) if row.op in ("router", "experts") else row
+def _tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    """Rows of router and experts, by the names that Mixtral has in checkpoints and engine."""
+    for row in mlp.moe_tensors(sizes, layer):
+        if row.op in ("router", "experts"):
+            *before, weight, suffix = row.name.replace("mlp.", PLACE).split(".")
+            engine = replace(row.engine, parameter=row.engine.parameter.replace("mlp.", PLACE))
+            row = replace(row, name=".".join((*before, EXPERT.get(weight, weight), suffix)), engine=engine)
+        yield row
 
 
-def _renamed(row: TensorRow) -> TensorRow:
-    """The row of router or expert, by the names that Mixtral has in checkpoints and engine."""
-    *before, weight, suffix = row.name.replace("mlp.", PLACE).split(".")
-    engine = replace(row.engine, parameter=row.engine.parameter.replace("mlp.", PLACE))
-    return replace(row, name=".".join((*before, EXPERT.get(weight, weight), suffix)), engine=engine)
+def _ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    return tuple(replace(op, engine=op.engine.replace("mlp.", PLACE)) for op in mlp.moe_ops(sizes))
 
 
-def forward(sizes: ModelSizes) -> Forward:
-    layer = parts.attention_ops(sizes) + tuple(
-        replace(op, engine=op.engine.replace("mlp.", PLACE)) if op.engine else op for op in parts.MOE_OPS
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """With `hidden` channels in all heads together."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            intermediate_size=shape.intermediate,
+            num_local_experts=shape.experts,
+            num_experts_per_tok=shape.top_k,
+            **common,
+        )
     )
-    return Forward(parts.FIRST_OPS, (layer,) * sizes.layers, parts.LAST_OPS)
 
 
-ARCHITECTURE = replace(
-    qwen3_moe.ARCHITECTURE,
+ARCHITECTURE = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     sizes=sizes,
-    tensors=tensors,
-    forward=forward,
-    engine_extras=parts.CACHE_SCALES,
+    families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors, ops=_ops)),
+    tiny=tiny,
+    engine_extras=CACHE_SCALES,
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from fp8rl.models import parts
-from fp8rl.models.architectures import qwen3
+from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.families import attention, mlp
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -22,11 +27,23 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants(VARIANTS)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
-    attention = parts.family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
+    own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     ffn_size = config.size("intermediate_size")
-    return parts.checked(config, ModelSizes(**attention, ffn_size=ffn_size, head_norms=None, qkv_bias=True))
+    return checked(config, ModelSizes(**own, ffn_size=ffn_size, head_norms=None, qkv_bias=True))
 
 
-ARCHITECTURE = replace(
-    qwen3.ARCHITECTURE, name="Qwen2ForCausalLM", model_type="qwen2", sizes=sizes, engine_extras=parts.CACHE_SCALES
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """Dense, whatever the number of experts."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(intermediate_size=shape.intermediate, **common))
+
+
+ARCHITECTURE = Architecture(
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    sizes=sizes,
+    families=(attention.FAMILY, mlp.DENSE),
+    tiny=tiny,
+    engine_extras=CACHE_SCALES,
 )

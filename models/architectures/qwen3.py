@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from fp8rl.models import parts
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Forward
+from fp8rl.models.families import attention, mlp
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
 """The only values of these keys that the shared ops define."""
@@ -20,30 +23,20 @@ def sizes(config: ConfigFile) -> ModelSizes:
     config.refuse_variants(VARIANTS)
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
-    attention = parts.family_sizes(config, heads, kv_heads, config.size("head_dim", default=128))
-    return parts.checked(config, ModelSizes(**attention, ffn_size=config.size("intermediate_size")))
+    own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=128))
+    return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size")))
 
 
-def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield parts.embedding(sizes)
-    for layer in range(sizes.layers):
-        yield from parts.attention_tensors(sizes, layer)
-        yield parts.post_norm(sizes, layer, "mlp.linear_fc1.layer_norm_weight")
-        yield from parts.dense_mlp_tensors(sizes, layer)
-    yield from parts.last_tensors(sizes)
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-
-def forward(sizes: ModelSizes) -> Forward:
-    layer = parts.attention_ops(sizes) + parts.DENSE_OPS
-    return Forward(parts.FIRST_OPS, (layer,) * sizes.layers, parts.LAST_OPS)
+    return Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
 
 
 ARCHITECTURE = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     sizes=sizes,
-    shape=parts.shape,
-    tensors=tensors,
-    forward=forward,
-    kinds=(*parts.ATTENTION_KINDS, *parts.DENSE_KINDS),
+    families=(attention.FAMILY, mlp.DENSE),
+    tiny=tiny,
 )

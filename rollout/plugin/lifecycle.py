@@ -21,7 +21,7 @@ from fp8rl.numerics.io.shared import mapped
 from fp8rl.rollout import protocol
 from fp8rl.rollout.plugin import op_probe, sleeping
 from fp8rl.rollout.plugin.adapters import AdaptedRows
-from fp8rl.rollout.plugin.forms import check_forms
+from fp8rl.rollout.plugin.families import check_forms
 from fp8rl.rollout.plugin.inventory import inventory
 from fp8rl.rollout.plugin.state import report, state
 from fp8rl.rollout.protocol import (
@@ -110,11 +110,6 @@ def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> 
     state().weights.check()
     if (rows := state().weights.adapted_rows) is not None:
         rows.take(forward_batch)
-
-
-def never(*args: Any, **kwargs: Any) -> bool:
-    """Whether SGLang may take a fused kernel."""
-    return False
 
 
 def before_update(*args: Any, **kwargs: Any) -> None:

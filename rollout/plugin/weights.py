@@ -26,8 +26,8 @@ from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin import adapters
 from fp8rl.rollout.plugin.adapters import AdaptedRows, Adapter
+from fp8rl.rollout.plugin.families import Copies, families
 from fp8rl.rollout.plugin.held import Served, check_table, hf_tensors, quantized_parameters
-from fp8rl.rollout.plugin.latent_copies import Copies, copies_in
 from fp8rl.rollout.protocol import ADAPTER_SCALE, DELTA
 
 
@@ -94,7 +94,7 @@ class ServedWeights:
         self._adapters = adapters.attach(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
         self._attached, self.rank, self.adapted_rows = (model, definition), rank, adapted_rows
-        self._copies = copies_in(model)
+        self._copies = {weight: held for family in families() for weight, held in family.copies(model).items()}
         self._operands.clear()
         self._places.clear()
         self._names.clear()

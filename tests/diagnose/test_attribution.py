@@ -20,7 +20,8 @@ from fp8rl.diagnose.attribution.result import Attribution, Cause, ExpertDifferen
 from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from fp8rl.models.forms import ADD_NORM, EMBED, EXPERTS, LINEAR, TOPK
+from fp8rl.models.families.mlp import EXPERTS, TOPK
+from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR
 from fp8rl.models.trace import Forward, Op
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError

@@ -9,11 +9,10 @@ import pytest
 from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
 from fp8rl.models.architecture import Model, architectures
 from fp8rl.numerics.errors import UserError
-from tests.models.test_tensors import TABLES
-from tests.support.definitions import SIZES
+from tests.support.definitions import SIZES, tiny_models
 
 MOE = Model(architectures()["Qwen3MoeForCausalLM"], SIZES)
-LATENT = Model(architectures()["DeepseekV3ForCausalLM"], TABLES["DeepseekV3ForCausalLM"])
+LATENT = tiny_models()["DeepseekV3ForCausalLM"]
 LAYER = "model.layers.1."
 
 

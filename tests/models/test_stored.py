@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.models import Model, read_model
 from fp8rl.models.stored import check_stored, stored_tensors
-from fp8rl.models.tiny import Family, TinyModel, write_tiny_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
@@ -74,7 +74,7 @@ def test_a_tensor_that_is_missing_or_in_excess_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_an_expert_s_bias_that_is_missing_is_named(tmp_path: Path, family: Family) -> None:
+def test_an_expert_s_bias_that_is_missing_is_named(tmp_path: Path, family: str) -> None:
     write_tiny_model(tmp_path / "model", TinyModel(hidden=128, top_k=4, family=family))
     file, name = tmp_path / "model/model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
     save_file({key: value for key, value in load_file(file).items() if key != name}, file)

@@ -8,34 +8,15 @@ import pytest
 import torch
 
 from fp8rl.models.architecture import architectures
-from fp8rl.models.parts import dense_mlp_tensors, moe_tensors
-from fp8rl.models.sizes import Latent, SigmoidRouter
+from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.tensors import EngineRank, Location, TensorRow, TensorTable
-from tests.support.definitions import SIZES
+from tests.support.definitions import SIZES, tiny_models
 
-TRAINED = {name: known for name, known in architectures().items() if known.tensors is not None}
-LATENT = {"latent": Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128), "rotary_dim": 64, "head_dim": 192}
-LATENT |= {"kv_heads": 4, "head_norms": None, "dense_layers": 1, "shared_size": 256}
-LATENT |= {"sigmoid_router": SigmoidRouter(groups=4, kept_groups=2, factor=1.0)}
-OWN = {
-    "DeepseekV3ForCausalLM": LATENT,
-    "Glm4MoeLiteForCausalLM": LATENT,
-    "Qwen2ForCausalLM": {"head_norms": None, "qkv_bias": True},
-    "MixtralForCausalLM": {"head_norms": None},
-    "OlmoeForCausalLM": {"head_norms": "together"},
-    "Glm4MoeForCausalLM": {
-        "head_norms": None,
-        "qkv_bias": True,
-        "rotary_dim": 64,
-        "dense_layers": 1,
-        "shared_size": 256,
-        "sigmoid_router": SigmoidRouter(groups=1, kept_groups=1, factor=1.0),
-    },
-}
-"""What an architecture's own models have in their sizes."""
-TABLES = {name: replace(SIZES, **OWN.get(name, {})) for name in TRAINED}
-ROWS = {name: TensorTable(known.tensors(TABLES[name]), SIZES.kv_heads) for name, known in TRAINED.items()}
-DENSE, MOE = ROWS["Qwen3ForCausalLM"], ROWS["Qwen3MoeForCausalLM"]
+EVERY = tiny_models()
+DENSE, MOE = (
+    TensorTable(architectures()[name].tensors(sizes), sizes.kv_heads)
+    for name, sizes in (("Qwen3ForCausalLM", replace(SIZES, experts=0)), ("Qwen3MoeForCausalLM", SIZES))
+)
 LAYER = "model.layers.3."
 
 
@@ -60,18 +41,16 @@ def test_what_a_spec_quantizes_is_said_by_exact_name() -> None:
         assert others == unquantized - ({"gate"} if table is DENSE else set())
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", EVERY)
 def test_module_kinds_are_those_of_the_table_and_fused_where_the_engine_fuses_them(name: str) -> None:
     fused = {
         tuple(row.kind for row in rows)
-        for by_index in ROWS[name].in_engine.values()
+        for by_index in EVERY[name].tensors.in_engine.values()
         for rows in by_index.values()
         if rows[0].kind is not None
     }
-    assert fused == set(TRAINED[name].kinds)
-    dense = ("experts.down_proj",) not in fused
-    sizes = replace(TABLES[name], experts=0, top_k=0) if dense else TABLES[name]
-    assert {weight.kind for weight in TRAINED[name].shape(sizes).weights} - {None} == {kinds[0] for kinds in fused}
+    assert fused == set(EVERY[name].architecture.kinds)
+    assert {weight.kind for weight in EVERY[name].shape.weights} - {None} <= {kind for kinds in fused for kind in kinds}
 
 
 def test_the_scales_of_a_weight_are_found_by_its_row() -> None:
@@ -120,8 +99,7 @@ def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
 @pytest.mark.parametrize("block", [1, 128])
 def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(block: int) -> None:
     ranks = [EngineRank(rank, 2) for rank in range(2)]
-    changes = {"heads": 4, "kv_heads": 2, "head_dim": 128, "ffn_size": 512, "vocab_size": 128}
-    for table in (TensorTable(TRAINED[name].tensors(replace(own, **changes)), 2) for name, own in TABLES.items()):
+    for table in (model.tensors for model in EVERY.values()):
         for name, one in table.rows.items():
             if one.kind is None and block > 1:
                 continue
@@ -163,7 +141,7 @@ def test_what_other_architectures_need_can_be_said() -> None:
     assert table[bias.name].served is torch.float32 and table[bias.name].megatron.buffer
     sizes = replace(SIZES, layers=3, dense_layers=1, shared_size=128, rotary_dim=64)
     assert [sizes.has_experts(layer) for layer in range(3)] == [False, True, True] and sizes.moe_layers == 2
-    layers = [*dense_mlp_tensors(sizes, 0), *moe_tensors(sizes, 1), *moe_tensors(sizes, 2, experts="specialists")]
+    layers = [*dense_tensors(sizes, 0), *moe_tensors(sizes, 1), *moe_tensors(sizes, 2, experts="specialists")]
     named = TensorTable(layers, sizes.kv_heads)
     assert named["model.layers.2.mlp.specialists.11.up_proj.weight"].engine == Location(
         "model.layers.2.mlp.experts.w13_weight", index=11
@@ -172,7 +150,9 @@ def test_what_other_architectures_need_can_be_said() -> None:
 
 
 def test_a_tied_output_projection_is_the_embedding() -> None:
-    tied = TensorTable(TRAINED["Qwen3ForCausalLM"].tensors(replace(SIZES, tied=True)), SIZES.kv_heads)
+    tied = TensorTable(
+        architectures()["Qwen3ForCausalLM"].tensors(replace(SIZES, experts=0, tied=True)), SIZES.kv_heads
+    )
     assert "lm_head.weight" not in tied.rows
     (output,) = tied.in_megatron["output_layer.weight"]
     assert output.name == "model.embed_tokens.weight"

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from fp8rl.models.architecture import Model
-from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from fp8rl.models.parts import (
-    FIRST_OPS,
-    LAST_OPS,
-    attention_tensors,
-    dense_mlp_tensors,
-    embedding,
-    last_tensors,
-    moe_tensors,
-)
+from fp8rl.models.architecture import Architecture, Model, architectures, read_model
+from fp8rl.models.families.attention import attention_tensors
+from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
+from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.models.trace import Forward
 
 SIZES = ModelSizes(
@@ -39,17 +36,54 @@ SIZES = ModelSizes(
 )
 
 
+@functools.cache
+def tiny_models() -> dict[str, Model]:
+    """A tiny model of every architecture that is known, by its name: a new one is tested by being there."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="fp8rl-tiny-") as folder:
+        for name, architecture in architectures().items():
+            dense = not any(family.name == "experts" for family in architecture.families)
+            family = "qwen3" if architecture.model_type == "qwen3_moe" else architecture.model_type
+            shape = TinyModel(
+                layers=3, hidden=512, heads=4, kv_heads=4, intermediate=256, experts=0 if dense else 8, family=family
+            )
+            write_tiny_model(Path(folder, name), shape)
+            found[name] = read_model(Path(folder, name))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Architecture):
+    """An architecture whose rows a test says, without an op in its layers."""
+
+    rows: Callable[[ModelSizes], Iterator[TensorRow]]
+
+    def tensors(self, sizes: ModelSizes) -> Iterator[TensorRow]:
+        return self.rows(sizes)
+
+    def forward(self, sizes: ModelSizes) -> Forward:
+        return Forward(FIRST_OPS, (), LAST_OPS)
+
+
+def listed(name: str, sizes: ModelSizes, rows: Callable[[ModelSizes], Iterator[TensorRow]]) -> Model:
+    """A model of these rows."""
+    return Model(Listed(name=name, model_type=name, sizes=lambda _: sizes, families=(), rows=rows), sizes)
+
+
+def without_norms(rows: Iterator[TensorRow]) -> Iterator[TensorRow]:
+    """All but the norm before a part of a layer."""
+    return (row for row in rows if row.op not in ("post_norm",))
+
+
 def every_tensor(layers: int) -> Model:
     """A model whose layers have attention, experts and a dense MLP beside each other."""
 
     def rows(sizes: ModelSizes) -> Iterator[TensorRow]:
-        yield embedding(sizes)
+        yield from first_tensors(sizes)
         for layer in range(sizes.layers):
             yield from attention_tensors(sizes, layer)
-            yield from moe_tensors(sizes, layer)
-            yield from dense_mlp_tensors(sizes, layer)
+            yield from without_norms(moe_tensors(sizes, layer))
+            yield from without_norms(dense_tensors(sizes, layer))
         yield from last_tensors(sizes)
 
-    sizes = replace(SIZES, layers=layers)
-    ops = Forward(FIRST_OPS, (), LAST_OPS)
-    return Model(replace(QWEN3_MOE, name="EveryTensor", tensors=rows, forward=lambda _: ops), sizes)
+    return listed("EveryTensor", replace(SIZES, layers=layers), rows)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.architecture import Model
-from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from fp8rl.models.parts import (
-    FIRST_OPS,
-    LAST_OPS,
-    attention_tensors,
-    dense_mlp_tensors,
-    embedding,
-    last_tensors,
-    moe_tensors,
-)
+from fp8rl.models.families.attention import attention_tensors
+from fp8rl.models.families.ends import first_tensors, last_tensors
+from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.trace import Forward
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.quantized import served_tensors
+from tests.support.definitions import listed, without_norms
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, WIDTH, EXPERTS = 4, 2, 128, 256, 128, 3
@@ -49,18 +40,14 @@ SIZES = ModelSizes(
 
 
 def _rows(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield embedding(sizes)
+    yield from first_tensors(sizes)
     yield from attention_tensors(sizes, 0)
-    yield from moe_tensors(sizes, 0)
-    yield from dense_mlp_tensors(sizes, 1)
+    yield from without_norms(moe_tensors(sizes, 0))
+    yield from without_norms(dense_tensors(sizes, 1))
     yield from last_tensors(sizes)
 
 
-OPS = Forward(FIRST_OPS, (), LAST_OPS)
-DEFINITION = Model(
-    replace(QWEN3_MOE, name="Served", model_type="served", sizes=lambda _: SIZES, tensors=_rows, forward=lambda _: OPS),
-    SIZES,
-)
+DEFINITION = listed("Served", SIZES, _rows)
 
 
 def hf_tensors_served(seed: int) -> dict[str, Tensor]:

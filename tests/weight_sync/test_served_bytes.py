@@ -38,7 +38,7 @@ def test_layers_in_bf16_and_ragged_blocks_are_counted_as_such() -> None:
     shape = read_shape(CONFIGS / "deepseek_v3")
     spec = FP8.override({"first_layers_bf16": 61})
     assert served_bytes(shape, spec) == 2 * shape.parameters
-    (kv_a,) = (weight for weight in shape.weights if weight.name == "kv_a")
+    (kv_a,) = (weight for weight in shape.weights if weight.kind == "kv_a_proj")
     one = FP8.override({"first_layers_bf16": 60})
     # 576 rows are four and a half blocks: five rows of scales.
     quantized = [w for w in shape.weights if w.kind and 60 in w.layers]

@@ -14,6 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from fp8rl.models import forms
+from fp8rl.models.families import attention as of_attention
+from fp8rl.models.families import latent as of_latent
+from fp8rl.models.families import mlp as of_mlp
 from fp8rl.models.forms import LOGPROBS, OpForm
 from fp8rl.models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
 from fp8rl.numerics import ops
@@ -137,20 +140,20 @@ SIDES: dict[OpForm, MegatronSide] = {
     forms.EMBED: MegatronSide(output),
     forms.NORM: MegatronSide(_norm, constants=_epsilon),
     forms.ADD_NORM: MegatronSide(_add_norm, constants=_epsilon),
-    forms.QKV: MegatronSide(_qkv),
-    forms.HEAD_NORM: MegatronSide(output, constants=_epsilon),
-    forms.HEADS_NORM: MegatronSide(output, constants=_epsilon),
-    forms.ROPE: MegatronSide(_rope, constants=_theta),
-    forms.ATTENTION: MegatronSide(output),
-    forms.LATENT_DOWN: MegatronSide(_latent_down),
-    forms.LATENT_ATTENTION: MegatronSide(output, constants=_rotation),
+    of_attention.QKV: MegatronSide(_qkv),
+    of_attention.HEAD_NORM: MegatronSide(output, constants=_epsilon),
+    of_attention.HEADS_NORM: MegatronSide(output, constants=_epsilon),
+    of_attention.ROPE: MegatronSide(_rope, constants=_theta),
+    of_attention.ATTENTION: MegatronSide(output),
+    of_latent.LATENT_DOWN: MegatronSide(_latent_down),
+    of_latent.LATENT_ATTENTION: MegatronSide(output, constants=_rotation),
     forms.LINEAR: MegatronSide(_linear),
-    forms.SWIGLU: MegatronSide(_input),
-    forms.TOPK: MegatronSide(_topk),
-    forms.EXPERTS: MegatronSide(output, each=_each_expert),
-    forms.ROUTER: MegatronSide(_linear),
-    forms.SIGMOID_TOPK: MegatronSide(_topk),
-    forms.EXPERTS_AND_SHARED: MegatronSide(output, each=_each_expert),
+    of_mlp.SWIGLU: MegatronSide(_input),
+    of_mlp.TOPK: MegatronSide(_topk),
+    of_mlp.EXPERTS: MegatronSide(output, each=_each_expert),
+    of_mlp.ROUTER: MegatronSide(_linear),
+    of_mlp.SIGMOID_TOPK: MegatronSide(_topk),
+    of_mlp.EXPERTS_AND_SHARED: MegatronSide(output, each=_each_expert),
     forms.LOGPROBS: MegatronSide(output),  # no module: the loss computes them behind the model
 }
 """Where each form is recorded."""

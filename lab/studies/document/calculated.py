@@ -121,8 +121,8 @@ def _ironwood() -> Iterator[Calculation]:
         else f"of the FLOPs yes; but with nothing hidden {largest['slow']} take more",
     )
     share = {corner: shares["attention"] for corner, shares in parts.items()}
-    latent = shape.sizes.head_dim + shape.value_dim
-    products = [2 * latent / peak for peak in (GPUS["h100"].bf16, GPUS["h100"].fp8)]
+    widths = shape.attention_flops(1) / 2 / shape.sizes.layers / shape.sizes.heads
+    products = [2 * widths / peak for peak in (GPUS["h100"].bf16, GPUS["h100"].fp8)]
     gain = (products[0] + 1 / SPECIAL_FUNCTIONS) / (products[1] + 1 / SPECIAL_FUNCTIONS)
     yield Calculation(
         "000-11",

@@ -138,9 +138,9 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
     state = sum(each.total for each in trainer_state(job, rank).values())
     stage = rank // job.layout.stage_size
     layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
-    kept = [job.shape.activations(layer) for layer in layers]
+    kept = [[job.shape.activations(layer, part).bf16 for part in ("attention", "mlp")] for layer in layers]
     attention, mlps, once, each = CPU_KEPT[job.numerics.mode, job.fp8]
-    per_token = sum(attention * layer.attention + mlps * layer.mlp for layer in kept) + once * kept[0].attention
+    per_token = sum(attention * first + mlps * second for first, second in kept) + once * kept[0][0]
     under_way = min(job.micro_batches, job.layout.pp - stage)
     tensors = state + per_token * job.rank_tokens / job.layout.tp * under_way + each * job.shape.parameters
     if stage == job.layout.pp - 1:
@@ -161,6 +161,7 @@ def _of_layer(job: Job, layer: int) -> tuple[float, float]:
     """Bytes per token of a layer's activations that stay until its backward, and that come back in it. The shared
     kernels keep inputs in BF16 and quantize them anew."""
     sizes, kept = job.shape.sizes, job.shape.activations(layer)
+    attention, mlp = (job.shape.activations(layer, part).bf16 for part in ("attention", "mlp"))
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
     whole = kept.bf16 + (kept.fp8 if quantized and job.storage == "transformer_engine" else 0.0)
     residual = 2.0 * sizes.hidden_size
@@ -168,16 +169,14 @@ def _of_layer(job: Job, layer: int) -> tuple[float, float]:
     return {
         "none": (whole, 0.0),
         "attention": (whole - rotated, rotated),
-        "experts": (kept.attention + residual, kept.mlp),
+        "experts": (attention + residual, mlp),
         "layer": (residual, whole),
     }[job.layout.recompute]
 
 
 def cache_bytes(job: Job) -> float:
     """Bytes that a token takes in the KV cache of one rank of an engine."""
-    sizes = job.shape.sizes
-    heads = 1 if sizes.latent is not None else min(job.engine_tp, sizes.kv_heads)
-    return job.shape.kv_bytes(BF16_BYTES) / heads
+    return float(job.shape.kv_bytes(BF16_BYTES, job.engine_tp))
 
 
 def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:

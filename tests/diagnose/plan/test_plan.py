@@ -119,7 +119,7 @@ def test_recomputing_keeps_two_hidden_rows_a_layer(eight_h200: Plan) -> None:
 
     assert kept("layer") == pytest.approx(48 * 2 * 2048 + held)
     assert kept("layer") < kept("experts") < kept("attention") < kept("none") == pytest.approx(48 * held)
-    inside = job.shape.activations(0).mlp
+    inside = job.shape.activations(0, "mlp").bf16
     assert kept("experts") == pytest.approx(48 * (held - inside + 2 * 2048) + inside)
 
 

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.models import forms
-from fp8rl.models.architecture import Model, architectures
 from fp8rl.models.forms import OpForm
 from fp8rl.models.trace import Forward, Op
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.plugin.forms import SIDES, EngineSide, check_forms
+from fp8rl.rollout.plugin import families
+from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, check_forms, sides
 from fp8rl.rollout.plugin.hooks import hooks_for, provided
-from tests.support.definitions import SIZES
+from tests.support.definitions import tiny_models
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 HASHED = OpForm(name="hash_topk", shapes="logits -> probs, chosen", definition=max)
@@ -23,7 +22,7 @@ STRANGE = Forward((), ((Op("topk", HASHED, ("logits",), ("probs", "chosen")),),)
 
 
 def forwards() -> Iterator[Forward]:
-    yield from (Model(each, SIZES).forward for each in architectures().values() if each.forward is not None)
+    yield from (model.forward for model in tiny_models().values())
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -33,17 +32,18 @@ def test_hooks_compute_every_op_of_the_known_architectures(cuda: bool) -> None:
 
 
 def test_every_form_has_an_engine_side() -> None:
-    assert {form for form in vars(forms).values() if isinstance(form, OpForm)} == SIDES.keys()
+    assert {place.op.form for forward in forwards() for place in forward.places()} <= sides().keys()
 
 
 def test_an_op_that_no_hook_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = provided(hooks_for(EXACT, cuda=False))
     with pytest.raises(RuntimeError, match=r"without an engine side \['hash_topk'\]"):
         check_forms(STRANGE, ours)
-    monkeypatch.setitem(SIDES, HASHED, EngineSide(lambda *read: read))
+    known = {HASHED: EngineSide(lambda *read: read)}
+    monkeypatch.setattr(families, "_registered", [EngineFamily(sides=known)])
     with pytest.raises(RuntimeError, match=r"no hook computes by their definition \['hash_topk'\]"):
         check_forms(STRANGE, ours)
-    monkeypatch.setitem(SIDES, HASHED, replace(SIDES[HASHED], hooked=False))
+    known[HASHED] = replace(known[HASHED], hooked=False)
     check_forms(STRANGE, ours)
     native = provided(hooks_for(replace(EXACT, mode="native"), cuda=False))
     with pytest.raises(RuntimeError, match="attention'"):

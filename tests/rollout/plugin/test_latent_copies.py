@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.architecture import Model
-from fp8rl.models.parts import latent_attention_tensors
+from fp8rl.models.families.latent import latent_attention_tensors
 from fp8rl.models.sizes import Latent
 from fp8rl.numerics import delta
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.plugin import latent, state
+from fp8rl.rollout.plugin import state
+from fp8rl.rollout.plugin.families import latent
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import DELTA
-from tests.support.served_model import DEFINITION, SIZES
+from tests.support.definitions import listed
+from tests.support.served_model import SIZES
 
 loader = pytest.importorskip("sglang.srt.models.deepseek_common.deepseek_weight_loader")
 
@@ -77,7 +78,7 @@ def served_by(engine: Engine, spec: QuantSpec) -> ServedWeights:
     sizes = dataclasses.replace(SIZES, latent=Latent(q_rank=128, kv_rank=RANK, rope_dim=64, value_dim=VALUE))
     rows = [row for row in latent_attention_tensors(sizes, 0) if row.name == NAME]
     served = ServedWeights(spec.weight)
-    served.attach(engine, Model(dataclasses.replace(DEFINITION.architecture, tensors=lambda _: iter(rows)), sizes), "0")
+    served.attach(engine, listed("Latent", sizes, lambda _: iter(rows)), "0")
     return served
 
 

@@ -37,7 +37,7 @@ TENSORS = hf_tensors_served(0)
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler process in which SGLang has just loaded the model."""
     monkeypatch.setattr(architecture, "_known", {"Served": DEFINITION.architecture})
-    config = {"architectures": ["Served"], "model_type": "served", "quantization_config": {"quant_method": "fp8"}}
+    config = {"architectures": ["Served"], "model_type": "Served", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(spec=SPEC))

@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8rl.models import Model, ModelSizes
-from fp8rl.models.parts import moe_tensors
+from fp8rl.models.families.mlp import moe_tensors
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.backend.implementation import Implementation, using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.plugin import native, state
-from tests.support.served_model import DEFINITION, SIZES
+from fp8rl.rollout.plugin import state
+from fp8rl.rollout.plugin.families import ends, mlp
+from tests.support.definitions import listed
+from tests.support.served_model import SIZES
 
 pytest.importorskip("sglang.srt.layers.activation")
 
@@ -46,7 +48,7 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
     state.state().weights.attach(layer, definition(), "0")
 
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, experts.int(), None))
-    found = native.fp8_moe(None, layer, dispatched).hidden_states
+    found = mlp.native_fp8_moe(None, layer, dispatched).hidden_states
     expected = torch.stack(
         [
             sum(
@@ -68,7 +70,7 @@ def definition() -> Model:
                 yield replace(row, engine=replace(row.engine, parameter=parameter))
 
     sizes = replace(SIZES, hidden_size=HIDDEN, experts=EXPERTS, expert_size=WIDTH)
-    return Model(replace(DEFINITION.architecture, tensors=rows), sizes)
+    return listed("Experts", sizes, rows)
 
 
 def expert_output(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(mode="native", spec=SPEC))
-    monkeypatch.setattr(module, "_run_per_token_group_quant_8bit_kernel", native.quantize_groups)
-    monkeypatch.setattr(module, "sglang_per_token_quant_fp8", native.quantize_only_group)
+    monkeypatch.setattr(module, "_run_per_token_group_quant_8bit_kernel", ends.quantize_groups)
+    monkeypatch.setattr(module, "sglang_per_token_quant_fp8", ends.quantize_only_group)
     return module
 
 

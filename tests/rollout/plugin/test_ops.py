@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.rollout.plugin.ops import (
+from fp8rl.rollout.plugin.families.attention import (
     attention_backend_decode,
     attention_backend_extend,
     attention_decode,
     attention_extend,
-    fused_topk,
 )
+from fp8rl.rollout.plugin.families.mlp import fused_topk
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
 LENGTHS = (1, 7, 64, 129, 300, 301)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.architecture import Model
 from fp8rl.models.base import Base, base_bytes, places
-from fp8rl.models.parts import embedding, last_tensors, latent_attention_tensors
+from fp8rl.models.families.ends import first_tensors, last_tensors
+from fp8rl.models.families.latent import latent_attention_tensors
 from fp8rl.models.sizes import Latent, ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.frozen import Frozen
@@ -22,6 +22,7 @@ from fp8rl.rollout.plugin.held import hf_tensors
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.quantized import served_tensors
+from tests.support.definitions import listed
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
@@ -95,7 +96,7 @@ def test_a_model_that_is_not_as_the_table_says_is_refused(change: Callable[[nn.M
 
 
 def embedding_and_output(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield embedding(sizes)
+    yield from first_tensors(sizes)
     yield from last_tensors(sizes)
 
 
@@ -343,7 +344,7 @@ class Fused(nn.Module):
 def test_both_halves_of_a_pair_arrive_in_messages_of_their_own_and_a_half_that_does_not_is_named() -> None:
     """SGLang's loader would drop either, and answer that all went well."""
     rows = [row for row in latent_attention_tensors(LATENT, 0) if row.name in PAIR]
-    definition = Model(dataclasses.replace(DEFINITION.architecture, tensors=lambda _: iter(rows)), LATENT)
+    definition = listed("Latent", LATENT, lambda _: iter(rows))
     model = held = nn.Module()
     *path, name, _ = rows[0].engine.parameter.split(".")
     for part in path:

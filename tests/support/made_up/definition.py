@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from fp8rl.models.architectures import qwen3_moe
-from fp8rl.models.forms import ATTENTION, LINEAR, NORM, OpForm
-from fp8rl.models.parts import (
-    ATTENTION_OPS,
-    FIRST_OPS,
-    LAST_OPS,
-    MOE_OPS,
-    attention_tensors,
-    attention_weights,
-    embedding,
-    last_tensors,
-    moe_tensors,
-    norm,
-    post_norm,
-)
-from fp8rl.models.shape import Shape, decoder, product, vector
+from fp8rl.models.families import Family, Place, attention, mlp
+from fp8rl.models.forms import LINEAR, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.models.trace import Forward, Op
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Op
 from fp8rl.numerics.ops.router import sigmoid
 
 EXPERTS = "specialists"
@@ -45,53 +33,41 @@ GATED = OpForm(
 )
 
 
-def shape(sizes: ModelSizes) -> Shape:
-    hidden, layers = sizes.hidden_size, range(sizes.layers)
-    gates = product("gates", sizes.heads, hidden, layers, share="replicated")
-    attention = (*attention_weights(sizes), gates, vector("out_norm", hidden, layers))
-    return decoder(sizes, attention, cached=2 * sizes.kv_heads * sizes.head_dim)
+def tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    at = Place.of(layer, "self_attn.", "self_attention.")
+    for row in attention.attention_tensors(sizes, layer):
+        moved = replace(row.megatron, parameter=f"{at.there}linear_proj.proj.weight")
+        yield replace(row, megatron=moved) if row.op == "o_proj" else row
+    yield at.product("head_gates", (sizes.heads, sizes.hidden_size), op="gates", kind=None, megatron="gates")
+    yield at.norm("out_norm", sizes.hidden_size, op="out_norm", megatron="linear_proj.norm.weight")
 
 
-def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield embedding(sizes)
-    for layer in range(sizes.layers):
-        inside, there = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
-        for row in attention_tensors(sizes, layer):
-            yield _moved(row, f"{there}linear_proj") if row.op == "o_proj" else row
-        yield TensorRow(
-            name=f"{inside}head_gates.weight",
-            shape=(sizes.heads, sizes.hidden_size),
-            op="gates",
-            layer=layer,
-            product=True,
-            engine=Location(f"{inside}head_gates.weight"),
-            megatron=Location(f"{there}gates.weight"),
-        )
-        out_norm = f"{there}linear_proj.norm.weight"
-        yield norm(f"{inside}out_norm.weight", sizes.hidden_size, "out_norm", layer, out_norm)
-        yield post_norm(sizes, layer, "pre_mlp_layernorm.weight")
-        yield from moe_tensors(sizes, layer, EXPERTS)
-    yield from last_tensors(sizes)
-
-
-def forward(sizes: ModelSizes) -> Forward:
-    input_norm, qkv, *norms_and_rope, attention, o_proj = ATTENTION_OPS
-    assert attention.form is ATTENTION
-    ops = (
+def ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    input_norm, qkv, *norms_and_rope, attended, o_proj = attention.attention_ops(sizes)
+    assert attended.form is attention.ATTENTION
+    return (
         input_norm,
         qkv,
         Op("gates", LINEAR, ("x",), ("gates",), "self_attn.head_gates", "self_attention.gates"),
         *norms_and_rope,
-        replace(attention, form=GATED, reads=("q", "k", "v", "gates"), engine="self_attn"),
+        replace(attended, form=GATED, reads=("q", "k", "v", "gates"), engine="self_attn"),
         replace(o_proj, megatron="self_attention.linear_proj.proj"),
         Op("out_norm", NORM, ("x",), ("x",), "self_attn.out_norm", "self_attention.linear_proj.norm"),
-        *MOE_OPS,
     )
-    return Forward(FIRST_OPS, (ops,) * sizes.layers, LAST_OPS)
 
 
-def _moved(row: TensorRow, module: str) -> TensorRow:
-    return replace(row, megatron=replace(row.megatron, parameter=f"{module}.proj.weight"))
-
-
-ARCHITECTURE = replace(qwen3_moe.ARCHITECTURE, name="MadeUpForCausalLM", shape=shape, tensors=tensors, forward=forward)
+FAMILY = Family(
+    name="gated",
+    part="attention",
+    kinds=attention.FAMILY.kinds,
+    tensors=tensors,
+    ops=ops,
+    activations=attention.FAMILY.activations,
+    cached=attention.FAMILY.cached,
+    scored=attention.FAMILY.scored,
+)
+ARCHITECTURE = replace(
+    qwen3_moe.ARCHITECTURE,
+    name="MadeUpForCausalLM",
+    families=(FAMILY, replace(mlp.MOE, tensors=partial(mlp.moe_tensors, experts=EXPERTS))),
+)

@@ -12,8 +12,8 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeAttention, Qwen3MoeForCausalLM
 from torch import Tensor
 
 from fp8rl.models import register
-from fp8rl.models.forms import ATTENTION
-from fp8rl.rollout.plugin.forms import SIDES, EngineSide, Probed
+from fp8rl.models.families.attention import ATTENTION
+from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Probed, register_family, sides
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
 
 register(ARCHITECTURE)
@@ -33,11 +33,11 @@ class MadeUpAttention(Qwen3MoeAttention):
 def gated(
     engine: Probed, module: MadeUpAttention, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
 ) -> tuple[Tensor, ...]:
-    (attended,) = SIDES[ATTENTION].run(engine, module.attn, q, k, v)
+    (attended,) = sides()[ATTENTION].run(engine, module.attn, q, k, v)
     return (GATED.definition(attended, gates),)
 
 
-SIDES[GATED] = EngineSide(gated, hooked=False)
+register_family(EngineFamily(sides={GATED: EngineSide(gated, hooked=False)}))
 
 
 class MadeUpForCausalLM(Qwen3MoeForCausalLM):

@@ -1,22 +1,64 @@
 """Latent attention in the engine (`numerics.ops.latent`): SGLang's `DeepseekV2AttentionMLA` in exact mode, and what a
 CPU lacks for its own.
 
-SGLang multiplies by copies of kv_b_proj (w_kc, w_vc; `latent_copies`). Exact mode has none of them: it takes the
+SGLang multiplies by copies of kv_b_proj (w_kc, w_vc), which it makes at the end of a load that names a kv_b_proj. A
+delta writes the parameter and loads nothing, and a parameter and its scales may come in two loads; so a commit has them
+made anew, and a manifest says where one is not of the kv_b_proj that is held. Exact mode has no copies: it takes the
 operand of kv_b_proj, whose version is that of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN
 from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.rollout.plugin.families import OF_ITS_SCHEDULER, Copies, EngineFamily, EngineSide, Hook, Probed
+from fp8rl.rollout.plugin.families.ends import never
 from fp8rl.rollout.plugin.state import state
+
+_MODEL = "models.deepseek_v2."
+_MLA = "positions hidden_states forward_batch zero_allocator layer_scatter_modes llama_4_scaling prev_topk_indices"
+_ROPE_CPU = "head_size rotary_dim max_position base is_neox_style rope_scaling dtype partial_rotary_factor device"
+_LOADER = "models.deepseek_common.deepseek_weight_loader."
+
+
+def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    # SGLang's rotation on a CPU knows YaRN alone.
+    found = () if cuda else (Hook("layers.rotary_embedding.factory.get_rope_cpu", "around", rope_on_cpu, _ROPE_CPU),)
+    if numerics.mode == "exact":
+        computed = (ops.linear, ops.latent_attention)
+        return (
+            Hook(_MODEL + "DeepseekV2AttentionMLA.forward", "replace", attention, _MLA, computed),
+            # A BF16 product of few rows that goes around the hook of products.
+            Hook(_MODEL + "fused_a_gemm_weight_eligible", "replace", never, "layer"),
+            # Copies of kv_b_proj for SGLang's own attention.
+            Hook(
+                _LOADER + "DeepseekV2WeightLoaderMixin.post_load_weights",
+                "replace",
+                no_copies,
+                "is_nextn weight_names",
+            ),
+            *found,
+        )
+    if not cuda:
+        # With torch_native SGLang takes for granted that a cache holds keys of heads, and gives latents to the wrong
+        # attention.
+        dispatch = _MODEL + "DeepseekV2AttentionMLA.dispatch_attn_forward_method"
+        found = (*found, Hook(dispatch, "replace", absorbed, "forward_batch"))
+        if numerics.rollout_spec.quantized:
+            # Copies of kv_b_proj: SGLang makes them in BF16 on a GPU, and on a CPU quantizes once more, with one scale.
+            of_copies = _LOADER + "block_quant_to_tensor_quant"
+            found = (*found, Hook(of_copies, "replace", dequantized, "x_q_block x_s block_size"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -178,3 +220,71 @@ def rope_on_cpu(
 
     usual = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor
     return get_rope(*usual) if rope_scaling is None else original(*usual, device)
+
+
+@dataclass(frozen=True)
+class CopiesOfKvB:
+    """w_kc [heads, N, R] and w_vc [heads, R, V] of one layer: its kv_b_proj [heads * (N + V), R], a head's keys first.
+
+    model: SGLang's, which makes them. attention: the layer's module, which has them. name: its kv_b_proj's.
+    """
+
+    model: Any
+    attention: Any
+    name: str
+
+    def refresh(self) -> None:
+        self.model.post_load_weights(weight_names=[self.name])
+
+    def agree(self, spec: TensorSpec) -> bool:
+        """Whether they are, bit for bit, what kv_b_proj is or, quantized by `spec`, dequantizes to."""
+        product = self.attention.kv_b_proj
+        whole = product.weight.detach()
+        if (scales := getattr(product, "weight_scale_inv", None)) is not None:
+            whole = QuantizedTensor(whole, scales.detach().to(spec.scale_dtype), spec).dequantize(torch.bfloat16)
+        held = torch.cat((self.attention.w_kc, self.attention.w_vc.transpose(1, 2)), 1).flatten(0, 1)
+        return held.dtype == whole.dtype and held.view(torch.int16).equal(whole.view(torch.int16))
+
+
+def copies_in(model: nn.Module) -> Mapping[Tensor, Copies]:
+    """The copies of each kv_b_proj that has some. Exact mode has none."""
+    return {
+        module.kv_b_proj.weight: CopiesOfKvB(model, module, f"{name}.kv_b_proj.weight")
+        for name, module in model.named_modules()
+        if getattr(module, "w_kc", None) is not None
+    }
+
+
+def _latent_down(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    rank = engine.sizes.latent.q_rank if engine.sizes.latent else 0
+    fused = module(x)[0]
+    return fused[:, :rank], fused[:, rank:]
+
+
+def _latent_attention(engine: Probed, module: Any, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
+    """The attention of whole sequences, whose rows lie in slots of their own; before the product behind it."""
+    lengths, starts = engine.lengths, engine.lengths.cumsum(0) - engine.lengths
+    slots = (starts[:, None] + torch.arange(int(lengths.max()), device=q.device)).clamp(max=len(q) - 1)
+    requests = torch.arange(len(lengths), device=q.device)
+    if state().numerics.mode == "native":
+        if q.device.type != "cpu":
+            raise NotImplementedError(OF_ITS_SCHEDULER)
+        backend, positions = engine.runner.attn_backend, engine.positions
+        return (own_attention(module, backend, q.flatten(1), kv_row, positions, slots, requests, lengths),)
+    where = Where(slots.int(), requests, lengths, lengths)
+    return (attend(module, q.flatten(1), kv_row, engine.positions, lambda rows: rows, where),)
+
+
+def _rotation(attention: Any) -> tuple[float, ...]:
+    """1 as the factor of a model without YaRN."""
+    return attention.rotary_emb.base, getattr(attention.rotary_emb, "scaling_factor", 1.0)
+
+
+FAMILY = EngineFamily(
+    sides={
+        LATENT_DOWN: EngineSide(_latent_down),
+        LATENT_ATTENTION: EngineSide(_latent_attention, constants=_rotation),
+    },
+    hooks=_hooks,
+    copies=copies_in,
+)

@@ -1,0 +1,136 @@
+"""Families of ops: what the layers of decoders are put together from, and what this floor knows of each.
+
+A family is a part of a layer, such as latent attention. One file here has its tensors, its ops, what it caches and what
+it costs. The engine has a file for it of the same name (`rollout.plugin.families`), and the trainer its modules
+(`trainer.modules`). An architecture lists its families; no table lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.trace import Op
+
+Part = Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes per token that a BF16 trainer keeps of a part of a layer for the backward."""
+
+    bf16: float
+    fp8: float
+    """What TransformerEngine's FP8 products change of it."""
+
+
+def _in_every_layer(sizes: ModelSizes, layer: int) -> bool:
+    return True
+
+
+def _no_cache(sizes: ModelSizes, ranks: int) -> int:
+    return 0
+
+
+def _no_scores(sizes: ModelSizes) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A part of a decoder's layer in every model that has it."""
+
+    name: str
+    """The name of its file."""
+    part: Part
+    """What it is in a layer: the tokens meet in attention, and each is by itself in an MLP."""
+    kinds: tuple[tuple[str, ...], ...]
+    """Module kinds by which a quantization spec decides about its products. Those that one product reads fused stand
+    together: a spec names all of them or none."""
+    tensors: Callable[[ModelSizes, int], Iterator[TensorRow]]
+    """Rows of one layer, in the order of the forward, the norm before it among them."""
+    ops: Callable[[ModelSizes], tuple[Op, ...]]
+    """Ops of one layer."""
+    activations: Callable[[ModelSizes], Activations]
+    within: Callable[[ModelSizes, int], bool] = _in_every_layer
+    """Whether a layer, counted from 0, has it."""
+    cached: Callable[[ModelSizes, int], int] = _no_cache
+    """Elements that a token takes in the cache of one of so many tensor-parallel ranks of an engine, in one layer."""
+    scored: Callable[[ModelSizes], int] = _no_scores
+    """Multiplications of one query with one key and its value, in one layer."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tensors of a part of a layer stand on both sides, which name it alike but for what comes before."""
+
+    layer: int
+    inside: str
+    """`model.layers.3.self_attn.`, in the checkpoint and in the engine."""
+    there: str
+    """`decoder.layers.3.self_attention.`, in Megatron."""
+
+    @classmethod
+    def of(cls, layer: int, inside: str, there: str) -> Place:
+        return cls(layer, f"model.layers.{layer}.{inside}", f"decoder.layers.{layer}.{there}")
+
+    def product(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        op: str,
+        kind: str | None,
+        megatron: str,
+        engine: str | None = None,
+        split: int | None = None,
+        together: bool = False,
+        layout: Literal["rows", "heads"] = "rows",
+        **more: Any,
+    ) -> TensorRow:
+        """The row of a product's weight. engine: the parameter that holds it, `name` by itself; split, together,
+        layout: as in :class:`models.tensors.Location`."""
+        return TensorRow(
+            name=f"{self.inside}{name}.weight",
+            shape=shape,
+            op=op,
+            layer=self.layer,
+            kind=kind,
+            product=True,
+            engine=Location(f"{self.inside}{engine or name}.weight", split=split, together=together),
+            megatron=Location(f"{self.there}{megatron}.weight", layout=layout),
+            **more,
+        )
+
+    def norm(self, name: str, size: int, *, op: str, megatron: str) -> TensorRow:
+        """The row of a norm's weight; megatron: its parameter, whole."""
+        return norm(f"{self.inside}{name}.weight", size, op, self.layer, f"{self.there}{megatron}")
+
+
+def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:
+    """The row of a norm's weight, which both sides hold whole."""
+    return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
+
+
+def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
+    """Attention with both norms of a layer and its residuals: with H hidden and D the mean width of a head's query and
+    value, 8H + 6D(heads + kv heads). An FP8 product keeps 1.03 bytes of an element of its input in place of 2, and the
+    output projection's input beside the attention's: less 0.97H, more 1.03D * heads."""
+    head = (sizes.head_dim + value_dim) / 2
+    return Activations(
+        bf16=8 * sizes.hidden_size + 6 * head * (sizes.heads + sizes.kv_heads),
+        fp8=1.03 * sizes.heads * head - 0.97 * sizes.hidden_size,
+    )
+
+
+def mlp_activations(sizes: ModelSizes, *mlps: tuple[int, int], experts: int = 0) -> Activations:
+    """MLPs of (how many a token takes, width): 4H + 6F each, of which FP8 products save 0.97(H + F), and 4 bytes for
+    each of `experts`."""
+    hidden = sizes.hidden_size
+    return Activations(
+        bf16=4 * experts + sum(taken * (4 * hidden + 6 * width) for taken, width in mlps),
+        fp8=-0.97 * sum(taken * (hidden + width) for taken, width in mlps),
+    )

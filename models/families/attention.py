@@ -1,0 +1,108 @@
+"""Grouped-query attention: fused q, k and v, perhaps with biases, norms of heads, rotation, attention, projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fp8rl.models.families import Activations, Family, Place, attention_activations, norm
+from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, THETA, OpForm
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.trace import Op
+from fp8rl.numerics import ops
+
+HEAD_NORM = OpForm(
+    name="head_norm", shapes="[T, heads, D] -> the same", definition=ops.rms_norm, constants=(EPS,), part="norm"
+)
+HEADS_NORM = OpForm(
+    name="heads_norm",
+    shapes="[T, heads, D] -> the same, normed over all heads of a token together",
+    definition=ops.rms_norm,
+    constants=(EPS,),
+    part="norm",
+)
+QKV = OpForm(
+    name="qkv",
+    shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
+    definition=ops.linear,
+)
+ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constants=(THETA,))
+ATTENTION = OpForm(name="attention", shapes="q, k, v -> [T, heads * D]", definition=ops.attention, part="attention")
+
+INPUT_NORM = Op(
+    "input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "self_attention.linear_qkv"
+)
+O_PROJ = Op("o_proj", LINEAR, ("x",), ("x",), "self_attn.o_proj", "self_attention.linear_proj")
+OPS = (
+    INPUT_NORM,
+    Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attn.qkv_proj", "self_attention.linear_qkv"),
+    Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attn.q_norm", "self_attention.q_layernorm"),
+    Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attn.k_norm", "self_attention.k_layernorm"),
+    Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attn.rotary_emb", "self_attention.core_attention"),
+    Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
+    O_PROJ,
+)
+"""With a norm for each head of queries and keys."""
+
+
+def attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    if sizes.head_norms is None:
+        return tuple(op for op in OPS if op.form is not HEAD_NORM)
+    if sizes.head_norms == "together":
+        return tuple(replace(op, form=HEADS_NORM) if op.form is HEAD_NORM else op for op in OPS)
+    return OPS
+
+
+def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    hidden, head_dim, at = sizes.hidden_size, sizes.head_dim, Place.of(layer, "self_attn.", "self_attention.")
+    projections = (("q_proj", sizes.heads), ("k_proj", sizes.kv_heads), ("v_proj", sizes.kv_heads))
+    before = f"model.layers.{layer}.input_layernorm.weight"
+    yield norm(before, hidden, "input_norm", layer, f"{at.there}linear_qkv.layer_norm_weight")
+    for name, heads in projections:
+        yield at.product(
+            *(name, (heads * head_dim, hidden)),
+            op="qkv",
+            kind=name,
+            engine="qkv_proj",
+            split=0,
+            megatron="linear_qkv",
+            layout="heads",
+        )
+    if sizes.qkv_bias:
+        for name, heads in projections:
+            yield TensorRow(
+                name=f"{at.inside}{name}.bias",
+                shape=(heads * head_dim,),
+                op="qkv",
+                layer=layer,
+                engine=Location(f"{at.inside}qkv_proj.bias", split=0),
+                megatron=Location(f"{at.there}linear_qkv.bias", layout="heads"),
+            )
+    if sizes.head_norms is not None:
+        together = sizes.head_norms == "together"
+        for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
+            held = f"{name}_layernorm.norm.weight" if together else f"{name}_layernorm.weight"
+            yield at.norm(f"{name}_norm", head_dim * (heads if together else 1), op=f"{name}_norm", megatron=held)
+    yield o_proj(sizes, at, head_dim)
+
+
+def o_proj(sizes: ModelSizes, at: Place, value_dim: int) -> TensorRow:
+    shape = sizes.hidden_size, sizes.heads * value_dim
+    return at.product("o_proj", shape, op="o_proj", kind="o_proj", split=1, megatron="linear_proj")
+
+
+def _activations(sizes: ModelSizes) -> Activations:
+    return attention_activations(sizes, sizes.head_dim)
+
+
+FAMILY = Family(
+    name="attention",
+    part="attention",
+    kinds=(("q_proj", "k_proj", "v_proj"), ("o_proj",)),
+    tensors=attention_tensors,
+    ops=attention_ops,
+    activations=_activations,
+    cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),
+    scored=lambda sizes: sizes.heads * 2 * sizes.head_dim,
+)

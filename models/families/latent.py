@@ -1,0 +1,100 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, and keys with values, come from narrow rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8rl.models.families import Activations, Family, Place, attention_activations, norm
+from fp8rl.models.families.attention import O_PROJ, o_proj
+from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, THETA, OpForm
+from fp8rl.models.sizes import Latent, ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Op
+from fp8rl.numerics import ops
+
+LATENT_DOWN = OpForm(
+    name="latent_down",
+    shapes="[T, H] -> the narrow rows of queries [T, q rank], and of keys and values [T, kv rank + rope]",
+    definition=ops.linear,
+)
+LATENT_ATTENTION = OpForm(
+    name="latent_attention",
+    shapes="q [T, heads, D] and rows [T, kv rank + rope], neither rotated -> [T, heads * value]: the rows' norm, "
+    "`ops.rope_pairs`, `ops.head_linear` into the latents and out of them, and the attention between",
+    definition=ops.latent_attention,
+    constants=(THETA, "the factor of YaRN"),
+    part="attention",
+)
+
+
+def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    inside, there = "self_attn.", "self_attention."
+    first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+    if _latent(sizes).q_rank:
+        fused, up = f"{inside}fused_qkv_a_proj_with_mqa", f"{there}linear_q_up_proj"
+        queries: tuple[Op, ...] = (
+            Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), fused, "self_attention"),
+            Op("q_a_norm", NORM, ("q_row",), ("q_row",), f"{inside}q_a_layernorm", up),
+            Op("q_b", LINEAR, ("q_row",), ("q",), f"{inside}q_b_proj", up),
+        )
+    else:
+        down = f"{there}linear_kv_down_proj"
+        queries = (
+            Op("q", LINEAR, ("x",), ("q",), f"{inside}q_proj", f"{there}linear_q_proj"),
+            Op("kv_a", LINEAR, ("x",), ("kv_row",), f"{inside}kv_a_proj_with_mqa", down),
+        )
+    attended = f"{there}core_attention"
+    return first, *queries, Op("attention", LATENT_ATTENTION, ("q", "kv_row"), ("x",), "self_attn", attended), O_PROJ
+
+
+def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    latent, hidden, at = _latent(sizes), sizes.hidden_size, Place.of(layer, "self_attn.", "self_attention.")
+    queries, narrow = sizes.heads * sizes.head_dim, (latent.kv_rank + latent.rope_dim, hidden)
+    before = f"model.layers.{layer}.input_layernorm.weight"
+    yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
+    if latent.q_rank:
+        fused, down = "fused_qkv_a_proj_with_mqa", "linear_kv_down_proj"
+        yield at.product(
+            *("q_a_proj", (latent.q_rank, hidden)),
+            op="qkv_a",
+            kind="q_a_proj",
+            engine=fused,
+            together=True,
+            megatron="linear_q_down_proj",
+        )
+        yield at.product(
+            "kv_a_proj_with_mqa", narrow, op="qkv_a", kind="kv_a_proj", engine=fused, together=True, megatron=down
+        )
+        inside_up = "linear_q_up_proj.layer_norm_weight"
+        yield at.norm("q_a_layernorm", latent.q_rank, op="q_a_norm", megatron=inside_up)
+        up = queries, latent.q_rank
+        yield at.product("q_b_proj", up, op="q_b", kind="q_b_proj", split=0, megatron="linear_q_up_proj")
+    else:
+        yield at.product("q_proj", (queries, hidden), op="q", kind="q_b_proj", split=0, megatron="linear_q_proj")
+        yield at.product("kv_a_proj_with_mqa", narrow, op="kv_a", kind="kv_a_proj", megatron="linear_kv_down_proj")
+    inside_up = "linear_kv_up_proj.layer_norm_weight"
+    yield at.norm("kv_a_layernorm", latent.kv_rank, op="attention", megatron=inside_up)
+    both = sizes.heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank
+    yield at.product("kv_b_proj", both, op="attention", kind="kv_b_proj", split=0, megatron="linear_kv_up_proj")
+    yield o_proj(sizes, at, latent.value_dim)
+
+
+def _latent(sizes: ModelSizes) -> Latent:
+    assert sizes.latent is not None
+    return sizes.latent
+
+
+def _activations(sizes: ModelSizes) -> Activations:
+    return attention_activations(sizes, _latent(sizes).value_dim)
+
+
+FAMILY = Family(
+    name="latent",
+    part="attention",
+    kinds=(("q_a_proj", "kv_a_proj"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",)),
+    tensors=latent_attention_tensors,
+    ops=latent_attention_ops,
+    activations=_activations,
+    cached=lambda sizes, ranks: _latent(sizes).kv_rank + _latent(sizes).rope_dim,
+    scored=lambda sizes: sizes.heads * (sizes.head_dim + _latent(sizes).value_dim),
+)

@@ -1,0 +1,160 @@
+"""MLPs with SwiGLU: a dense one in each layer, or routed experts, with those that every token takes beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fp8rl.models.families import Activations, Family, Place, mlp_activations, norm
+from fp8rl.models.forms import ADD_NORM, LINEAR, OpForm
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.trace import Op
+from fp8rl.numerics import ops
+
+SWIGLU = OpForm(name="swiglu", shapes="[T, 2F] -> [T, F]", definition=ops.swiglu)
+ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial)
+TOPK = OpForm(
+    name="topk",
+    shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
+    definition=ops.route,
+    compared=1,  # the probabilities say the choice
+    part="router",
+)
+SIGMOID_TOPK = OpForm(
+    name="sigmoid_topk",
+    shapes="as topk, for experts that are chosen by sigmoid + bias",
+    definition=ops.route_sigmoid,
+    compared=1,
+    part="router",
+)
+EXPERTS = OpForm(
+    name="experts",
+    shapes="x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it",
+    definition=ops.experts,
+    part="experts",
+)
+EXPERTS_AND_SHARED = OpForm(
+    name="experts_and_shared",
+    shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
+    definition=ops.experts,
+    part="experts",
+)
+
+_READS, _SHARED = ("x", "residual"), "mlp.shared_experts"
+DENSE_OPS = (
+    Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "mlp.linear_fc1"),
+    Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
+    Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
+    Op("down", LINEAR, ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
+)
+_NORM = Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "pre_mlp_layernorm")
+_EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp")
+_SHARED_OPS = (
+    Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{_SHARED}.gate_up_proj", f"{_SHARED}.linear_fc1"),
+    Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{_SHARED}.act_fn", f"{_SHARED}.linear_fc2"),
+    Op("shared_down", LINEAR, ("shared",), ("shared",), f"{_SHARED}.down_proj", f"{_SHARED}.linear_fc2"),
+)
+_WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp.experts", "mlp")
+
+
+def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    """Shared experts, then the choice of the routed ones, by softmax or by sigmoid, and their sum."""
+    logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
+    return (
+        _NORM,
+        *(_SHARED_OPS if sizes.shared_size else ()),
+        Op("router", logits, ("x",), ("logits",), "mlp.gate", "mlp.router"),
+        Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
+        _WITH_SHARED if sizes.shared_size else _EXPERTS,
+    )
+
+
+def _post_norm(sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:
+    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    return norm(name, sizes.hidden_size, "post_norm", layer, f"decoder.layers.{layer}.{megatron}")
+
+
+def dense_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    yield _post_norm(sizes, layer, "mlp.linear_fc1.layer_norm_weight")
+    yield from _mlp(Place.of(layer, "mlp.", "mlp."), sizes.hidden_size, sizes.ffn_size)
+
+
+def _mlp(at: Place, hidden: int, width: int, ops: str = "") -> Iterator[TensorRow]:
+    """One MLP; ops: begins the names of its ops."""
+    for name in ("gate_proj", "up_proj"):
+        yield at.product(
+            *(name, (width, hidden)),
+            op=f"{ops}gate_up",
+            kind=name,
+            engine="gate_up_proj",
+            split=0,
+            megatron="linear_fc1",
+        )
+    yield at.product("down_proj", (hidden, width), op=f"{ops}down", kind="down_proj", split=1, megatron="linear_fc2")
+
+
+def moe_tensors(
+    sizes: ModelSizes, layer: int, experts: str = "experts", router: torch.dtype | None = None
+) -> Iterator[TensorRow]:
+    """Router and experts of a layer, shared ones too. experts: their name in the checkpoint. router: dtype in which the
+    engine holds its weight; by itself FP32 if it takes sigmoids, else BF16."""
+    hidden, width, at = sizes.hidden_size, sizes.expert_size, Place.of(layer, "mlp.", "mlp.")
+    served = router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16)
+    yield _post_norm(sizes, layer, "pre_mlp_layernorm.weight")
+    yield at.product("gate", (sizes.experts, hidden), op="router", kind=None, megatron="router", served=served)
+    if sizes.sigmoid_router:
+        yield TensorRow(
+            name=f"{at.inside}gate.e_score_correction_bias",
+            shape=(sizes.experts,),
+            op="topk",
+            layer=layer,
+            engine=Location(f"{at.inside}gate.e_score_correction_bias"),
+            megatron=Location(f"{at.there}router.expert_bias", buffer=True),
+            served=torch.float32,
+        )
+    for expert in range(sizes.experts):
+        for name, shape, held, fc in (
+            ("gate_proj", (width, hidden), "w13_weight", "linear_fc1"),
+            ("up_proj", (width, hidden), "w13_weight", "linear_fc1"),
+            ("down_proj", (hidden, width), "w2_weight", "linear_fc2"),
+        ):
+            yield TensorRow(
+                name=f"{at.inside}{experts}.{expert}.{name}.weight",
+                shape=shape,
+                op="experts",
+                layer=layer,
+                expert=expert,
+                kind=f"experts.{name}",
+                product=True,
+                engine=Location(f"{at.inside}experts.{held}", index=expert),
+                megatron=Location(f"{at.there}experts.{fc}.weight{expert}"),
+            )
+    if sizes.shared_size:
+        yield from _mlp(Place.of(layer, f"{_SHARED}.", f"{_SHARED}."), hidden, sizes.shared_size, "shared_")
+
+
+def _of_experts(sizes: ModelSizes) -> Activations:
+    shared = ((1, sizes.shared_size),) if sizes.shared_size else ()
+    return mlp_activations(sizes, (sizes.top_k, sizes.expert_size), *shared, experts=sizes.experts)
+
+
+DENSE = Family(
+    name="mlp",
+    part="mlp",
+    kinds=(("gate_proj", "up_proj"), ("down_proj",)),
+    tensors=dense_tensors,
+    ops=lambda sizes: DENSE_OPS,
+    activations=lambda sizes: mlp_activations(sizes, (1, sizes.ffn_size)),
+    within=lambda sizes, layer: not sizes.has_experts(layer),
+)
+MOE = Family(
+    name="experts",
+    part="mlp",
+    kinds=(("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",)),
+    tensors=moe_tensors,
+    ops=moe_ops,
+    activations=_of_experts,
+    within=lambda sizes, layer: sizes.has_experts(layer),
+)

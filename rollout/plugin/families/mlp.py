@@ -1,0 +1,215 @@
+"""MLPs and routed experts in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SIGMOID_TOPK, SWIGLU, TOPK
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.rollout.plugin import ranks
+from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
+from fp8rl.rollout.plugin.state import state
+
+_BF16 = "layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
+_FP8 = "layers.quantization.fp8.Fp8MoEMethod.apply"
+_ARGUMENTS = "layer dispatch_output"
+_TOPK = "hidden_states gating_output topk renormalize correction_bias scoring_func"
+_GROUPED = "hidden_states gating_output correction_bias topk renormalize num_expert_group topk_group "
+_GROUPED += "num_fused_shared_experts routed_scaling_factor apply_routed_scaling_factor_on_output"
+_FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_shared_experts packed_out "
+_FUSED += "num_token_non_padded"
+
+
+def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    if numerics.mode == "native":
+        # SGLang has FP8 products for CPUs with AMX only.
+        return (
+            () if cuda or not numerics.rollout_spec.quantized else (Hook(_FP8, "replace", native_fp8_moe, _ARGUMENTS),)
+        )
+    forward, choice = ("forward_cuda", "fused_topk") if cuda else ("forward_native", "fused_topk_native")
+    router, rows = (ops.linear_partial,), "hidden_states"
+    deepseek = "hidden_states gemm_output_zero_allocator forward_batch"
+    return (
+        Hook(f"layers.activation.SiluAndMul.{forward}", "replace", silu_and_mul, "x", (ops.swiglu,)),
+        Hook(f"layers.moe.topk.{choice}", "replace", fused_topk, f"{_TOPK} {_FUSED}" if cuda else _TOPK, (ops.route,)),
+        Hook("layers.moe.topk.biased_grouped_topk", "replace", biased_grouped_topk, _GROUPED, (ops.route_sigmoid,)),
+        Hook(_BF16, "replace", moe, _ARGUMENTS, (ops.experts,)),
+        Hook(_FP8, "replace", fp8_moe, _ARGUMENTS, (ops.experts,)),
+        Hook("models.glm4_moe.Glm4MoeGate.forward", "replace", router_logits, rows, router),
+        Hook("models.glm4_moe_lite.Glm4MoeLiteGate.forward", "replace", router_logits, rows, router),
+        Hook("models.deepseek_v2.MoEGate.forward", "replace", router_logits, deepseek, router),
+    )
+
+
+def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return ops.swiglu(x)
+
+
+def fused_topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    correction_bias: torch.Tensor | None = None,
+    scoring_func: str = "softmax",
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """others: of SGLang's routers on a GPU; none of them is for a softmax router without shared experts."""
+    if correction_bias is not None or scoring_func != "softmax" or any(others.values()):
+        raise NotImplementedError("exact mode: found a router with more than a softmax; use another model")
+    probs, experts = ops.route(gating_output, topk, renormalize)
+    return probs, experts.int()
+
+
+def router_logits(self: Any, hidden_states: torch.Tensor, *others: Any, **unused: Any) -> torch.Tensor:
+    """A router's weight is BF16 in the checkpoint, and held in FP32 by some models."""
+    return ops.linear_partial(hidden_states, self.weight.to(hidden_states.dtype))
+
+
+def biased_grouped_topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    correction_bias: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool | None = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor is in the probabilities, and nowhere else (`lifecycle.after_load_model`)."""
+    if num_fused_shared_experts:
+        raise NotImplementedError("exact mode: found shared experts among the routed ones, expected them by themselves")
+    probs, experts = ops.route_sigmoid(
+        gating_output,
+        correction_bias,
+        topk,
+        num_expert_group or 1,
+        topk_group or 1,
+        renormalize,
+        routed_scaling_factor or 1.0,
+    )
+    return probs, experts.int()
+
+
+def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Routed experts, BF16: every expert's matrices as they are."""
+    return _moe(layer, dispatch_output, lambda parameter: None)
+
+
+def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Routed experts, FP8."""
+    return _moe(layer, dispatch_output, state().weights.operand)
+
+
+def _moe(layer: Any, dispatch_output: Any, operand_of: Callable[[Any], Any]) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x = dispatch_output.hidden_states
+    probs, experts, _ = dispatch_output.topk_output
+    spec, low_rank = state().numerics.rollout_spec, state().weights.low_rank
+
+    def weights_of(parameter: Any, rows: torch.Tensor) -> ExpertWeights:
+        beside = low_rank(parameter)
+        return ExpertWeights(parameter, operand_of(parameter), beside and beside.of_rows(rows))
+
+    def outputs_of(choices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        rows = choices // experts.shape[1]
+        w13, w2 = weights_of(layer.w13_weight, rows), weights_of(layer.w2_weight, rows)
+        return ops.experts(x[rows], counts, w13, w2, spec if spec.quantized else None, "bf16")
+
+    if state().weights.rank.ranks > 1:
+        return StandardCombineInput(hidden_states=ranks.experts(outputs_of, experts.long(), probs, layer, x.dtype))
+    order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
+    return StandardCombineInput(hidden_states=ops.combine(outputs_of(order, counts), probs, order, x.dtype))
+
+
+def native_fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """`fused_moe_native.moe_forward_native`, which SGLang runs in BF16 on a CPU, with FP8 products.
+
+    SiLU and its product with the up half are rounded one after the other, and the router's weights multiply the
+    second product's output; both are SGLang's.
+    """
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x = dispatch_output.hidden_states
+    weights, experts, _ = dispatch_output.topk_output
+    order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
+    gate_up = _product(layer.w13_weight, x[order // experts.shape[1]], counts)
+    down = _product(layer.w2_weight, SiluAndMul()(gate_up), counts)
+    outputs = torch.empty_like(down)
+    outputs[order] = down
+    choices = outputs.view(*experts.shape, -1).type(weights.dtype)
+    combined = choices.mul_(weights.unsqueeze(-1)).sum(dim=1).type(x.dtype)
+    return StandardCombineInput(hidden_states=combined)
+
+
+def _product(parameter: torch.nn.Parameter, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    current = state()
+    operand = current.weights.operand(parameter)
+    return grouped_linear(x, counts, parameter.unbind(0), operand, current.numerics.rollout_spec, "bf16")
+
+
+def _top_k(_: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
+    """Experts in the engine's own order, in which it adds them up."""
+    config = module.topk_config
+    recording, config.allow_routed_experts_capture = config.allow_routed_experts_capture, False
+    try:
+        output = module(logits, logits.clone())
+    finally:
+        config.allow_routed_experts_capture = recording
+    chosen = output.topk_ids.long()
+    return torch.zeros_like(logits, dtype=torch.float32).scatter(1, chosen, output.topk_weights.float()), chosen
+
+
+def _sigmoid_top_k(engine: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
+    """Experts and their probabilities times the factor, by which SGLang's own models multiply the sum of experts."""
+    probs, chosen = _top_k(engine, module, logits)
+    config = module.topk_config
+    behind = state().numerics.mode == "native" and not config.apply_routed_scaling_factor_on_output
+    return probs * config.routed_scaling_factor if behind else probs, chosen
+
+
+def _experts(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+    return (_routed(module, x, probs.gather(1, chosen), chosen),)
+
+
+def _each_expert(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor, *shared: Tensor) -> Tensor:
+    """All others have a weight of zero."""
+    weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)
+    return torch.stack([_routed(module, x.clone(), weights * only, chosen) for only in alone], 1)
+
+
+def _experts_and_shared(
+    engine: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor
+) -> tuple[Tensor, ...]:
+    return (_experts(engine, module, x, probs, chosen)[0] + shared,)
+
+
+def _routed(module: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    logits = torch.zeros(len(x), module.num_experts, device=x.device)
+    return module(x, StandardTopKOutput(probs.float(), ids.int(), logits))
+
+
+FAMILY = EngineFamily(
+    sides={
+        SWIGLU: EngineSide(lambda _, module, x: (module(x),)),
+        TOPK: EngineSide(_top_k),
+        EXPERTS: EngineSide(_experts, each=_each_expert),
+        ROUTER: EngineSide(lambda _, module, x: (module(x),)),
+        SIGMOID_TOPK: EngineSide(_sigmoid_top_k),
+        EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert),
+    },
+    hooks=_hooks,
+)
