@@ -37,8 +37,9 @@ from tests.support.paths import new_run
 
 pytestmark = pytest.mark.slow
 
-CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "300"))
-"""The same ones in every run; `FP8RL_STRANGE_CASES=5000 pytest tests/e2e/test_strange_input.py` draws more of them."""
+CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "150"))
+"""The same ones in every run, beside those of tests/fp8rl/test_bad_input.py; `FP8RL_STRANGE_CASES=5000 pytest
+tests/e2e/test_strange_input.py` draws more of them."""
 SECONDS = 30.0
 """For a case that takes a tenth of one on a quiet machine."""
 JUNK = [b"\0\0\0\0", b"\xff\xfe\x00", b"null", b"NaN", b"{", b"]", b"\n\n", b'"', b"\xc3\x28", b"1e999", b"-"]
