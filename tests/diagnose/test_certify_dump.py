@@ -183,6 +183,7 @@ def _of_top_k(model: Path, tokens: list[list[int]]) -> Tensor:
     return (chosen - top).clamp(max=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "name", "text"),
     [
@@ -257,6 +258,7 @@ UNKNOWN: dict[str, Callable[[Path, list[list[int]]], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_cause_is_named_for_what_none_explains(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], name: str
@@ -280,6 +282,7 @@ def test_an_engine_with_eager_attention_is_within_the_floor(
     assert report.verdict == "within the floor"
 
 
+@pytest.mark.slow
 def test_what_top_k_leaves_is_scored_and_its_absence_is_named(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
 ) -> None:
@@ -463,6 +466,7 @@ def test_batches_of_verl_are_read(model: Path, tokens: list[list[int]], tmp_path
     assert certify_dump(tmp_path / "step_1.pt", model, sampling=lambda _: Sampling(0.8)).ok
 
 
+@pytest.mark.slow
 def test_rows_in_parquet_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(rows(tokens, said(model, tokens), version=2)), tmp_path / "dump.parquet"

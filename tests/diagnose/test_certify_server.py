@@ -44,6 +44,7 @@ def test_a_server_whose_rows_depend_on_nothing_is_certified(path: str, salts: bo
     assert report.api == ("OpenAI" if path else "SGLang") and report.isolates == (salts or not path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "/v1"])
 @pytest.mark.parametrize(
     ("fault", "cause", "ways"),

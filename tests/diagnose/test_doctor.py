@@ -292,6 +292,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "error: spec: found " in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -111,6 +111,7 @@ def keys_of(values: dict[str, Any], above: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{above}{name}.")
 
 
+@pytest.mark.slow
 def test_specs_with_other_bytes(folder: Path) -> None:
     draw, path = Random(1), folder / "spec.yaml"
     whole = path.read_bytes()
@@ -123,6 +124,7 @@ def test_specs_with_other_bytes(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_specs_with_other_values(folder: Path) -> None:
     draw, values = Random(2), spec_of(folder)
 
@@ -152,6 +154,7 @@ def test_specs_whose_aliases_never_end(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_overrides(folder: Path) -> None:
     draw = Random(3)
     keys = [*keys_of(spec_of(folder)), "environment.harness.command", "environment.harness.program", "adapter", "xx"]
@@ -196,6 +199,7 @@ def on_a_model(folder: Path, draw: Random) -> Command:
     return draw.choice([["plan", folder / "model"], ["train", folder / "spec.yaml"], *others])
 
 
+@pytest.mark.slow
 def test_descriptions_of_models(folder: Path) -> None:
     draw, path = Random(6), folder / "model/config.json"
     whole = json.loads(path.read_text())
@@ -251,6 +255,7 @@ FILES: dict[str, Callable[[Path], Command]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_other_things_in_place_of_a_file(folder: Path, file: str) -> None:
     def commands() -> Iterator[Command]:
@@ -276,6 +281,7 @@ def run(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_runs_with_damaged_files(run: Path) -> None:
     draw, kinds = Random(9), list(KINDS.values())
     whole = {name: (run / name).read_bytes() for name in ("spec.yaml", "metrics.jsonl")}
@@ -308,6 +314,7 @@ def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
     check(iter([["report", run], ["runs", "--dir", run.parent]]))
 
 
+@pytest.mark.slow
 def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
     def commands() -> Iterator[Command]:
         for place in places(tmp_path):

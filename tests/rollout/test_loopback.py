@@ -36,6 +36,7 @@ CLIENTS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_clients_of_users_reach_this_machine(proxied: None, client: str, host: str) -> None:

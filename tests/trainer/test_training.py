@@ -91,6 +91,7 @@ def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_traine
     assert first.result.metrics["entropy"] == pytest.approx(second.result.metrics["entropy"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_gradient", [False, True])
 def test_a_loss_that_is_not_finite_changes_nothing(
     in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer
@@ -201,6 +202,7 @@ def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_nobody_holds_is_gone(moe_path: Path, make_trainer: MakeTrainer) -> None:
     """Megatron's own hooks would keep model, buffers and process groups for as long as the process lasts."""
     trainer = make_trainer(moe_path)

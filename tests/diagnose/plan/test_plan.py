@@ -183,6 +183,7 @@ def test_tensor_parallelism_conflicts_with_blocks(tmp_path: Path) -> None:
     assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", "numerics.rollout=bf16", gpus=8).ok
 
 
+@pytest.mark.slow
 def test_it_says_that_fp8_is_slower() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.ep=8", "numerics.mode=native", "rollout.prompts_per_step=1",
                    gpu="h200", gpus=8, length=512)  # fmt: skip
@@ -293,6 +294,7 @@ NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in 
 """Examples that start from what another one has trained."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(example: str) -> None:
     gpu, overrides = GPU_RECIPES.get(example, "h100"), NEEDS.get(example, [])
@@ -301,6 +303,7 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
     assert page_of(plan).splitlines()[0].startswith(f"the plan fits on {plan.gpus} x ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
     """`python -m fp8rl.diagnose.plan.in_spec SPEC...` writes it."""
@@ -352,6 +355,7 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     assert fits.slack >= fits.needed_slack
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_many_gpus_would_do() -> None:
     small = planned("qwen3_30b_a3b", "trainer.ep=4", gpu="h200", gpus=4)
     assert not small.ok and small.fewest is not None and small.fewest.world_size == 8
@@ -371,6 +375,7 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus", "keys"),
     [
@@ -397,6 +402,7 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(
     assert first.startswith("the plan fits on") and "with these keys" in second and third.split() == [*plan.keys]
 
 
+@pytest.mark.slow
 def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> None:
     spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
     plan = fitted_plan(spec, [], gpu_named("h200"), assumed)

@@ -112,6 +112,7 @@ def test_a_part_that_fails_or_dies_keeps_its_rows_and_costs_no_other(
     assert "did not come to its end: RuntimeError: CUDA error" in page and page.count("| here |") == 3
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

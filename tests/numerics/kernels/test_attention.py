@@ -42,6 +42,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_error_is_that_of_weights_and_result_in_bf16(shape):
     q, k, v, positions = inputs(2, *shape)
@@ -82,11 +83,13 @@ def test_positions_may_have_any_order():
     compare_gradients(q, k, v, positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape):
     compare_gradients(*inputs(2, *shape))
 
 
+@pytest.mark.slow
 def test_keys_in_parts_get_the_gradients_that_they_get_together():
     """As ranks that share a row take them: all queries, and some keys next to each other."""
     q, k, v, positions = inputs(2, 230, 230, 4, 2, 64)
@@ -131,6 +134,7 @@ def test_strided_inputs_are_read_in_place():
     compare_gradients(q, k, v, positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads, key_heads, dim, lengths",
     [
@@ -199,6 +203,7 @@ class Sequences:
 LENGTHS = [1, 300, 127, 129]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, key_heads, dim", [(1, 1, 128), (4, 1, 64), (8, 1, 128)])
 def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_heads, dim):
     sequences = Sequences(LENGTHS, heads, key_heads, dim)
@@ -212,6 +217,7 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_head
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch):
     """A program for every chunk, one that leaves the parts of all, and one that merges them itself."""
     lengths = [2060, 1024, 3, 1025]

@@ -118,6 +118,7 @@ def test_experts_do_not_see_each_other():
     assert torch.equal(found[[0, 1, 3, 4]], gradient[[0, 1, 3, 4]]) and found[2].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_weight_gradients_are_those_of_gemm(format, scale):

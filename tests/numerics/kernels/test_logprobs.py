@@ -90,6 +90,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_dtype():
             assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole))
 
 
+@pytest.mark.slow
 def test_any_number_of_leading_axes_and_strides():
     """As in the trainer: [S, B, V] transposed, without the last of each sequence."""
     logits, tokens = case(300)

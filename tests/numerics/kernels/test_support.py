@@ -23,6 +23,7 @@ def case(rows, vocabulary, dtype):
 
 
 # Less than a block, several blocks, a whole number of them.
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", (1, 300, 1500, 1024))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 def test_floors_are_those_of_the_definition(vocabulary, dtype):

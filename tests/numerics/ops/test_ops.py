@@ -201,6 +201,7 @@ def test_an_moe_layer_is_row_invariant(spec):
         assert torch.equal(part, whole[rows])
 
 
+@pytest.mark.slow
 def test_this_machine_is_row_invariant():
     assert row_variant_ops() == []
 

@@ -68,6 +68,7 @@ def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, lay
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(
     epochs: int, path: Path, layout: Layout

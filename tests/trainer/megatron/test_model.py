@@ -81,6 +81,7 @@ def test_exported_directory_has_the_weights_and_the_other_files(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("moe", [True, False])
 def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(

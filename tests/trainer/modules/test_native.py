@@ -34,6 +34,7 @@ def make(make_trainer: MakeTrainer) -> MakeTrainer:
     return functools.partial(make_trainer, mode="native")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["moe", "moe_unnormalised", "moe_of_one", "moe_of_one_unnormalised", "dense", "dense_tied"]
 )
@@ -102,6 +103,7 @@ def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make: MakeTr
     assert losses[-1] < 0.1
 
 
+@pytest.mark.slow
 def test_both_modes_have_one_checkpoint_and_one_export(
     moe_path: Path, tmp_path: Path, make: MakeTrainer, make_trainer: MakeTrainer
 ) -> None:

@@ -14,6 +14,7 @@ from tests.support.models import EXPERTS
 from tests.support.trainers import MakeTrainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("moe", [True, False])
 def test_a_live_trainer_changes_its_precision_and_changes_it_back(
@@ -31,6 +32,7 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(
     assert torch.equal(trainer.score(batch)[1], first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
 def test_layers_at_the_ends_may_stay_in_bf16(

@@ -36,6 +36,7 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
@@ -121,6 +122,7 @@ def carried(batch: TokenBatch) -> Supports:
     return Supports.of(rows, torch.full((len(own),), 3, dtype=torch.int32), ids.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", CUTS.values(), ids=CUTS)
 def test_chunks_and_rows_end_to_end_change_nothing_of_truncated_tokens(
     truncation: Truncation, dense_path: Path, make_trainer: MakeTrainer, batch: TokenBatch

@@ -40,6 +40,7 @@ def biases(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_weights() if name in LAYERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", pytest.param("native", marks=pytest.mark.slow)])
 def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()

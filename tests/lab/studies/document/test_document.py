@@ -35,6 +35,7 @@ def headings(page: str) -> Sequence[str]:
     return [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written anew by `python -m lab.studies.document`."""
     monkeypatch.chdir(ROOT)
@@ -45,6 +46,7 @@ def test_the_committed_page_is_written_from_what_is_kept(monkeypatch: pytest.Mon
         assert link in anchors or (PAGE.parent / link).is_file(), link
 
 
+@pytest.mark.slow
 def test_contradicted_claims_come_before_confirmed_ones(tmp_path: Path) -> None:
     result = run_study(made_up(loss=0.3), quick=False, seeds=None, folder=tmp_path, say=print)
     page = document([result], REPORT)

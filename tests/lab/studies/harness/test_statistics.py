@@ -64,6 +64,7 @@ def test_holm_by_hand() -> None:
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {"a": pytest.approx(0.03), "b": 0.06, "c": 0.06}
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(min_size=1), st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_keeps_the_order_and_never_helps(p_values: dict[str, float]) -> None:
     corrected = holm(p_values)

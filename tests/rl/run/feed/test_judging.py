@@ -263,6 +263,7 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
     assert time.monotonic() - began < 0.2 * 256 / 10  # one after the other they take 51 s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -294,6 +295,7 @@ def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make
     assert len(judge.failures.news()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["forks", "prints", "reads", "leaves_children"])
 def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenizer: Any, function: str) -> None:
     judge = make({"function": f"mine:{function}", "timeout_s": 20.0}, workers=1)

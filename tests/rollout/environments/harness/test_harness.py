@@ -82,6 +82,7 @@ def sampled(rows: list[Trajectory]) -> int:
     return sum(len(row.logprobs) for row in rows)
 
 
+@pytest.mark.slow
 def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> float:
         messages: list[Any] = [USER]
