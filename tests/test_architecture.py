@@ -36,6 +36,7 @@ FLOORS = (
 """Of `rl`, from the bottom up."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_follow_the_rule(package: str) -> None:
     forbidden = (MAY_IMPORT.keys() | {"lab", "tests"}) - MAY_IMPORT[package] - {package}

@@ -134,6 +134,7 @@ def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
     assert formats.get("adapter.merged") == ({"fp64"} if merged else None)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_multiplied_in_fp8_is_found(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ def test_what_is_planted_is_found_and_named(planted: str, mode: str, make: Calla
     assert found.keys() <= {key, "gain.master", "experts.gradient"}
 
 
+@pytest.mark.slow
 def test_a_softmax_in_bf16_and_a_residual_on_the_fp8_grid_are_found(make: Callable[..., Any]) -> None:
     numerics = plan("native")
     trainer = make(numerics)

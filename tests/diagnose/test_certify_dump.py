@@ -584,6 +584,7 @@ class Exploit:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.slow
 def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) -> None:
     def refusal(name: str, content: bytes | None) -> str:
         path = tmp_path / name

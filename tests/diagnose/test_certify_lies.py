@@ -173,6 +173,7 @@ def test_an_answer_that_is_none_is_one_sentence(name: str) -> None:
     assert code == 2 and said in printed and printed.count("\n") == 1 and printed.startswith("error: --server")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_an_answer_that_never_ends_is_given_up_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()

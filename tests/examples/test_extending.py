@@ -137,6 +137,7 @@ def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:
     assert function(offered | {"answer": "13\n#### 10"}) == {"shown": 0.5 / 3}
 
 
+@pytest.mark.slow
 def test_the_documented_data_are_the_example_and_are_read_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_cache: None
 ) -> None:

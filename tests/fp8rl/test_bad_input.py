@@ -167,11 +167,13 @@ def test_overrides(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS[::6])
 def test_sets_of_an_evaluation(folder: Path, text: str) -> None:
     check(iter([["eval", MODEL, "--set", text], ["eval", MODEL, "--set", "{path: " + text + "}"]]))
 
 
+@pytest.mark.slow
 def test_lines_of_data(folder: Path) -> None:
     draw, good = Random(4), {"question": [{"role": "user", "content": "1"}], "answer": "#### 2"}
 
@@ -213,6 +215,7 @@ def test_descriptions_of_models(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_files_of_tokenizers(folder: Path) -> None:
     draw = Random(7)
     names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
@@ -227,6 +230,7 @@ def test_files_of_tokenizers(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_headers_of_weights(folder: Path) -> None:
     draw, path = Random(8), folder / "model/model.safetensors"
     whole = path.read_bytes()

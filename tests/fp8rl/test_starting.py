@@ -26,6 +26,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_the_first_experiment_is_whole_and_reads_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed = invoke("init", tmp_path / "mine")
     assert code == 0 and "fp8rl train spec.yaml" in printed
@@ -130,6 +131,7 @@ def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> N
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that are markup, a link, or a command to a terminal, of folders, runs, keys and texts."""
     named = tmp_path / "[/b][link=x] \x1b[31m:cat:"

@@ -99,6 +99,7 @@ def test_rounding_is_exact_for_every_bf16_number(dtype):
     assert special[0] == grid_of(dtype)[-1] and special[1] == grid_of(dtype)[0] and special[2].isnan()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 200),

@@ -25,6 +25,7 @@ reward = Reward()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -115,6 +115,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert trainer.update() == fresh.update() == 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer, fresh = make_trainer(moe_path), make_trainer(moe_path)
     dropped, batch = random_batch(seed=1), random_batch(seed=2)
@@ -128,6 +129,7 @@ def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_train
         trainer.update()
 
 
+@pytest.mark.slow
 def test_weights_are_quantized_once_per_version(
     moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,6 +267,7 @@ def test_a_bench_without_rates_is_refused(text: str, tmp_path: Path) -> None:
         measured(tmp_path / "gpu.json", "exact", GPUS["h200"])
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() -> None:
     runner = CliRunner()
     done = runner.invoke(app, ["plan", "qwen3_8b", "--gpus", "8", "--json"])
@@ -311,6 +312,7 @@ def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> No
     assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_table(path)
 
 
+@pytest.mark.slow
 def test_thirty_billion_parameters_train_rows_of_32k_on_eight_gpus_and_serve_on_eight_more() -> None:
     spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
     beside = planned(spec, gpu="h200")
@@ -419,6 +421,7 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     assert "64 GPUs would do" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_says_so_and_still_plans_dense_layers_of_an_odd_width(tmp_path: Path) -> None:
     """GLM-4.5-Air's sizes: its first layer is 10,944 wide, which is no whole number of blocks of 128."""
     glm = json.loads((EXAMPLES / "models/tiny_glm/config.json").read_text())

@@ -81,6 +81,7 @@ def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch
     assert not told & {"seconds", "tokens/s", "GB/s", "of copy", "FP8", "step", "graph (s)", "us", "DeepGEMM"}
 
 
+@pytest.mark.slow
 def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
     def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(a, b, make_tiles(torch.bincount(expert), len(expert)), torch.bfloat16)

@@ -74,6 +74,7 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
     assert (definition == rounded).double().mean() < 0.9
 
 
+@pytest.mark.slow
 def test_positions_may_have_any_order():
     q, k, v, _ = inputs(2, 50, 200, 8, 2, 64)
     positions = torch.randint(0, 200, (2, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)

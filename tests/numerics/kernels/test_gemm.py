@@ -134,6 +134,7 @@ def test_programs_share_the_tiles(monkeypatch):
         same(gemm(a, b, torch.bfloat16), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("granularity", ["block", "token_group"])
 def test_slices_of_k_are_added_like_separate_products(granularity, splits):

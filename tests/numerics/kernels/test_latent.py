@@ -18,6 +18,8 @@ from fp8rl.numerics.spec import QuantSpec
 from tests.numerics.ops.test_latent import latent64
 from tests.support.kernels import DEVICE, random
 
+pytestmark = pytest.mark.slow
+
 RANK, TAIL, SCALE = 32, 16, 0.2
 
 

@@ -31,6 +31,7 @@ def exact(logits, tokens, temperature):
     return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", (token_logprobs, ops.token_logprobs), ids=("triton", "torch"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

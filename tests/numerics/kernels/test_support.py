@@ -33,6 +33,7 @@ def test_floors_are_those_of_the_definition(vocabulary, dtype):
     assert support_floors(strided, *arguments[1:]).equal(ops.support_floors(*arguments))
 
 
+@pytest.mark.slow
 def test_numbers_out_of_the_ordinary_have_the_same_place():
     logits = torch.zeros(5, 1500, device=DEVICE)
     logits[0, ::2], logits[0, 1499] = math.nan, 1.0

@@ -51,6 +51,7 @@ def test_the_noise_is_gumbels() -> None:
     assert noise.unique().numel() == noise.numel()
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 40),
     vocabulary=st.integers(1, 300),

@@ -200,6 +200,7 @@ def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
         read_capsule(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tokens", "weight_versions", "train_logprobs", "train_routes", "fields.rollout_logprobs"]
 )

@@ -28,6 +28,8 @@ from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.wandb_server import WandbServer, wandb_server
 
+pytestmark = pytest.mark.slow
+
 SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
 
 

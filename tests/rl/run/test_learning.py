@@ -56,6 +56,7 @@ def step(group: Any, chosen: PolicyGradient, batch: TokenBatch, outcomes: Outcom
     return metrics
 
 
+@pytest.mark.slow
 def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, layout: Layout) -> None:
     group, plain = opened(path, layout), opened(path, layout)
     batch, outcomes = sampled(group)
@@ -105,6 +106,7 @@ def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Pat
         lesson.update(group, step=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", ["recompute", "bypass"])
 def test_the_clip_acts_whatever_the_ratio_is_to(ratio: str, path: Path, layout: Layout) -> None:
     group = opened(path, layout)
@@ -136,6 +138,7 @@ def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(pa
     assert group.weight_version == 1 and metrics["train/loss"] == first.loss
 
 
+@pytest.mark.slow
 def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, layout: Layout) -> None:
     group = opened(path, layout, reference=True)
     batch, outcomes = sampled(group)

@@ -169,6 +169,7 @@ def answers(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "embeddings", "expected"),
     [

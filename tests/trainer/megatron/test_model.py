@@ -24,6 +24,7 @@ from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.trainers import MakeTrainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "moe_of_one", "dense", "dense_tied"])
 def test_fp32_logits_equal_transformers(kind: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     changes: dict[str, dict[str, Any]] = {

@@ -23,6 +23,8 @@ from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 PRECISIONS = ("bf16", "fp8")

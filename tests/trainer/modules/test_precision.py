@@ -49,6 +49,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(
     assert len(used) == (2 + 2 * EXPERTS) * len(in_fp8)  # qkv, o_proj, and gate_up and down of each expert
 
 
+@pytest.mark.slow
 def test_gradients_follow_the_change(moe_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()
     changed, started = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "bf16")

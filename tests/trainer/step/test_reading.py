@@ -81,6 +81,7 @@ def noted() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
     precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch

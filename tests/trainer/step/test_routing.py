@@ -122,6 +122,7 @@ def test_replayed_experts_give_the_logprobs_of_transformers(
     assert (recorded == own)[batch.real_tokens()].float().mean() > 0.995
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_reach_the_router_through_the_replayed_experts(
     mode: str, tmp_path: Path, make_trainer: MakeTrainer

@@ -15,6 +15,8 @@ from lab.studies.run import run_study
 from tests.support.paths import ROOT
 from tests.support.studies import made_up
 
+pytestmark = pytest.mark.slow
+
 REPORT = AuditReport(
     spec_digest="0" * 16,
     mode="exact",

@@ -171,6 +171,7 @@ def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: An
     )
 
 
+@pytest.mark.slow
 def test_a_function_that_swallows_its_cancellation_keeps_nobody(
     make: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_see
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
     with service() as url:
         judge = make({"function": "http", "kwargs": {"url": url}})
@@ -288,6 +290,7 @@ def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
     assert not judge.failures.news()
 
 
+@pytest.mark.slow
 def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
     judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
     rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
