@@ -346,6 +346,7 @@ def test_attention_weights_are_planned_as_the_device_computes_them() -> None:
     assert native.formats == ("bf16",) and not native.hidden
 
 
+@pytest.mark.slow
 def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(make: Callable[..., Any]) -> None:
     """Kernels are played by the definitions themselves, so that the step runs on a CPU."""
     trainer = make(plan("exact"), "dense")

@@ -319,6 +319,7 @@ def test_the_version_whose_weights_were_given_is_named(
     assert means["3"] is not None and means["4"] is not None and means["3"] > 10 * means["4"]
 
 
+@pytest.mark.slow
 def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_broken(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:
@@ -453,6 +454,7 @@ def verl_batch(tokens: list[list[int]], logprobs: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_batches_of_verl_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
     batch = verl_batch(tokens, said(model, tokens, 0.8))
     save_file(batch, tmp_path / "step_1.safetensors", {"temperature": "0.8"})
@@ -627,6 +629,7 @@ def test_a_command_without_a_subject_or_a_model_is_one_message(model: Path, tmp_
         assert code == 2 and message in printed and printed.count("\n") == 1, printed
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_verdict_and_writes_the_page(
     model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:

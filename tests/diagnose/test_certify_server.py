@@ -143,6 +143,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "arguments", "message"),
     [

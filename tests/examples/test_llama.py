@@ -35,6 +35,8 @@ from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 FILE = str(EXAMPLES / "llama.py")
 SPEC = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 PLAIN = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")

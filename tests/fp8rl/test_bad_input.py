@@ -29,6 +29,8 @@ from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"
 SECONDS = 20.0
 """No input keeps a command for so long."""

@@ -74,6 +74,7 @@ def table_of(printed: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for line in printed.splitlines() if (cells := line.split())}
 
 
+@pytest.mark.slow
 def test_runs_are_listed_with_one_number_for_the_time_of_a_step(two_runs: Path) -> None:
     code, printed = invoke("runs")
     lines = table_of(printed)

@@ -66,6 +66,7 @@ def test_a_frequent_tokens_embedding_gradient_is_not_lost_in_bf16(moe_path: Path
     assert embedding.weight.main_grad[0, 0] == 4096
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8")
     batch = random_batch()
@@ -80,6 +81,7 @@ def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, mak
     assert trainer.weight_version == 1
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()
     whole, split = (make_trainer(moe_path, micro_batch_tokens=tokens) for tokens in (4096, 64))
@@ -188,6 +190,7 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
     assert torch.equal(found[1][torch.tensor(found[0]).argsort()], expected[1][torch.tensor(expected[0]).argsort()])
 
 
+@pytest.mark.slow
 def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     moe_path: Path, make_trainer: MakeTrainer
 ) -> None:

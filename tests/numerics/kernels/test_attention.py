@@ -239,6 +239,7 @@ def test_a_batch_that_is_filled_up_beside_chunks_of_keys():
     assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
 
 
+@pytest.mark.slow
 def test_every_position_decodes_to_the_bits_of_the_whole():
     q, k, v, positions = inputs(2, 330, 330, 4, 1, 64)
     whole = attention(q, k, v, positions, SCALE)

@@ -86,6 +86,7 @@ def test_rope_at_early_and_late_positions(heads, dim):
     assert rounded_otherwise < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotary", (64, 96, 32))
 def test_rope_of_the_first_channels(rotary):
     x, positions = random(2, 3, 9, 128), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)

@@ -95,6 +95,7 @@ def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(
     assert metrics["train/clip_fraction"] == pytest.approx(sum(clipped) / len(clipped))
 
 
+@pytest.mark.slow
 def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Path, layout: Layout) -> None:
     group = opened(path, layout)
     batch, outcomes = sampled(group)

@@ -13,6 +13,8 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])

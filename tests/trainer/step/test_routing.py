@@ -73,6 +73,7 @@ def oracle_logprobs(model: PreTrainedModel, batch: TokenBatch, routes: Tensor) -
     return logprobs, own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_replaying_its_own_choice_changes_no_bit(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", mode=mode)

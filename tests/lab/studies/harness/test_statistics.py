@@ -44,6 +44,7 @@ def test_equal_seeds_give_a_point() -> None:
     assert found.p_above(0.05) == 0.0 and found.p_above(0.15) == 1.0 and found.p_above(0.1) == 1.0
 
 
+@pytest.mark.slow
 def test_over_sequences_it_resamples_within_each_seed() -> None:
     rng = np.random.default_rng(3)
     rows = [rng.normal(size=400).tolist() for _ in range(3)]
