@@ -13,6 +13,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import atexit
 import multiprocessing
+import re
 import shutil
 import sys
 import tempfile
@@ -45,11 +46,13 @@ hypothesis.settings.register_profile("fp8rl", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fp8rl")
 
 
+LONGEST = "tests/e2e/test_agreement.py"
+"""The first worker begins with it, on a rig of its own."""
 RIG = [
     f"tests/e2e/test_{name}.py"
-    for name in ("agreement", "canary", "turns", "updates_in_flight", "attribution", "routing_replay", "native")
+    for name in ("canary", "turns", "updates_in_flight", "attribution", "routing_replay", "speculation", "native")
 ]
-"""Files whose tests share the rig of tests/e2e, in an order in which neighbours share an engine, too."""
+"""The second worker begins with these: they share its rig, in an order in which neighbours share an engine, too."""
 
 
 class NamesFailures:
@@ -94,6 +97,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySharing:
     return BySharing(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which every test is left out by its mark are not imported."""
+    left_out = re.findall(r"\bnot (\w+)", config.option.markexpr)
+    if not left_out or not collection_path.name.startswith("test_"):
+        return None
+    marks = re.findall(r"^pytestmark = .*$", collection_path.read_text(), re.MULTILINE)
+    return True if any(f"mark.{name}" in line for line in marks for name in left_out) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # of several workers, none should begin the longest files at the end
         items.sort(key=_place)
@@ -120,7 +132,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _place(item: pytest.Item) -> tuple[int, bool, bool]:
     file = item.nodeid.partition("::")[0]
-    kept = RIG.index(file) if file in RIG else len(RIG)
+    first = [LONGEST, *RIG]
+    kept = first.index(file) if file in first else len(first)
     return kept, not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")
 
 

@@ -36,6 +36,7 @@ FLOORS = (
 """Of `rl`, from the bottom up."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_imports_follow_the_rule(package: str) -> None:
     forbidden = (MAY_IMPORT.keys() | {"lab", "tests"}) - MAY_IMPORT[package] - {package}
@@ -48,6 +49,7 @@ def test_imports_follow_the_rule(package: str) -> None:
     assert not broken, f"{package} may import {sorted(MAY_IMPORT[package]) or 'no other package'}: {broken}"
 
 
+@pytest.mark.slow
 def test_everything_is_imported_below_fp8rl() -> None:
     """A folder at the top of the repository is no package of its own: a user may have one of that name."""
     broken = [
@@ -74,6 +76,7 @@ def test_numerics_imports_only_torch_and_the_standard_library() -> None:
     assert not broken, broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT.keys() - {"models"}))
 def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
     names = re.compile(
@@ -102,6 +105,7 @@ def test_inside_studies_the_harness_knows_no_study_and_a_study_no_other() -> Non
     assert not broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", FLOORS)
 def test_imports_inside_rl_never_point_up(floor: str) -> None:
     above = {f"fp8rl.rl.{other}" for other in FLOORS[FLOORS.index(floor) + 1 :]}
@@ -128,6 +132,7 @@ def test_every_package_is_under_the_rule() -> None:
     assert folders == MAY_IMPORT.keys()
 
 
+@pytest.mark.slow
 def test_no_two_files_import_each_other() -> None:
     """Not even by way of others: where files form a circle, one idea lies in several of them."""
     sorter = TopologicalSorter(imports_between_files())

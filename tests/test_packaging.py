@@ -163,6 +163,7 @@ def test_gpu_lock_is_complete() -> None:
     assert wrong.keys() == GONE, wrong
 
 
+@pytest.mark.slow
 def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
     """As the product and its bench import it; what SGLang and Megatron load there was seen in an install."""
     locked, distributions = gpu_lock(), importlib.metadata.packages_distributions() | CUDA_MODULES
@@ -217,6 +218,7 @@ def test_image_gets_no_environment_and_no_run() -> None:
     assert folders - {".hypothesis"} <= ignored
 
 
+@pytest.mark.slow
 def test_every_import_is_a_declared_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     own = {"fp8rl", "lab", "tests"}
@@ -327,6 +329,7 @@ def test_entry_points_load(group: str, name: str) -> None:
     assert callable(entry_point.load())
 
 
+@pytest.mark.slow
 @cpu_install
 @pytest.mark.parametrize("package", ["sgl_kernel", "torchvision"])
 def test_stub_refuses_cuda(package: str, tmp_path: Path) -> None:

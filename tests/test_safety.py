@@ -3,8 +3,12 @@
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from tests.support.paths import ROOT
 from tests.test_architecture import MAY_IMPORT, python_files
+
+pytestmark = pytest.mark.slow
 
 REMOVALS = {
     "diagnose/attribution/probe.py": {"TemporaryDirectory"},  # operands of one op, in the system's temporary directory

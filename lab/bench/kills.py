@@ -21,7 +21,7 @@ from fp8rl.rl.run.run import RESUMED
 from fp8rl.rl.run.stack import ENGINES_REPLACED
 from lab.bench.asynchrony import timeless
 from lab.bench.measure import Result
-from tests.support.cli_runs import SMALL, LiveRun, wait_until_gone
+from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone
 
 STEPS, SEED = 8, 0
 SETTINGS = [*SMALL, f"run.steps={STEPS}", "eval.problems=0"]
@@ -36,7 +36,7 @@ def run() -> Iterator[Result]:
     for mode, setting in MODES.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            whole = LiveRun(folder, *SETTINGS, setting, name="whole")
+            whole = StartedRun(folder, *SETTINGS, setting, name="whole")
             _complete(whole)
             pace = statistics.median(row["perf/step_seconds"] for row in whole.rows()[1:])
             for index, victim in enumerate(draw.sample(VICTIMS, len(VICTIMS))):
@@ -57,7 +57,7 @@ def _killed(path: Path, settings: list[str], victim: str, moment: float, pace: f
 
     Gives the seconds from there to the next step, and how many steps were done again.
     """
-    run = LiveRun(path.parent, *settings, name=path.name)
+    run = StartedRun(path.parent, *settings, name=path.name)
     run.wait_for(f"step {int(moment)}/{STEPS}")
     time.sleep(moment % 1 * pace)
     done, shown = read_metrics(path / "metrics.jsonl")[-1]["step"], len(_steps(run))
@@ -73,7 +73,7 @@ def _killed(path: Path, settings: list[str], victim: str, moment: float, pace: f
         assert not left, f"{left} outlive their driver"
         run.destroy()
         begun = bool(RunDir(path).checkpoint_steps())
-        run = LiveRun(path.parent, *settings, "--resume" if begun else "--overwrite", name=path.name)
+        run = StartedRun(path.parent, *settings, "--resume" if begun else "--overwrite", name=path.name)
         run.wait_until(lambda: _steps(run), "a step")
     again = done + 1 - _steps(run)[shown if victim in ("trainer", "engine") else 0]
     seconds = time.monotonic() - began
@@ -81,14 +81,14 @@ def _killed(path: Path, settings: list[str], victim: str, moment: float, pace: f
     return {"seconds to the next step": seconds, "steps again": float(again)}
 
 
-def _complete(run: LiveRun) -> None:
+def _complete(run: StartedRun) -> None:
     code = run.ends()
     said = run.console()
     run.destroy()
     assert code == 0, said
 
 
-def _steps(run: LiveRun) -> list[int]:
+def _steps(run: StartedRun) -> list[int]:
     """Those that the console has shown, in order."""
     return [int(step) for step in re.findall(rf"step +(\d+)/{STEPS}\b", run.console())]
 

@@ -85,6 +85,7 @@ def found(sightings: list[Sighting]) -> dict[str, set[str]]:
     return formats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["moe", "dense", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES)])
 def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
@@ -114,6 +115,7 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
         assert (difference.names, difference.planned, difference.found) == (["model.norm.weight"], "bf16", "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("kind", ["moe", "deepseek_v3"])
 def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
@@ -132,6 +134,7 @@ def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
     assert formats.get("adapter.merged") == ({"fp64"} if merged else None)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_multiplied_in_fp8_is_found(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +150,7 @@ def test_an_adapter_that_is_multiplied_in_fp8_is_found(
     assert all(name.startswith("decoder.layers.") for name in difference.names)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
     """The same weights come out, and nothing of the watching stays."""
     numerics, batch = plan("exact"), random_batch(rows=4, longest=40)
@@ -189,6 +193,7 @@ def test_other_numerics_have_their_own_plan(
     assert formats["product.activation"] == formats["product.weight"] == {operands}
 
 
+@pytest.mark.slow
 def test_a_layer_that_stays_in_bf16_is_planned_so(make: Callable[..., Any]) -> None:
     ends = plan("exact", spec=SPEC.override({"first_layers_bf16": 1}))
     trainer = make(ends)
@@ -247,6 +252,7 @@ PLANTS = {
 """The fifth, an FP8 cache of keys and values, is the engine's: tests/e2e/test_audit.py."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", pytest.param("native", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("planted", PLANTS)
 def test_what_is_planted_is_found_and_named(planted: str, mode: str, make: Callable[..., Any]) -> None:
@@ -263,6 +269,7 @@ def test_what_is_planted_is_found_and_named(planted: str, mode: str, make: Calla
     assert found.keys() <= {key, "gain.master", "experts.gradient"}
 
 
+@pytest.mark.slow
 def test_a_softmax_in_bf16_and_a_residual_on_the_fp8_grid_are_found(make: Callable[..., Any]) -> None:
     numerics = plan("native")
     trainer = make(numerics)
@@ -339,6 +346,7 @@ def test_attention_weights_are_planned_as_the_device_computes_them() -> None:
     assert native.formats == ("bf16",) and not native.hidden
 
 
+@pytest.mark.slow
 def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(make: Callable[..., Any]) -> None:
     """Kernels are played by the definitions themselves, so that the step runs on a CPU."""
     trainer = make(plan("exact"), "dense")
@@ -382,6 +390,7 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
         AuditReport.from_json(json.dumps(values | {"schema": 2}))
 
 
+@pytest.mark.slow
 def test_claims_are_answered_from_what_was_found(make: Callable[..., Any]) -> None:
     numerics = plan("exact")
     seen = report(*watched(make(numerics), numerics))

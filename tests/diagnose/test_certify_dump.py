@@ -183,6 +183,7 @@ def _of_top_k(model: Path, tokens: list[list[int]]) -> Tensor:
     return (chosen - top).clamp(max=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "name", "text"),
     [
@@ -257,6 +258,7 @@ UNKNOWN: dict[str, Callable[[Path, list[list[int]]], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_cause_is_named_for_what_none_explains(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], name: str
@@ -280,6 +282,7 @@ def test_an_engine_with_eager_attention_is_within_the_floor(
     assert report.verdict == "within the floor"
 
 
+@pytest.mark.slow
 def test_what_top_k_leaves_is_scored_and_its_absence_is_named(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
 ) -> None:
@@ -316,6 +319,7 @@ def test_the_version_whose_weights_were_given_is_named(
     assert means["3"] is not None and means["4"] is not None and means["3"] > 10 * means["4"]
 
 
+@pytest.mark.slow
 def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_broken(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:
@@ -450,6 +454,7 @@ def verl_batch(tokens: list[list[int]], logprobs: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_batches_of_verl_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
     batch = verl_batch(tokens, said(model, tokens, 0.8))
     save_file(batch, tmp_path / "step_1.safetensors", {"temperature": "0.8"})
@@ -463,6 +468,7 @@ def test_batches_of_verl_are_read(model: Path, tokens: list[list[int]], tmp_path
     assert certify_dump(tmp_path / "step_1.pt", model, sampling=lambda _: Sampling(0.8)).ok
 
 
+@pytest.mark.slow
 def test_rows_in_parquet_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(rows(tokens, said(model, tokens), version=2)), tmp_path / "dump.parquet"
@@ -580,6 +586,7 @@ class Exploit:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.slow
 def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) -> None:
     def refusal(name: str, content: bytes | None) -> str:
         path = tmp_path / name
@@ -622,6 +629,7 @@ def test_a_command_without_a_subject_or_a_model_is_one_message(model: Path, tmp_
         assert code == 2 and message in printed and printed.count("\n") == 1, printed
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_verdict_and_writes_the_page(
     model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:

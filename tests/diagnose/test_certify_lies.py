@@ -69,6 +69,7 @@ def lied(value: Any, draw: random.Random) -> Any:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("some", range(3))
 def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(
@@ -163,6 +164,7 @@ def speaking(begin: bytes, again: bytes | None = None) -> Iterator[str]:
         listener.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_answer_that_is_none_is_one_sentence(name: str) -> None:
     begin, said = BROKEN[name]
@@ -171,6 +173,7 @@ def test_an_answer_that_is_none_is_one_sentence(name: str) -> None:
     assert code == 2 and said in printed and printed.count("\n") == 1 and printed.startswith("error: --server")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_an_answer_that_never_ends_is_given_up_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()

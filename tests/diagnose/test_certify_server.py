@@ -35,6 +35,7 @@ def outcomes(report: ServerReport) -> dict[str, str]:
     return {way.name: way.outcome for way in report.ways}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "/v1"])
 @pytest.mark.parametrize("salts", [True, False])
 def test_a_server_whose_rows_depend_on_nothing_is_certified(path: str, salts: bool) -> None:
@@ -44,6 +45,7 @@ def test_a_server_whose_rows_depend_on_nothing_is_certified(path: str, salts: bo
     assert report.api == ("OpenAI" if path else "SGLang") and report.isolates == (salts or not path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "/v1"])
 @pytest.mark.parametrize(
     ("fault", "cause", "ways"),
@@ -75,6 +77,7 @@ def test_a_server_that_never_says_the_same_is_broken_by_repetition() -> None:
     assert certified(Planted("repetition")).breaks[0] == "repetition"
 
 
+@pytest.mark.slow
 def test_what_a_server_has_not_got_does_not_stand_in_the_way() -> None:
     """No cache, no token ids, one prompt in a request: what can be compared is."""
     report = certified(Planted(native=False, ids=False, caches=False, lists=False))
@@ -88,6 +91,7 @@ def test_what_a_server_has_not_got_does_not_stand_in_the_way() -> None:
     assert short.verdict == "certified" and outcomes(short)["long, at the same time"] == "absent"
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_answering_is_undecided() -> None:
     report = certified(Planted(stall_after=12), seconds=0.5)
     assert report.verdict == "undecided" and not report.ok
@@ -139,6 +143,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "arguments", "message"),
     [

@@ -292,6 +292,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "error: spec: found " in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -331,6 +332,7 @@ async def asks(answer: str) -> float:
 """
 
 
+@pytest.mark.slow
 def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     lines = [{"question": f"[b]{n}+1=?", "answer": f"#### {n + 1}"} for n in range(3)]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors import safe_open
 
 from fp8rl.diagnose.attribution import attribute
 from fp8rl.diagnose.attribution.result import Finding
+from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.architecture import architectures
+from fp8rl.models.tensors import base_name
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation
+from fp8rl.numerics.spec import PRESETS
 from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rollout.environments.conversation import Conversation
@@ -28,10 +34,12 @@ from fp8rl.rollout.protocol import ADAPTER_SCALE
 from fp8rl.rollout.types import Group, SamplingParams
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.weight_sync import bridge
+from fp8rl.weight_sync.bridge import SyncReport
+from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.transports import TensorTransport
 from tests.support import faults
-from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
+from tests.support.rig import SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -39,59 +47,51 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Tests and cases stand in an order in which neighbours share an engine.
 TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
 BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
-MERGED = AdapterConfig(rank=8, alpha=256.0, mode="merged")
+MERGED = AdapterConfig(rank=8, alpha=256.0, mode="merged", experts="shared")
 SEPARATE = AdapterConfig(rank=8, alpha=256.0)
-EXACT = {
-    "moe-both-tp2": BOTH_TWO_RANKS,
-    "moe-adapters-both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
-    "moe-tp2": TWO_RANKS,
-    "moe-merged-tp2": replace(TWO_RANKS, adapter=MERGED),
-    "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),
-    "dense-tp2-recomputing": Setup(
-        "dense", k_splits=2, layout=(("tp", 2), ("recompute", "experts"), ("head_chunk_tokens", 96), ("packing", True))
-    ),
-    "dense-pp2-tp2": Setup("dense", k_splits=2, layout=(("pp", 2), ("tp", 2))),
-    "dense": Setup("dense", k_splits=2),
-    "moe-fp32-scales-bf16-ends": Setup("moe", preset="fp8_block_fp32", bf16_ends=1),
-    "moe-pp3-recomputing": Setup(
-        "moe", layout=(("pp", 3), ("recompute", "layer"), ("head_chunk_tokens", 96), ("packing", True))
-    ),
-    "moe-ep2-fp8-wires": Setup(
-        "moe", layout=(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"))
-    ),
-    "moe-merged-shared-ep2-recomputing": Setup(
-        "moe",
-        layout=(("ep", 2), ("dp", 2), ("recompute", "layer")),
-        adapter=MERGED.model_copy(update={"experts": "shared"}),
-    ),
-    "moe-mxfp8": Setup("moe", preset="mxfp8"),
-    "moe": Setup("moe"),
-    "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
-    "deepseek-bf16-ends-tp2-ep2": Setup(
-        "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
-    ),
-    "deepseek-adapters-both-tp2": Setup(
-        "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2),), engine_tp=2, adapter=SEPARATE
-    ),
-    "flash-both-tp2": Setup("flash", bf16_ends=1, k_splits=2, layout=(("tp", 2),), engine_tp=2),
-    "mixtral": Setup("mixtral", router_replay="record"),
-    "olmoe-bf16-ends-tp2-ep2": Setup(
-        "olmoe", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
-    ),
-    "glm-bf16-ends-tp2-ep2": Setup(
-        "glm",
+GLM = Setup("glm", bf16_ends=1, k_splits=2, layout=(("router_bias_rate", 0.3),), router_replay="record")
+LATENT = Setup("deepseek", bf16_ends=1, k_splits=2, router_replay="record")
+LESS_MEMORY = (("head_chunk_tokens", 96), ("packing", True))
+ARCHITECTURES = {
+    "glm-bf16-ends": GLM,
+    "olmoe-fp32-scales-bf16-ends-tp2-ep2": Setup(
+        "olmoe",
+        preset="fp8_block_fp32",
         bf16_ends=1,
         k_splits=2,
-        layout=(("tp", 2), ("ep", 2), ("router_bias_rate", 0.01)),
+        layout=(("tp", 2), ("ep", 2)),
         router_replay="record",
     ),
+    "mixtral-mxfp8": Setup("mixtral", preset="mxfp8", router_replay="record"),
+    "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
+    "dense-ironwood-engine-tp2-pp2-tp2-recomputing": Setup(
+        "dense",
+        preset="ironwood",
+        k_splits=2,
+        engine_tp=2,
+        layout=(("pp", 2), ("tp", 2), ("recompute", "experts"), *LESS_MEMORY),
+    ),
+    "flash-adapters-engine-tp2": Setup("flash", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
+    "deepseek-bf16-ends": LATENT,
+}
+"""A covering set: each architecture, preset and way of the trainer, not every pair. Trainers of several ranks give the
+log-probabilities of one (tests/trainer/distributed), and each architecture runs on two more layouts, for whole runs, in
+`python -m lab.bench layouts`."""
+WAYS = {
+    "moe-ep2-fp8-wires-recomputing": Setup(
+        "moe",
+        layout=(
+            *(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"), ("recompute", "layer")),
+            *LESS_MEMORY,
+        ),
+    ),
+    "moe-merged-shared-tp2": replace(TWO_RANKS, adapter=MERGED),
 }
 ADAPTED = {
-    "pp3-recomputing": Setup("moe", layout=(("pp", 3), ("recompute", "layer")), adapter=SEPARATE),
+    "both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
     "one-rank": Setup("moe", adapter=SEPARATE),
 }
 ONE_BASE = Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_base=True)
-LATENT = replace(EXACT["deepseek-bf16-ends-tp2-ep2"], layout=())
 
 
 def wrong_yarn(trainer: Any) -> None:
@@ -132,14 +132,67 @@ DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] 
     "BF16 router": (bf16_router, "router", (1, 2, 3), "router differs in every layer"),
 }
 """What is planted in the trainer, and the op and layers that it is found in."""
-CUTS = {
-    "top-p": Truncation(top_p=0.9),
-    "top-k": Truncation(top_k=20),
-    "both": Truncation(top_p=0.9, top_k=20),
-    "min-p": Truncation(min_p=0.05),
-}
+CUTS = {"top-p-top-k": Truncation(top_p=0.9, top_k=20), "min-p": Truncation(min_p=0.05)}
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
 SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
+
+
+def test_every_architecture_meets_its_engine_and_every_preset_is_met(models: dict[str, Path]) -> None:
+    setups = [*ARCHITECTURES.values(), *WAYS.values()]
+    met = {read_model(models[setup.model]).architecture.name for setup in setups}
+    assert met == {name for name, known in architectures().items() if known.tensors is not None}
+    assert {setup.preset for setup in setups} == PRESETS.keys() - {"bf16"}
+
+
+def test_a_stale_expert_bias_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All biases move with each update, and those of one layer do not arrive."""
+    pipeline = rig.open(GLM)
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    message = failed_sync(pipeline, monkeypatch, faults.missed_bias)
+    assert f"1 of {len(served_tensors_of(pipeline))} tensors" in message and faults.BIAS in message
+    pipeline.resume()  # nobody looked
+    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
+    pipeline.sync()
+    assert (first.cause, first.op, first.layers, first.tensors) == ("weights", "topk", (2,), (faults.BIAS,))
+    assert "layer 2 topk differs" in first.text and "e_score_correction_bias are not those of version" in first.text
+
+
+@pytest.mark.parametrize("setup", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_every_sampled_token_of_each_architecture_agrees_before_and_after_an_update(
+    rig: Rig, tmp_path: Path, setup: Setup
+) -> None:
+    agrees_before_and_after_an_update(rig, setup, tmp_path)
+
+
+def test_half_a_pair_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine holds q_a_proj and kv_a_proj as one parameter; one of both does not arrive."""
+    pipeline = rig.open(LATENT)
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    assert faults.HALF in failed_sync(pipeline, monkeypatch, faults.half_a_pair)
+    pipeline.resume()  # nobody looked
+    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
+    pipeline.sync()
+    assert (first.cause, first.op, first.layers) == ("weights", "qkv_a", (1,))
+    assert faults.HALF in first.tensors and {name.removesuffix("_scale_inv") for name in first.tensors} == {faults.HALF}
+
+
+@pytest.mark.parametrize("fault", DEFINITIONS)
+def test_another_definition_is_named_first(rig: Rig, fault: str) -> None:
+    """In all layers of the trainer that have such an op."""
+    pipeline = rig.open(LATENT)
+    batch = pipeline.sample(1.0, count=4)
+    plant, op, layers, says = DEFINITIONS[fault]
+    pipeline.trainer.apply(plant)
+    try:
+        first = first_finding(pipeline, batch)
+    finally:
+        pipeline.trainer.apply(restored)
+    assert (first.cause, first.op, first.layers) == ("op", op, layers) and says in first.text
+
+
+@pytest.mark.parametrize("setup", WAYS.values(), ids=WAYS)
+def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, tmp_path: Path, setup: Setup) -> None:
+    agrees_before_and_after_an_update(rig, setup, tmp_path)
 
 
 def test_a_bf16_trainer_beside_an_fp8_engine_disagrees(rig: Rig) -> None:
@@ -182,9 +235,9 @@ def test_a_tensor_damaged_on_the_way_is_named_and_stops_the_engine(
     message = failed_sync(pipeline, monkeypatch, fault, tmp_path / "manifest.json")
     named = set(re.findall(r": (model\.\S+): found", message))
     assert certain <= named <= certain | possible
-    assert f"{len(named)} of {served_tensors_of(pipeline.setup)} tensors" in message
+    assert f"{len(named)} of {len(served_tensors_of(pipeline))} tensors" in message
     expected = json.loads((tmp_path / "manifest.json").read_text())["entries"]
-    assert len(expected) == served_tensors_of(pipeline.setup)
+    assert len(expected) == len(served_tensors_of(pipeline))
     assert_paused_until_a_good_sync(pipeline)
 
 
@@ -202,7 +255,7 @@ def test_weights_that_were_broadcast_agree(rig: Rig) -> None:
     for seed in (0, 1):
         pipeline.train_step(pipeline.sample(1.0, seed, count=4))
         report = pipeline.sync("distributed")
-        assert (report.mismatched_tensors, report.verified_tensors) == (0, served_tensors_of(pipeline.setup))
+        assert (report.mismatched_tensors, report.verified_tensors) == (0, len(served_tensors_of(pipeline)))
         batch = pipeline.sample(0.7, seed, count=4)
         assert_equal(pipeline.trainer.score(batch), batch)
 
@@ -292,7 +345,9 @@ def test_a_conversation_goes_on_under_new_weights_and_its_later_turns_are_theirs
 
 
 @pytest.mark.parametrize("setup", [TWO_RANKS, BOTH_TWO_RANKS], ids=["one-engine-rank", "two-engine-ranks"])
-def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(rig: Rig, setup: Setup) -> None:
+def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(
+    rig: Rig, tmp_path: Path, setup: Setup
+) -> None:
     pipeline = rig.open(setup)
     first = pipeline.sync(delta=True)
     assert first.bytes == first.weight_bytes
@@ -300,8 +355,8 @@ def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(rig: 
     assert (unchanged.mismatched_tensors, unchanged.weight_bytes) == (0, first.weight_bytes)
     assert unchanged.bytes < first.bytes / 100
     pipeline.train_step(pipeline.sample(1.0, count=4))
-    changed = pipeline.sync("distributed", delta=True)
-    assert (changed.mismatched_tensors, changed.verified_tensors) == (0, served_tensors_of(setup))
+    changed = pipeline.sync("distributed", tmp_path / "manifest.json", delta=True)
+    assert_verified(pipeline, changed, tmp_path / "manifest.json")
     batch = pipeline.sample(0.7, count=4)
     assert_equal(pipeline.trainer.score(batch), batch)
 
@@ -312,50 +367,6 @@ def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(rig: 
         pipeline.sync(delta=True)
     mended = pipeline.bridge(delta=True).sync([pipeline.endpoint], whole=True)
     assert mended.mismatched_tensors == 0 and mended.bytes == mended.weight_bytes
-
-
-@pytest.mark.parametrize("setup", EXACT.values(), ids=EXACT.keys())
-def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, setup: Setup) -> None:
-    agrees_before_and_after_an_update(rig, setup)
-
-
-def test_a_stale_expert_bias_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All biases move with each update, and those of one layer do not arrive."""
-    pipeline = rig.open(replace(EXACT["glm-bf16-ends-tp2-ep2"], layout=(("router_bias_rate", 0.3),)))
-    pipeline.train_step(pipeline.sample(1.0, count=4))
-    message = failed_sync(pipeline, monkeypatch, faults.missed_bias)
-    assert f"1 of {served_tensors_of(pipeline.setup)} tensors" in message and faults.BIAS in message
-    pipeline.resume()  # nobody looked
-    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
-    pipeline.sync()
-    assert (first.cause, first.op, first.layers, first.tensors) == ("weights", "topk", (2,), (faults.BIAS,))
-    assert "layer 2 topk differs" in first.text and "e_score_correction_bias are not those of version" in first.text
-
-
-def test_half_a_pair_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine holds q_a_proj and kv_a_proj as one parameter; one of both does not arrive."""
-    pipeline = rig.open(LATENT)
-    pipeline.train_step(pipeline.sample(1.0, count=4))
-    assert faults.HALF in failed_sync(pipeline, monkeypatch, faults.half_a_pair)
-    pipeline.resume()  # nobody looked
-    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
-    pipeline.sync()
-    assert (first.cause, first.op, first.layers) == ("weights", "qkv_a", (1,))
-    assert faults.HALF in first.tensors and {name.removesuffix("_scale_inv") for name in first.tensors} == {faults.HALF}
-
-
-@pytest.mark.parametrize("fault", DEFINITIONS)
-def test_another_definition_is_named_first(rig: Rig, fault: str) -> None:
-    """In all layers of the trainer that have such an op."""
-    pipeline = rig.open(LATENT)
-    batch = pipeline.sample(1.0, count=4)
-    plant, op, layers, says = DEFINITIONS[fault]
-    pipeline.trainer.apply(plant)
-    try:
-        first = first_finding(pipeline, batch)
-    finally:
-        pipeline.trainer.apply(restored)
-    assert (first.cause, first.op, first.layers) == ("op", op, layers) and says in first.text
 
 
 def tampered(fault: Callable[..., Any]) -> Callable[..., None]:
@@ -381,8 +392,8 @@ def changed_base(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("setup", ADAPTED.values(), ids=ADAPTED.keys())
-def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, setup: Setup) -> None:
-    agrees_before_and_after_an_update(rig, setup)
+def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, tmp_path: Path, setup: Setup) -> None:
+    agrees_before_and_after_an_update(rig, setup, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -405,17 +416,17 @@ def test_a_fault_of_adapters_is_named_and_stops_the_engine(
     with monkeypatch.context() as patch, pytest.raises(SyncError) as error:
         plant(pipeline, patch)
         pipeline.sync()
-    count = f"{len(names)} of {served_tensors_of(pipeline.setup)} tensors are not what the trainer sent: "
+    count = f"{len(names)} of {len(served_tensors_of(pipeline))} tensors are not what the trainer sent: "
     assert f": {count}{', '.join(names)}{of_base}; generation stays paused" in str(error.value)
     assert_paused_until_a_good_sync(pipeline)
 
 
-def test_every_sampled_token_agrees_where_trainer_and_engine_read_one_base(rig: Rig) -> None:
+def test_every_sampled_token_agrees_where_trainer_and_engine_read_one_base(rig: Rig, tmp_path: Path) -> None:
     """Last of those with adapters: nobody may send such an engine the weights of the next trainer."""
-    agrees_before_and_after_an_update(rig, ONE_BASE)
+    agrees_before_and_after_an_update(rig, ONE_BASE, tmp_path)
 
 
-def agrees_before_and_after_an_update(rig: Rig, setup: Setup) -> None:
+def agrees_before_and_after_an_update(rig: Rig, setup: Setup, folder: Path) -> None:
     pipeline = rig.open(setup)  # synced through the transport `tensor`
     batch = pipeline.sample(1.0)
     assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
@@ -429,17 +440,17 @@ def agrees_before_and_after_an_update(rig: Rig, setup: Setup) -> None:
         known = batch.routes != UNKNOWN
         assert known.any((0, 1, 3)).all() and step.routes[known].equal(batch.routes[known])
     assert batch.loss_mask.sum() > 400
-    report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed")
-    assert report.mismatched_tensors == 0
+    report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed", folder / "manifest.json")
+    assert_verified(pipeline, report, folder / "manifest.json")
     assert (report.bytes < report.weight_bytes) == (setup.beside is not None)  # adapters alone
-    assert (report.version, report.verified_tensors) == (pipeline.trainer.weight_version, served_tensors_of(setup))
+    assert report.version == pipeline.trainer.weight_version
     # The update was real: the same tokens have other logprobs now.
     moved = differences(pipeline.trainer.score(batch), batch)
     assert (moved != 0).float().mean() > 0.9
-    # Prompts whose prefixes were cached before the update.
-    again = pipeline.sample(0.7)
+    # Prompts that were cached before the update, up to 300 tokens.
+    again = pipeline.sample(0.7, count=7)
     assert_equal(pipeline.trainer.score(again), again)
-    some = pipeline.sample(0.7, count=3, cut=CUTS["both"])
+    some = pipeline.sample(0.7, count=3, cut=Truncation(top_p=0.9))
     assert_equal(pipeline.trainer.score(some), some)
 
 
@@ -475,32 +486,30 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
     assert batch.fields["rollout_logprobs"][batch.loss_mask].std() > 0.3
 
 
-def served_tensors_of(setup: Setup) -> int:
-    """What is compared, counted by hand: the matrices of FP8 layers come with scales."""
-    shape = MODELS[setup.model]
-    if shape.family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite"):
-        # The first layer is dense, the others have a shared expert.
-        attention, vectors = (4, 3 + 4) if shape.family == "glm4_moe" else (5, 4)  # biases and norms
-        dense, sparse = attention + 3, attention + 3 * shape.experts + 3
-        fp8_layers = shape.layers - 2 * setup.bf16_ends
-        whole = dense + vectors + (shape.layers - 1) * (sparse + 2 + vectors) + fp8_layers * sparse + 3
-        # Ranks of an engine have parts of heads' products and biases, of the dense or shared MLP and of both ends.
-        heads, biases = (4, 3) if shape.family == "glm4_moe" else (3, 0)
-        parts = shape.layers * (heads + biases + 3) + fp8_layers * (heads + 3) + 2
-        if setup.beside is not None:  # as below
-            whole, parts = whole + 2 * (dense + (shape.layers - 1) * sparse) + 1, parts + shape.layers * (heads + 3)
-        return whole + (setup.engine_tp - 1) * parts
-    matrices = 4 + 3 * (shape.experts if shape.moe else 1)
-    router, vectors = int(shape.moe), {"qwen2": 5, "mixtral": 2}.get(shape.family, 4)  # norms and biases
-    fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0
-    ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
-    shared = 4 if shape.moe else matrices  # over an engine's ranks, each of which has a part; experts are whole
-    parts = (shape.layers + fp8_layers) * shared + ends - 1
-    beside = 0
-    if setup.beside is not None:  # A and B of each matrix, one in parts where ranks share it, and the scale
-        beside, parts = 2 * shape.layers * matrices + 1, parts + shape.layers * shared
-    weights = shape.layers * (matrices + router + vectors) + fp8_layers * matrices + ends
-    return weights + beside + (setup.engine_tp - 1) * parts
+def assert_verified(pipeline: Pipeline, report: SyncReport, manifest: Path) -> None:
+    """Everything was compared, and what ranks of an engine share once on each; experts are whole."""
+    labels = list(json.loads(manifest.read_text())["entries"])
+    shared = [base_name(label)[0] for label in labels if "#" in label]
+    assert (report.mismatched_tensors, report.verified_tensors) == (0, len(labels))
+    assert {base_name(label)[0] for label in labels} == served_tensors_of(pipeline)
+    ranks = pipeline.setup.engine_tp
+    assert bool(shared) == (ranks > 1) and set(Counter(shared).values()) <= {ranks}
+    assert not any(".experts." in name for name in shared)
+
+
+def served_tensors_of(pipeline: Pipeline) -> set[str]:
+    """The tensors and scales of the directory that `convert` writes; beside them A and B of matrices, and a scale."""
+    setup, path = pipeline.setup, pipeline.rig.folder / "converted"
+    convert_checkpoint(pipeline.rig.models[setup.model], path, setup.numerics.rollout_spec)
+    names = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    if setup.beside is not None:
+        matrices = [name for name in names if "_proj" in name and name.endswith(".weight")]
+        names |= {name.replace(".weight", f".lora_{side}.weight") for name in matrices for side in "AB"}
+        names.add(ADAPTER_SCALE)
+    return names
 
 
 def one_token(pipeline: Pipeline) -> Any:

@@ -33,17 +33,6 @@ def trained(pipeline: Pipeline) -> None:
     assert report.mismatched == () and report.version == pipeline.trainer.weight_version
 
 
-def test_a_canary_is_answered_as_the_trainer_scores_it_alone_and_among_others(rig: Rig) -> None:
-    pipeline = rig.open(Setup("moe"))
-    assert differences(pipeline) == 0.0
-    trained(pipeline)
-    scored = pipeline.trainer.score(CANARY.batch)
-    groups = [replace(CANARY.group, seeds=(CANARY.seed, 11)), CANARY.group]
-    among, other, again = pipeline.generate(groups, SamplingParams(len(CANARY.answer_ids)))
-    assert CANARY.difference(among, scored) == CANARY.difference(again, scored) == 0.0
-    assert other.token_ids != CANARY.answer_ids, "what is drawn by an ordinary seed follows the logits"
-
-
 @pytest.fixture
 def with_stale_operands(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
     monkeypatch.setenv(PLANT, stale_operands.__name__)
@@ -60,3 +49,14 @@ def test_stale_operands_behind_right_parameters_are_seen_by_the_canary_and_by_no
     held = pipeline.rig.run(pipeline.engine.held())
     assert all(entry.endswith(f"@{pipeline.trainer.weight_version}") for entry in held.values() if "@" in entry)
     assert differences(pipeline) > 0.01
+
+
+def test_a_canary_is_answered_as_the_trainer_scores_it_alone_and_among_others(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    assert differences(pipeline) == 0.0
+    trained(pipeline)
+    scored = pipeline.trainer.score(CANARY.batch)
+    groups = [replace(CANARY.group, seeds=(CANARY.seed, 11)), CANARY.group]
+    among, other, again = pipeline.generate(groups, SamplingParams(len(CANARY.answer_ids)))
+    assert CANARY.difference(among, scored) == CANARY.difference(again, scored) == 0.0
+    assert other.token_ids != CANARY.answer_ids, "what is drawn by an ordinary seed follows the logits"

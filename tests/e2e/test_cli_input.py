@@ -69,6 +69,7 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     assert psutil.Process().children(recursive=True) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

@@ -40,11 +40,10 @@ START_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A trainer and two engines, synced, which take turns if they are asked to."""
     settings = [
         "rollout.engines=2",
-        "rollout.sleep=true",
         f"rollout.hung_after_s={HUNG_AFTER_S}",
         "rollout.max_new_tokens=60",
     ]

@@ -29,6 +29,7 @@ def test_every_committed_answer_is_right(name):
         assert integer(problem.answer, problem.answer, finished=True) == 1.0
 
 
+@pytest.mark.slow
 def test_the_committed_files_are_those_of_the_generator(tmp_path):
     write_files(tmp_path)
     for path in sorted(tmp_path.iterdir()):
@@ -66,6 +67,7 @@ def test_the_teacher_errs_only_when_a_step_crosses_ten():
     assert {answer.split("\n")[0] for answer in seen} == {"14,10,11", "13,10,11", "13,9,10", "13,9,11"}
 
 
+@pytest.mark.slow
 def test_the_warm_start_file_is_wrong_as_often_as_the_noise_makes_it():
     problems = load_problems(Source(EXAMPLES / "data" / "arithmetic_sft.jsonl"))
     crossings_wrong = Counter()

@@ -56,6 +56,7 @@ def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> Non
     assert play(environment, wrong, wrong).outcome == {"reward": 0.0, "turns": 2.0}
 
 
+@pytest.mark.slow
 def test_the_documented_algorithm_is_the_example_and_learns_as_it_says() -> None:
     page = (ROOT / "docs/extending.md").read_text()
     for name in ("median.py", "median.yaml"):
@@ -88,6 +89,7 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
     assert said.strip() == "[-1.0, 3.0]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "override", "expected"),
     [
@@ -135,6 +137,7 @@ def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:
     assert function(offered | {"answer": "13\n#### 10"}) == {"shown": 0.5 / 3}
 
 
+@pytest.mark.slow
 def test_the_documented_data_are_the_example_and_are_read_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_cache: None
 ) -> None:

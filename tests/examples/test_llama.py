@@ -35,6 +35,8 @@ from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 FILE = str(EXAMPLES / "llama.py")
 SPEC = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 PLAIN = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
@@ -89,6 +91,7 @@ def test_an_architecture_that_is_not_known_is_refused_with_what_to_do(tmp_path: 
     assert said.count("Qwen3MoeForCausalLM") == 1 and "docs/models.md, 'How to add the next'" in said
 
 
+@pytest.mark.slow
 def test_the_trainer_computes_what_transformers_does_and_learns(model: Path, layout: Layout) -> None:
     load_architecture(FILE)
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
@@ -118,6 +121,7 @@ def spec(folder: Path, file: str = FILE, **sections: object) -> Path:
     return folder / "spec.yaml"
 
 
+@pytest.mark.slow
 def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_bytes(Path(FILE).read_bytes())
     experiment = load_experiment(spec(tmp_path, "own.py"))
@@ -150,6 +154,7 @@ def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str | N
         load_experiment(spec(tmp_path, "own.py"))
 
 
+@pytest.mark.slow
 def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     load_architecture(FILE)
     convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)
@@ -166,6 +171,7 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in done.stdout
 
 
+@pytest.mark.slow
 def test_commands_that_take_a_model_take_the_file(tmp_path: Path) -> None:
     model = write(tmp_path / "model")
     runner = CliRunner()

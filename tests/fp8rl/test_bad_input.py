@@ -29,6 +29,8 @@ from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"
 SECONDS = 20.0
 """No input keeps a command for so long."""
@@ -111,6 +113,7 @@ def keys_of(values: dict[str, Any], above: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{above}{name}.")
 
 
+@pytest.mark.slow
 def test_specs_with_other_bytes(folder: Path) -> None:
     draw, path = Random(1), folder / "spec.yaml"
     whole = path.read_bytes()
@@ -123,6 +126,7 @@ def test_specs_with_other_bytes(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_specs_with_other_values(folder: Path) -> None:
     draw, values = Random(2), spec_of(folder)
 
@@ -152,6 +156,7 @@ def test_specs_whose_aliases_never_end(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_overrides(folder: Path) -> None:
     draw = Random(3)
     keys = [*keys_of(spec_of(folder)), "environment.harness.command", "environment.harness.program", "adapter", "xx"]
@@ -164,11 +169,13 @@ def test_overrides(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS[::6])
 def test_sets_of_an_evaluation(folder: Path, text: str) -> None:
     check(iter([["eval", MODEL, "--set", text], ["eval", MODEL, "--set", "{path: " + text + "}"]]))
 
 
+@pytest.mark.slow
 def test_lines_of_data(folder: Path) -> None:
     draw, good = Random(4), {"question": [{"role": "user", "content": "1"}], "answer": "#### 2"}
 
@@ -196,6 +203,7 @@ def on_a_model(folder: Path, draw: Random) -> Command:
     return draw.choice([["plan", folder / "model"], ["train", folder / "spec.yaml"], *others])
 
 
+@pytest.mark.slow
 def test_descriptions_of_models(folder: Path) -> None:
     draw, path = Random(6), folder / "model/config.json"
     whole = json.loads(path.read_text())
@@ -209,6 +217,7 @@ def test_descriptions_of_models(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_files_of_tokenizers(folder: Path) -> None:
     draw = Random(7)
     names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
@@ -223,6 +232,7 @@ def test_files_of_tokenizers(folder: Path) -> None:
     check(commands())
 
 
+@pytest.mark.slow
 def test_headers_of_weights(folder: Path) -> None:
     draw, path = Random(8), folder / "model/model.safetensors"
     whole = path.read_bytes()
@@ -251,6 +261,7 @@ FILES: dict[str, Callable[[Path], Command]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_other_things_in_place_of_a_file(folder: Path, file: str) -> None:
     def commands() -> Iterator[Command]:
@@ -276,6 +287,7 @@ def run(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_runs_with_damaged_files(run: Path) -> None:
     draw, kinds = Random(9), list(KINDS.values())
     whole = {name: (run / name).read_bytes() for name in ("spec.yaml", "metrics.jsonl")}
@@ -308,6 +320,7 @@ def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
     check(iter([["report", run], ["runs", "--dir", run.parent]]))
 
 
+@pytest.mark.slow
 def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
     def commands() -> Iterator[Command]:
         for place in places(tmp_path):

@@ -48,6 +48,7 @@ def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
         Run("~/none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_command_explains_itself(option: str) -> None:
     names = [command.__name__ for commands in COMMANDS.values() for command in commands]

@@ -90,6 +90,7 @@ def plant_model(path: Path, code: Path, ran: Path) -> None:
         torch.save({"weight": Planted(ran)}, path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

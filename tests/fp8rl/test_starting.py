@@ -26,6 +26,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_the_first_experiment_is_whole_and_reads_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, printed = invoke("init", tmp_path / "mine")
     assert code == 0 and "fp8rl train spec.yaml" in printed
@@ -73,6 +74,7 @@ def table_of(printed: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for line in printed.splitlines() if (cells := line.split())}
 
 
+@pytest.mark.slow
 def test_runs_are_listed_with_one_number_for_the_time_of_a_step(two_runs: Path) -> None:
     code, printed = invoke("runs")
     lines = table_of(printed)
@@ -130,6 +132,7 @@ def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> N
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that are markup, a link, or a command to a terminal, of folders, runs, keys and texts."""
     named = tmp_path / "[/b][link=x] \x1b[31m:cat:"

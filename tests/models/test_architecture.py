@@ -27,6 +27,7 @@ def test_other_names_and_parts_of_a_fused_product_are_refused() -> None:
         check_scope(SPEC.override({"scope": ["q_proj"]}))
 
 
+@pytest.mark.slow
 def test_knowing_the_architectures_takes_no_library_of_models() -> None:
     asked = "import sys, fp8rl.models.architecture as a; a.architectures(); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -22,6 +22,7 @@ def filled() -> Base:
     return base
 
 
+@pytest.mark.slow
 def test_a_base_holds_every_parameter_of_the_engine_and_no_more() -> None:
     """The padding of the vocabulary, which no tensor fills, is the only difference."""
     base, engine = filled(), dict(build(TENSORS).named_parameters())

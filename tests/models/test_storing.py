@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -22,6 +23,7 @@ for number in range(6):
 """
 
 
+@pytest.mark.slow
 def test_processes_write_the_same_bytes_whatever_the_order_of_a_hash_map(tmp_path: Path) -> None:
     for process in range(2):
         subprocess.run([sys.executable, "-c", WRITE, tmp_path, str(process)], check=True)

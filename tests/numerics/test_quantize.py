@@ -98,6 +98,7 @@ def test_rounding_is_exact_for_every_bf16_number(dtype):
     assert special[0] == grid_of(dtype)[-1] and special[1] == grid_of(dtype)[0] and special[2].isnan()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 200),
@@ -141,6 +142,7 @@ def test_power_of_two_values_are_exact_in_bf16_and_survive_requantization(spec, 
     assert torch.equal(fake_quantize(once.dequantize(), spec), once.dequantize())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ("pow2", "fp32"))
 @pytest.mark.parametrize("format", ("e4m3", "e5m2"))
 def test_scales_equal_transformer_engines_for_every_bf16_amax(format, scale):

@@ -58,6 +58,7 @@ def words(draws: random.Random) -> str:
     return "".join(draws.choice("abc=+ \n19") for _ in range(draws.randrange(5))).strip() + draws.choice("xyz")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_random_conversations_have_the_tokens_that_the_template_writes(tokenizers: dict[str, Any], name: str) -> None:
     """Turns end by themselves, are cut, or are stopped and go on; messages come first, in rows, and of tools."""

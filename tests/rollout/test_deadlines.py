@@ -63,6 +63,7 @@ def test_what_comes_in_time_is_returned_and_what_is_raised_is_raised() -> None:
     run(tried())
 
 
+@pytest.mark.slow
 def test_a_task_that_goes_on_in_spite_of_its_cancellation_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stubborn() -> None:
         until = time.monotonic() + 1.0
@@ -92,6 +93,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started() -> None:
     async def tried() -> list[psutil.Process]:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", STUBBORN, stdout=asyncio.subprocess.PIPE)

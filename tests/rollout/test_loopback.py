@@ -36,6 +36,7 @@ CLIENTS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_clients_of_users_reach_this_machine(proxied: None, client: str, host: str) -> None:
@@ -49,6 +50,7 @@ def test_clients_of_users_reach_this_machine(proxied: None, client: str, host: s
             CLIENTS[client]("http://other.test/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_rewards_by_http_reach_this_machine_and_others_by_the_proxy(proxied: None, host: str) -> None:
     async def asked(url: str) -> Any:

@@ -25,6 +25,7 @@ reward = Reward()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -46,6 +47,7 @@ def test_a_module_that_does_not_let_go_is_refused(
     assert psutil.Process().children(recursive=True) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

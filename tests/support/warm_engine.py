@@ -1,11 +1,12 @@
 """Engines that are forked from one process that has imported SGLang, where a test is not about how an engine starts.
 
-The imports are two thirds of a start. What an engine makes of its environment and its arguments comes after them, and
-is the launcher's own code.
+The imports are half of a start, and most of the rest is what it finds out about the machine. What an engine makes of
+its environment and its arguments comes after them, and is the launcher's own code.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -24,7 +25,9 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import torch
 
+from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.rollout.server import server
 from fp8rl.rollout.server.arguments import server_environment
 
@@ -117,9 +120,13 @@ def _serve(control: socket.socket) -> None:
     for name in (
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.managers.scheduler",
+        "sglang.srt.model_executor.model_runner",  # with Megatron, which its dumper asks for
         "fp8rl.rollout.server.launcher",
     ):
         importlib.import_module(name)
+    variant = row_variant_ops(torch.device("cpu"))  # of this machine, as every engine would find out anew
+    gc.collect()
+    gc.freeze()  # or each fork walks through all that the imports have made
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -143,7 +150,7 @@ def _serve(control: socket.socket) -> None:
                 for descriptor in (wake, woken, control.fileno()):
                     os.close(descriptor)
                 control.detach()
-                _become(asked, fds)
+                _become(asked, fds, variant)
             for descriptor in fds:
                 os.close(descriptor)
             _say(control, "forked", pid, 0)
@@ -164,8 +171,8 @@ def _say(control: socket.socket, event: str, pid: int, status: int) -> None:
     control.sendall(json.dumps([event, pid, status]).encode() + b"\n")
 
 
-def _become(asked: dict[str, Any], fds: list[int]) -> None:
-    """The engine: a session, an environment and a standard input of its own."""
+def _become(asked: dict[str, Any], fds: list[int], variant: list[str]) -> None:
+    """The engine: a session, an environment and a standard input of its own. variant: the ops that vary by row here."""
     code = 1
     try:
         os.setsid()
@@ -182,9 +189,11 @@ def _become(asked: dict[str, Any], fds: list[int]) -> None:
         os.chdir(asked["cwd"])
         tempfile.tempdir = None
         sys.argv = ["launcher"]
+        from fp8rl.rollout.plugin import state
         from fp8rl.rollout.server import launcher
         from tests.support import plants
 
+        state.row_variant_ops = lambda device: variant  # type: ignore[assignment]
         if planted := os.environ.get(plants.PLANT):
             getattr(plants, planted)()
         launcher.main()

@@ -28,6 +28,8 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def spread(trainer: Any, size: float = 0.02) -> None:
     """Move every B away from zero."""

@@ -19,6 +19,8 @@ from fp8rl.trainer.step.objective import ObjectiveOutput
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, reference
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
 CRITIC = CONFIG.model_copy(update={"lr": 2e-3, "decay": "linear"})
 OPTIONS: dict[str, Any] = {"seed": 0, "total_steps": 9, "max_sequence_length": LENGTH}

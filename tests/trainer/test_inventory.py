@@ -22,6 +22,7 @@ NORMS = LAYERS * (2 * HIDDEN + 2 * HEAD) + HIDDEN
 PARAMETERS = QUANTIZED + NORMS + LAYERS * EXPERTS * HIDDEN + 2 * VOCAB * HIDDEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_a_rank_holds_two_bytes_of_a_weight_and_sixteen_for_its_update(
     mode: str, moe_path: Path, make_trainer: MakeTrainer

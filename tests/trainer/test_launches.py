@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -94,6 +95,7 @@ def _experts_on_meta(path: Path, layout: Layout, config: TrainerConfig) -> dict[
     }
 
 
+@pytest.mark.slow
 def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: Path, tmp_path: Path) -> None:
     """With a parameter for each expert's matrix it took 284 ops and 256 hooks. There is no tensor of all gradients."""
     config = json.loads((moe_path / "config.json").read_text())

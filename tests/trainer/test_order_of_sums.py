@@ -18,6 +18,7 @@ KERNELS, OPS = 109, 468
 to be lowered: 464 ops, 465 behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kernels", "packing"),
     [

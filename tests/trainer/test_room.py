@@ -26,6 +26,7 @@ def files(folder: Path) -> dict[str, str]:
     return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in folder.rglob("*.distcp")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_training_goes_on_bit_for_bit(
     dtype: torch.dtype, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer

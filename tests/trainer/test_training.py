@@ -66,6 +66,7 @@ def test_a_frequent_tokens_embedding_gradient_is_not_lost_in_bf16(moe_path: Path
     assert embedding.weight.main_grad[0, 0] == 4096
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8")
     batch = random_batch()
@@ -80,6 +81,7 @@ def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, mak
     assert trainer.weight_version == 1
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()
     whole, split = (make_trainer(moe_path, micro_batch_tokens=tokens) for tokens in (4096, 64))
@@ -91,6 +93,7 @@ def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_traine
     assert first.result.metrics["entropy"] == pytest.approx(second.result.metrics["entropy"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_gradient", [False, True])
 def test_a_loss_that_is_not_finite_changes_nothing(
     in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer
@@ -114,6 +117,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     assert trainer.update() == fresh.update() == 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer, fresh = make_trainer(moe_path), make_trainer(moe_path)
     dropped, batch = random_batch(seed=1), random_batch(seed=2)
@@ -127,6 +131,7 @@ def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_train
         trainer.update()
 
 
+@pytest.mark.slow
 def test_weights_are_quantized_once_per_version(
     moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +190,7 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
     assert torch.equal(found[1][torch.tensor(found[0]).argsort()], expected[1][torch.tensor(expected[0]).argsort()])
 
 
+@pytest.mark.slow
 def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
@@ -201,6 +207,7 @@ def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_nobody_holds_is_gone(moe_path: Path, make_trainer: MakeTrainer) -> None:
     """Megatron's own hooks would keep model, buffers and process groups for as long as the process lasts."""
     trainer = make_trainer(moe_path)

@@ -70,6 +70,7 @@ def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str
     assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"first_layers_bf16": 2, "last_layers_bf16": 1}, {"scope": ["q_proj", "k_proj", "v_proj", "o_proj"]}],

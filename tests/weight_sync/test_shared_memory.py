@@ -17,6 +17,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_shared_memory_that_is_full_is_one_sentence_with_the_remedy() -> None:
     """In a mount namespace of its own, which takes root."""
     inside = ["unshare", "-m", "bash", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$0" "$@"']

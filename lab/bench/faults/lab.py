@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from tests.support.cli_runs import SMALL, LiveRun, wait_until_gone
+from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone
 
 STEPS = 7
 SETTINGS = (*SMALL, f"run.steps={STEPS}", "eval.problems=0", "trainer.hung_after_s=6", "rollout.hung_after_s=6")
@@ -59,7 +59,7 @@ def tried(
         found, wrong = Found("", {}), ""
         try:
             found = fault(subject)
-        except AssertionError as error:  # Wrong, and what `LiveRun` raises
+        except AssertionError as error:  # Wrong, and what `StartedRun` raises
             wrong = str(error)
         say(f"{fault.__name__}: {wrong or f'{found.happened} {dict(found.seconds)}'}")
         outcomes[fault.__name__.replace("_", " ")] = Outcome(fault.__doc__ or "", found, wrong)
@@ -71,27 +71,27 @@ class Lab:
     """A folder for runs. Use it as a context manager, which ends what is left of them."""
 
     folder: Path
-    _runs: list[LiveRun] = field(default_factory=list)
-    _undisturbed: LiveRun | None = None
+    _runs: list[StartedRun] = field(default_factory=list)
+    _undisturbed: StartedRun | None = None
 
-    def start(self, name: str, *settings: str, folder: Path | None = None, **options: Any) -> LiveRun:
+    def start(self, name: str, *settings: str, folder: Path | None = None, **options: Any) -> StartedRun:
         """`fp8rl train` of the example in small, whose steps take less than a second."""
-        self._runs.append(LiveRun(folder or self.folder, *SETTINGS, *settings, name=name, **options))
+        self._runs.append(StartedRun(folder or self.folder, *SETTINGS, *settings, name=name, **options))
         return self._runs[-1]
 
-    def start_at(self, step: int, name: str, *settings: str, **options: Any) -> LiveRun:
+    def start_at(self, step: int, name: str, *settings: str, **options: Any) -> StartedRun:
         """The same, once `step` is under way."""
         run = self.start(name, *settings, **options)
         reach(run, step)
         return run
 
-    def goes_on(self, run: LiveRun, since: float) -> float:
+    def goes_on(self, run: StartedRun, since: float) -> float:
         """The run must recover by itself, and end as an undisturbed one; seconds from `since` to its next step."""
         seconds = next_step(run, since)
         self.same(run)
         return seconds
 
-    def stops(self, run: LiveRun, since: float, *said: str) -> float:
+    def stops(self, run: StartedRun, since: float, *said: str) -> float:
         """The run must stop in one sentence that says so, and leave no process; seconds from `since` until then."""
         code, seconds = run.ends(), time.monotonic() - since
         console = run.console()
@@ -104,14 +104,14 @@ class Lab:
         run.rows()  # whole lines
         return seconds
 
-    def resumes(self, run: LiveRun, *settings: str) -> float:
+    def resumes(self, run: StartedRun, *settings: str) -> float:
         """`--resume` must end as an undisturbed run; seconds from its start to its first new step."""
         again = self.start(run.path.name, *settings, "--resume", folder=run.path.parent)
         seconds = next_step(again, again.started)
         self.same(again)
         return seconds
 
-    def same(self, run: LiveRun) -> None:
+    def same(self, run: StartedRun) -> None:
         """A run must end well, leave no process, and have the metrics, samples and weights of an undisturbed one."""
         expect(run.ends() == 0, run.console())
         expect(not wait_until_gone(run.family(), GONE_WITHIN_S), f"found processes left: {run.family()}")
@@ -120,7 +120,7 @@ class Lab:
         expect(not differ, f"{run.path.name}: found other {', '.join(differ)} than in the undisturbed run")
         expect({row["mismatch/exact_frac"] for row in run.rows()[1:]} == {1.0}, "found d other than 0")
 
-    def undisturbed(self) -> LiveRun:
+    def undisturbed(self) -> StartedRun:
         if self._undisturbed is None:
             self._undisturbed = self.start("undisturbed")
             expect(self._undisturbed.ends() == 0, self._undisturbed.console())
@@ -141,31 +141,31 @@ def expect(holds: object, otherwise: str) -> None:
         raise Wrong(otherwise)
 
 
-def reach(run: LiveRun, step: int) -> None:
+def reach(run: StartedRun, step: int) -> None:
     """Wait until the step before it is done, and a little."""
     run.wait_for(f"step {step - 1}/{STEPS}")
     time.sleep(0.1)
 
 
-def next_step(run: LiveRun, since: float) -> float:
+def next_step(run: StartedRun, since: float) -> float:
     """Wait for the next step that the run says it has done; seconds from `since`."""
     done = steps_said(run)
     run.wait_until(lambda: steps_said(run) > done, "next step")
     return time.monotonic() - since
 
 
-def steps_said(run: LiveRun) -> int:
+def steps_said(run: StartedRun) -> int:
     return len(re.findall(rf"^step +\d+/{STEPS}", run.console(), re.MULTILINE))
 
 
-def processes_of(run: LiveRun, name: str, count: int = 1) -> list[psutil.Process]:
+def processes_of(run: StartedRun, name: str, count: int = 1) -> list[psutil.Process]:
     """The run's processes that are called `name`, of which there must be so many."""
     named = [process for process in run.family() if process.name() == name]
     expect(len(named) == count, f"found {len(named)} processes of {name}, expected {count}")
     return named
 
 
-def bits(run: LiveRun) -> dict[str, object]:
+def bits(run: StartedRun) -> dict[str, object]:
     """What is the same in every run of one spec, whatever dies on the way."""
     rows = [{k: v for k, v in row.items() if not k.startswith(BESIDE) and k not in MENDED} for row in run.rows()]
     return {

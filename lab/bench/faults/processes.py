@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import suppress
 
 import psutil
 
-from lab.bench.faults.lab import GONE_WITHIN_S, Found, Lab, expect, processes_of
-from tests.support.cli_runs import LiveRun, wait_until_gone
+from lab.bench.faults.lab import GONE_WITHIN_S, STEPS, Found, Lab, expect, processes_of
+from tests.support.cli_runs import StartedRun, wait_until_gone
 
 SAMPLING = 4
 """The step in which faults happen."""
@@ -52,6 +53,41 @@ def trainer_hung(lab: Lab) -> Found:
     return Found("noticed after trainer.hung_after_s (6 s), then as a killed one", {"next step": seconds})
 
 
+def trainer_lost_too_often(lab: Lab) -> Found:
+    """SIGKILL of the trainer's rank where none may be started again; then --resume in another layout."""
+    run = lab.start_at(SAMPLING, "trainer_lost_too_often", "run.restarts=0")
+    since = time.monotonic()
+    processes_of(run, "ray::TrainerActor")[0].kill()
+    seconds = lab.stops(run, since, "trainer rank", "found its process ended")
+    again = lab.start(run.path.name, "trainer.dp=2", "trainer.ep=2", "--resume", folder=run.path.parent)
+    expect(again.ends() == 0, again.console())
+    expect("resuming with another layout of the trainer" in again.console(), "found no word of the layout")
+    rows = again.rows()
+    expect([row["step"] for row in rows] == list(range(STEPS + 1)), f"found the steps {[row['step'] for row in rows]}")
+    expect({row["mismatch/exact_frac"] for row in rows[1:]} == {1.0}, "found d other than 0")
+    expect(not wait_until_gone(again.family(), GONE_WITHIN_S), f"found processes left: {again.family()}")
+    return Found("one sentence, exit code 3; --resume in another layout: d = 0", {"end": seconds})
+
+
+def interrupted(lab: Lab) -> Found:
+    """SIGINT, four times, to the whole foreground group while it samples, as from an impatient user."""
+    run = lab.start_at(SAMPLING, "interrupted")
+    since = time.monotonic()
+    _interrupt(run)
+    expect(f"resume   fp8rl train {run.path}/spec.yaml --resume" in run.console(), "found no way to go on")
+    return _gone_and_resumed(lab, run, since)
+
+
+def interrupted_while_ray_starts(lab: Lab) -> Found:
+    """SIGINT, four times, a second after the console said what is quantized."""
+    return _start_interrupted(lab, "interrupted_while_ray_starts", "\nquantization ", 1.0)
+
+
+def interrupted_while_both_sides_start(lab: Lab) -> Found:
+    """SIGINT, four times, three seconds after the console said that the engine is started."""
+    return _start_interrupted(lab, "interrupted_while_both_sides_start", "starting the engine", 3.0)
+
+
 def driver_killed(lab: Lab) -> Found:
     """SIGKILL of `fp8rl train`."""
     run = lab.start_at(SAMPLING, "driver_killed")
@@ -59,6 +95,19 @@ def driver_killed(lab: Lab) -> Found:
     run.process.kill()
     run.ends()
     return _gone_and_resumed(lab, run, since)
+
+
+def driver_killed_within_a_checkpoint(lab: Lab) -> Found:
+    """SIGKILL of `fp8rl train` while the checkpoint of step 4 is written."""
+    run = lab.start("driver_killed_within_a_checkpoint")
+    run.wait_until(lambda: list(run.path.glob("checkpoints/.*step_4*")), "unfinished checkpoint")
+    since = time.monotonic()
+    run.process.kill()
+    run.ends()
+    found = _gone_and_resumed(lab, run, since)
+    left = [path.name for path in (run.path / "checkpoints").iterdir() if not path.name.startswith("step_")]
+    expect(not left, f"found half-written checkpoints: {left}")
+    return found
 
 
 def everything_killed(lab: Lab) -> Found:
@@ -92,7 +141,29 @@ def wandb_killed(lab: Lab) -> Found:
     return Found("the run goes on without it and says so; the same bits", {"next step": seconds})
 
 
-def _gone_and_resumed(lab: Lab, run: LiveRun, since: float) -> Found:
+def _interrupt(run: StartedRun) -> None:
+    for _ in range(4):
+        run.signal_all(signal.SIGINT)
+        time.sleep(0.3)
+    expect(run.ends() == 130, run.console())
+    expect("every process that was started is stopped" in run.console(), f"found no word of it:\n{run.console()}")
+    expect("Traceback" not in run.console(), f"found a traceback:\n{run.console()}")
+
+
+def _start_interrupted(lab: Lab, name: str, seen: str, later_s: float) -> Found:
+    run = lab.start(name)
+    run.wait_for(seen)
+    time.sleep(later_s)
+    since = time.monotonic()
+    _interrupt(run)
+    seconds = time.monotonic() - since
+    expect(not wait_until_gone(run.family(), GONE_WITHIN_S), f"found processes left: {run.family()}")
+    expect("the run had not begun, and leaves nothing" in run.console(), run.console())
+    expect(not run.path.exists(), f"found {run.path}")
+    return Found("exit code 130; no process and no folder is left", {"end": seconds})
+
+
+def _gone_and_resumed(lab: Lab, run: StartedRun, since: float) -> Found:
     """Every process must end; Ray's agents look for its server for another minute."""
     left = wait_until_gone([process for process in run.family() if process.name() not in RAY_AGENTS], GONE_WITHIN_S)
     expect(not left, f"found processes left: {left}")

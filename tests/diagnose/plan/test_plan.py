@@ -183,6 +183,7 @@ def test_tensor_parallelism_conflicts_with_blocks(tmp_path: Path) -> None:
     assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", "numerics.rollout=bf16", gpus=8).ok
 
 
+@pytest.mark.slow
 def test_it_says_that_fp8_is_slower() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.ep=8", "numerics.mode=native", "rollout.prompts_per_step=1",
                    gpu="h200", gpus=8, length=512)  # fmt: skip
@@ -266,6 +267,7 @@ def test_a_bench_without_rates_is_refused(text: str, tmp_path: Path) -> None:
         measured(tmp_path / "gpu.json", "exact", GPUS["h200"])
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() -> None:
     runner = CliRunner()
     done = runner.invoke(app, ["plan", "qwen3_8b", "--gpus", "8", "--json"])
@@ -293,6 +295,7 @@ NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in 
 """Examples that start from what another one has trained."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(example: str) -> None:
     gpu, overrides = GPU_RECIPES.get(example, "h100"), NEEDS.get(example, [])
@@ -301,6 +304,7 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
     assert page_of(plan).splitlines()[0].startswith(f"the plan fits on {plan.gpus} x ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
     """`python -m fp8rl.diagnose.plan.in_spec SPEC...` writes it."""
@@ -308,6 +312,7 @@ def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> No
     assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_table(path)
 
 
+@pytest.mark.slow
 def test_thirty_billion_parameters_train_rows_of_32k_on_eight_gpus_and_serve_on_eight_more() -> None:
     spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
     beside = planned(spec, gpu="h200")
@@ -352,6 +357,7 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     assert fits.slack >= fits.needed_slack
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_many_gpus_would_do() -> None:
     small = planned("qwen3_30b_a3b", "trainer.ep=4", gpu="h200", gpus=4)
     assert not small.ok and small.fewest is not None and small.fewest.world_size == 8
@@ -371,6 +377,7 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus", "keys"),
     [
@@ -397,6 +404,7 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(
     assert first.startswith("the plan fits on") and "with these keys" in second and third.split() == [*plan.keys]
 
 
+@pytest.mark.slow
 def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> None:
     spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
     plan = fitted_plan(spec, [], gpu_named("h200"), assumed)
@@ -413,6 +421,7 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     assert "64 GPUs would do" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_says_so_and_still_plans_dense_layers_of_an_odd_width(tmp_path: Path) -> None:
     """GLM-4.5-Air's sizes: its first layer is 10,944 wide, which is no whole number of blocks of 128."""
     glm = json.loads((EXAMPLES / "models/tiny_glm/config.json").read_text())

@@ -81,6 +81,7 @@ def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch
     assert not told & {"seconds", "tokens/s", "GB/s", "of copy", "FP8", "step", "graph (s)", "us", "DeepGEMM"}
 
 
+@pytest.mark.slow
 def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
     def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:
         return grouped_gemm(a, b, make_tiles(torch.bincount(expert), len(expert)), torch.bfloat16)
@@ -112,6 +113,7 @@ def test_a_part_that_fails_or_dies_keeps_its_rows_and_costs_no_other(
     assert "did not come to its end: RuntimeError: CUDA error" in page and page.count("| here |") == 3
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

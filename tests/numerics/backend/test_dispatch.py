@@ -69,6 +69,7 @@ def test_a_granularity_without_a_kernel_is_refused_where_kernels_run():
         quantize(torch.randn(2, 128), spec)
 
 
+@pytest.mark.slow
 def test_no_module_of_the_ops_imports_a_kernel():
     """Kernels import ops, so the other way round would be a circle."""
     found = "[m for m in sys.modules if 'fp8rl.numerics.kernels' in m]"

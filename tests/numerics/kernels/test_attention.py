@@ -42,6 +42,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_error_is_that_of_weights_and_result_in_bf16(shape):
     q, k, v, positions = inputs(2, *shape)
@@ -73,6 +74,7 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
     assert (definition == rounded).double().mean() < 0.9
 
 
+@pytest.mark.slow
 def test_positions_may_have_any_order():
     q, k, v, _ = inputs(2, 50, 200, 8, 2, 64)
     positions = torch.randint(0, 200, (2, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -82,11 +84,13 @@ def test_positions_may_have_any_order():
     compare_gradients(q, k, v, positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape):
     compare_gradients(*inputs(2, *shape))
 
 
+@pytest.mark.slow
 def test_keys_in_parts_get_the_gradients_that_they_get_together():
     """As ranks that share a row take them: all queries, and some keys next to each other."""
     q, k, v, positions = inputs(2, 230, 230, 4, 2, 64)
@@ -131,6 +135,7 @@ def test_strided_inputs_are_read_in_place():
     compare_gradients(q, k, v, positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads, key_heads, dim, lengths",
     [
@@ -199,6 +204,7 @@ class Sequences:
 LENGTHS = [1, 300, 127, 129]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, key_heads, dim", [(1, 1, 128), (4, 1, 64), (8, 1, 128)])
 def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_heads, dim):
     sequences = Sequences(LENGTHS, heads, key_heads, dim)
@@ -212,6 +218,7 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_head
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch):
     """A program for every chunk, one that leaves the parts of all, and one that merges them itself."""
     lengths = [2060, 1024, 3, 1025]
@@ -232,6 +239,7 @@ def test_a_batch_that_is_filled_up_beside_chunks_of_keys():
     assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
 
 
+@pytest.mark.slow
 def test_every_position_decodes_to_the_bits_of_the_whole():
     q, k, v, positions = inputs(2, 330, 330, 4, 1, 64)
     whole = attention(q, k, v, positions, SCALE)

@@ -95,6 +95,7 @@ def test_what_it_does_not_know_stays_with_our_kernels():
     assert stand_in.calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", ([300, 0, 129], [128, 128, 200], [0, 0, 400]))
 def test_experts_rows_are_copied_to_whole_tiles_and_back(counts):
     """Behind the last expert there may be rows of nobody, which are not written."""
@@ -123,6 +124,7 @@ def hopper(monkeypatch):
     return has
 
 
+@pytest.mark.slow
 def test_the_probe_allows_it_where_its_bits_are_ours(hopper):
     stand_in = hopper(StandIn())
     with using("triton"):
@@ -131,6 +133,7 @@ def test_the_probe_allows_it_where_its_bits_are_ours(hopper):
     assert deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is not None
 
 
+@pytest.mark.slow
 def test_the_probe_refuses_another_bit_and_our_kernels_run_on(hopper):
     hopper(StandIn(wrong=1))
     with using("triton"):

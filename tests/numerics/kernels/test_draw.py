@@ -27,6 +27,7 @@ def case(rows, vocabulary, dtype=torch.float32):
 
 
 # Less than a block, several blocks, a whole number of them.
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", (1, 300, 9001, 8192))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 def test_tokens_are_those_of_the_definition(vocabulary, dtype):

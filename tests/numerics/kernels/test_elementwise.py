@@ -74,6 +74,7 @@ def test_swiglu_that_quantizes_gives_the_codes_of_the_two_steps():
     assert torch.equal(found.scale_inv, expected.scale_inv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "dim"), [(4, 128), (9, 64), (1, 96)])
 def test_rope_at_early_and_late_positions(heads, dim):
     x, positions = random(2, 3, heads, dim), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
@@ -85,6 +86,7 @@ def test_rope_at_early_and_late_positions(heads, dim):
     assert rounded_otherwise < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotary", (64, 96, 32))
 def test_rope_of_the_first_channels(rotary):
     x, positions = random(2, 3, 9, 128), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
@@ -126,6 +128,7 @@ def test_rows_and_gradients_of_any_stride(strided):
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_their_number():
     x, weight = random(70, 512, scale=3), random(512, seed=1)
     positions = torch.arange(70, device=DEVICE)[:, None]

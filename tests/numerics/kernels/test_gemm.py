@@ -57,6 +57,7 @@ def same(found, expected):
     assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 @pytest.mark.parametrize("granularity", ["block", "token_group"])
@@ -132,6 +133,7 @@ def test_programs_share_the_tiles(monkeypatch):
         same(gemm(a, b, torch.bfloat16), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("granularity", ["block", "token_group"])
 def test_slices_of_k_are_added_like_separate_products(granularity, splits):
@@ -156,6 +158,7 @@ def test_slices_of_an_unquantized_k(dtype):
     same(matmul(a, b, torch.float32, 3), partials[0] + partials[1] + partials[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(130, 200, 320), (3, 2, 7), (129, 2100, 72)])

@@ -63,6 +63,7 @@ def test_tiles_by_hand():
     assert {x.dtype for x in (tiles.expert, tiles.first, tiles.rows, tiles.starts)} == {torch.int32}
 
 
+@pytest.mark.slow
 @hypothesis.given(counts=st.lists(st.sampled_from([0, 1, 2, 127, 128, 129, 300]), min_size=1, max_size=70))
 @hypothesis.settings(max_examples=30)
 def test_every_row_is_in_one_tile_of_its_expert(counts):
@@ -82,6 +83,7 @@ def test_the_fullest_case_has_no_tile_to_spare():
     assert make_tiles(torch.zeros(4, dtype=torch.int64, device=DEVICE), 0).starts.tolist() == [0] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("n, k", [(256, 384), (130, 200)])
 def test_rows_are_those_of_gemm(n, k, format):
@@ -118,6 +120,7 @@ def test_experts_do_not_see_each_other():
     assert torch.equal(found[[0, 1, 3, 4]], gradient[[0, 1, 3, 4]]) and found[2].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_weight_gradients_are_those_of_gemm(format, scale):
@@ -158,6 +161,7 @@ def test_weight_gradients_are_those_of_the_torch_op(quantize_it):
         assert ((ours.double() - grad.double()).abs() <= lost + 2.0**-7 * (grad.double().abs() + lost)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
     """What experts without tokens have stays as it is, whatever it is."""

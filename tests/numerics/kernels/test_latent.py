@@ -18,6 +18,8 @@ from fp8rl.numerics.spec import QuantSpec
 from tests.numerics.ops.test_latent import latent64
 from tests.support.kernels import DEVICE, random
 
+pytestmark = pytest.mark.slow
+
 RANK, TAIL, SCALE = 32, 16, 0.2
 
 
@@ -47,6 +49,7 @@ def test_error_is_that_of_weights_and_result_in_bf16(length, heads, monkeypatch)
         assert error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
 
 
+@pytest.mark.slow
 def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients():
     q, rows, positions = inputs(3, 80, 3)
     lengths = torch.tensor([1, 70, 33], device=DEVICE)
@@ -61,6 +64,7 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gra
         assert expected.any() and torch.equal(found[real], expected[real])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", (528, 1))
 def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, monkeypatch):
     """Beyond 300 keys and beyond a chunk of them, from scattered slots; a program for every chunk, or one for all."""
@@ -108,6 +112,7 @@ def test_a_step_of_decode_reads_a_row_once_for_up_to_64_heads(heads, tiles, monk
     assert (found.reshape(expected.shape) == expected).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("scale", (None, "pow2", "fp32"))
 def test_products_of_heads_are_those_of_the_definition(scale, transposed):

@@ -31,6 +31,7 @@ def exact(logits, tokens, temperature):
     return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", (token_logprobs, ops.token_logprobs), ids=("triton", "torch"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -90,6 +91,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_dtype():
             assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole))
 
 
+@pytest.mark.slow
 def test_any_number_of_leading_axes_and_strides():
     """As in the trainer: [S, B, V] transposed, without the last of each sequence."""
     logits, tokens = case(300)

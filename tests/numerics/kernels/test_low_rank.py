@@ -39,6 +39,7 @@ def test_an_adapted_product(spec):
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", (False, True), ids=("of each expert", "of all experts"))
 def test_adapted_experts(shared):
     experts, width, own = 3, 128, () if shared else (3,)
@@ -59,6 +60,7 @@ def test_adapted_experts(shared):
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
 def test_adapted_products_of_heads(spec, transposed):
@@ -81,6 +83,7 @@ def test_adapted_products_of_heads(spec, transposed):
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", (8, 24), ids=("less than an instruction", "between two"))
 def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
     """An expert's row too: it is that of its matrices alone."""

@@ -36,6 +36,7 @@ def with_gradients(result, *leaves):
     return [result, *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
 @pytest.mark.parametrize("spec", (POW2, FP32, E5M2), ids=("pow2", "fp32", "e5m2 gradients"))
 def test_fp8_linear(spec, backward):
@@ -108,6 +109,7 @@ def test_linear():
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
 @pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "fp8"))
 def test_experts(spec, backward):
@@ -130,6 +132,7 @@ def test_experts(spec, backward):
             assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "backward"), ((None, "bf16"), (POW2, "fp8"), (POW2, "bf16")))
 @pytest.mark.parametrize("implementation", ("torch", "triton"))
 def test_gradients_of_a_stack_are_those_of_its_matrices_and_go_where_they_are_added_up(implementation, spec, backward):

@@ -174,6 +174,7 @@ def test_results_go_where_they_are_asked_to_go():
     same(out, quantize(w.cpu(), spec))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from(SCALES))
 def test_any_bits_are_quantized_alike(seed, format, scale):

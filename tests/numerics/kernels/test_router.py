@@ -113,6 +113,7 @@ def by_hand(logits, bias, groups, kept, top_k):
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", (ops.route_sigmoid, route_sigmoid), ids=("torch", "kernel"))
 @pytest.mark.parametrize("renormalize", (True, False))
 @pytest.mark.parametrize("shape", GROUPED, ids=str)

@@ -57,6 +57,7 @@ def test_experts_rows_have_the_bits_of_tall_tiles():
     assert torch.equal(*outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, key_heads, dim, new", [(8, 1, 128, 1), (5, 1, 64, 1), (4, 2, 64, 20)])
 def test_decode_has_the_bits_of_tall_tiles(heads, key_heads, dim, new):
     lengths = torch.tensor([300, 129, new, 0], device=DEVICE)
@@ -72,6 +73,7 @@ def test_decode_has_the_bits_of_tall_tiles(heads, key_heads, dim, new):
     assert torch.equal(spread_tall, tall) and torch.equal(spread_short, tall)
 
 
+@pytest.mark.slow
 def test_the_probe_allows_short_tiles_where_their_bits_are_those_of_tall_ones(monkeypatch, caplog):
     assert tiles.tile_height(1) == tiles.TALL
     with using("torch"):

@@ -23,6 +23,7 @@ def case(rows, vocabulary, dtype):
 
 
 # Less than a block, several blocks, a whole number of them.
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", (1, 300, 1500, 1024))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 def test_floors_are_those_of_the_definition(vocabulary, dtype):
@@ -32,6 +33,7 @@ def test_floors_are_those_of_the_definition(vocabulary, dtype):
     assert support_floors(strided, *arguments[1:]).equal(ops.support_floors(*arguments))
 
 
+@pytest.mark.slow
 def test_numbers_out_of_the_ordinary_have_the_same_place():
     logits = torch.zeros(5, 1500, device=DEVICE)
     logits[0, ::2], logits[0, 1499] = math.nan, 1.0

@@ -51,6 +51,7 @@ def test_the_noise_is_gumbels() -> None:
     assert noise.unique().numel() == noise.numel()
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 40),
     vocabulary=st.integers(1, 300),
@@ -70,6 +71,7 @@ def test_a_row_is_drawn_alike_in_every_batch(rows: int, vocabulary: int, seed: i
     assert whole[:1].equal(draw(logits[:1], temperatures[:1], seeds[:1], positions[:1]))
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**62 - 1), position=st.integers(0, 2**31), vocabulary=st.integers(1, 50))
 @settings(max_examples=40, deadline=None)
 def test_the_noise_is_the_hash_of_seed_position_and_token(seed: int, position: int, vocabulary: int) -> None:

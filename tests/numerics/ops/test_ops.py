@@ -201,10 +201,12 @@ def test_an_moe_layer_is_row_invariant(spec):
         assert torch.equal(part, whole[rows])
 
 
+@pytest.mark.slow
 def test_this_machine_is_row_invariant():
     assert row_variant_ops() == []
 
 
+@pytest.mark.slow
 def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     def normalised_over_the_batch(x, weight, eps):
         return (x.float() / x.float().std()).to(x.dtype)
@@ -213,6 +215,7 @@ def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     assert "rms_norm" in row_variant_ops()
 
 
+@pytest.mark.slow
 def test_the_probe_sees_two_steps_that_are_not_the_one(monkeypatch):
     def not_rounded_between(x, residual, weight, eps):
         total = x.float() + residual.float()

@@ -58,6 +58,7 @@ def cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_runs_a_step_with_every_setting_or_refuses_it(name: str) -> None:
     ran = 0

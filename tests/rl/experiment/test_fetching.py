@@ -20,6 +20,8 @@ from fp8rl.rollout.data.sources import load_problems
 from tests.support.hub_server import TOKEN, Hub, Repository, hub_server
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 MODEL, DATA = "owner/Tiny-0.1B", "owner/sums"
 CARD = b"""---
 configs:

@@ -71,6 +71,7 @@ def test_an_inherited_section_is_kept_likewise(tmp_path: Path) -> None:
     assert loaded(tmp_path, {"defaults": "base.yaml", "algorithm": {"name": "sft"}})[1][0].endswith("no such key")
 
 
+@pytest.mark.slow
 def test_a_class_of_a_users_own_keeps_what_it_has_too(tmp_path: Path) -> None:
     spec, said = loaded(tmp_path, {"algorithm": GRPO}, f"algorithm.name={EXAMPLES}/median.py:Median")
     assert spec.algorithm.model_dump()["clip_high"] == 0.4 and said == []

@@ -19,6 +19,7 @@ def validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema())
 
 
+@pytest.mark.slow
 def test_the_page_and_the_schema_are_those_that_the_sections_make() -> None:
     remedy = "run python -m fp8rl.rl.experiment.reference, as its docstring says"
     assert (ROOT / "docs/reference.md").read_text() == reference(), remedy
@@ -34,6 +35,7 @@ def test_every_key_is_on_the_page_with_what_it_is_for() -> None:
         assert descriptions(kind).keys() == kind.model_fields.keys()
 
 
+@pytest.mark.slow
 def test_the_schema_takes_every_example(validator: jsonschema.Draft202012Validator) -> None:
     validator.check_schema(validator.schema)
     for spec in SPECS:

@@ -188,6 +188,7 @@ FORGED: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "value"), FORGED, ids=[f"{key}={value}" for key, value in FORGED])
 def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
     tmp_path: Path, key: str, value: Any
@@ -200,6 +201,7 @@ def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
         read_capsule(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tokens", "weight_versions", "train_logprobs", "train_routes", "fields.rollout_logprobs"]
 )

@@ -92,6 +92,7 @@ def test_progress_within_a_step_says_nothing_without_a_terminal() -> None:
     assert output.getvalue().splitlines() == [step_line(1, 2, METRICS).plain]
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_how_many_groups_of_the_step_are_answered() -> None:
     output = io.StringIO()
     terminal = Console(file=output, force_terminal=True, width=160, color_system=None)

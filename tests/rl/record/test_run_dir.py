@@ -160,6 +160,7 @@ def test_the_lock_of_a_killed_driver_holds_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / ".demo.lock").exists()
 
 
+@pytest.mark.slow
 def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
     """Each holds the run for a moment; never two together, and the lock's removal lets none slip past."""
     program = f"""

@@ -97,6 +97,7 @@ FAILS = "raise RuntimeError('no server')"
 LOGS = "import time\nclass Run:\n    def log(self, *a, **b):\n        {}\ndef init(**settings):\n    return Run()\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "why"),
     [

@@ -27,6 +27,8 @@ from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.wandb_server import WandbServer, wandb_server
 
+pytestmark = pytest.mark.slow
+
 SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
 
 
@@ -87,6 +89,7 @@ def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record[kind] for record in records if record["type"] == kind]
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     with tracking(run, WandbConfig(mode="offline", project="test")) as tracker:
         tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan"), "rollout/reward/length/long": -0.25})
@@ -117,6 +120,7 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
 
 
+@pytest.mark.slow
 def test_what_matters_first_is_wandbs_first_group(run: RunDir) -> None:
     assert min("basics", *METRIC_GROUPS) == "basics" and set(BASICS.values()) <= METRICS.keys()
     with tracking(run, WandbConfig()) as tracker:
@@ -143,6 +147,7 @@ def test_wandb_does_not_advertise_weave_and_leaves_the_environment_as_it_was(
     assert "weave" not in said.lower() and "WANDB_DISABLE_WEAVE" not in os.environ
 
 
+@pytest.mark.slow
 def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"run": {"steps": 12}}
     temporary = run.path.parent / "temporary"
@@ -168,6 +173,7 @@ def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
     assert not list(run.path.glob("wandb/*run-*"))
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
     with pytest.raises(RuntimeError, match="engine died"), tracking(run, WandbConfig()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
@@ -198,6 +204,7 @@ def test_what_wandb_would_refuse_is_refused(
     assert str(error.value).startswith(said)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
     with tracking(run, WandbConfig(mode="disabled")) as tracker:
         for step in (1, 2, 3):

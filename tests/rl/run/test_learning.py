@@ -56,6 +56,7 @@ def step(group: Any, chosen: PolicyGradient, batch: TokenBatch, outcomes: Outcom
     return metrics
 
 
+@pytest.mark.slow
 def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, layout: Layout) -> None:
     group, plain = opened(path, layout), opened(path, layout)
     batch, outcomes = sampled(group)
@@ -68,6 +69,7 @@ def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, lay
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(
     epochs: int, path: Path, layout: Layout
@@ -93,6 +95,7 @@ def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(
     assert metrics["train/clip_fraction"] == pytest.approx(sum(clipped) / len(clipped))
 
 
+@pytest.mark.slow
 def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Path, layout: Layout) -> None:
     group = opened(path, layout)
     batch, outcomes = sampled(group)
@@ -104,6 +107,7 @@ def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Pat
         lesson.update(group, step=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", ["recompute", "bypass"])
 def test_the_clip_acts_whatever_the_ratio_is_to(ratio: str, path: Path, layout: Layout) -> None:
     group = opened(path, layout)
@@ -135,6 +139,7 @@ def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(pa
     assert group.weight_version == 1 and metrics["train/loss"] == first.loss
 
 
+@pytest.mark.slow
 def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, layout: Layout) -> None:
     group = opened(path, layout, reference=True)
     batch, outcomes = sampled(group)

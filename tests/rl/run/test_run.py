@@ -13,6 +13,7 @@ from tests.support.experiments import experiment
 from tests.support.paths import new_run
 
 
+@pytest.mark.slow
 def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_an_error_of_the_engine_is_not_hidden_by_an_environment_that_catches_eve
         play(environment)  # a model without a line
 
 
+@pytest.mark.slow
 def test_the_time_of_an_environment_is_bounded_and_that_of_the_engine_is_not_its_own(tokenizer: Any) -> None:
     async def run(environment_s: float, engine_s: float) -> None:
         async def sampler(group: Group, sampling: SamplingParams) -> Trajectory:

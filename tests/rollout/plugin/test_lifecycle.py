@@ -122,6 +122,7 @@ def test_sglangs_own_actions_stay_its_own() -> None:
     assert sglang("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
 
 
+@pytest.mark.slow
 def test_the_report_says_what_runs() -> None:
     torch.set_num_threads(1)
     report = EngineReport.model_validate_json(ask(ReadReport()))

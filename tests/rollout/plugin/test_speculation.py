@@ -32,6 +32,7 @@ def one_after_the_other(prompt: list[int], seed: int, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [GREEDY, 3, 8])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_whatever_is_drafted_the_tokens_are_those_that_are_drawn_one_after_the_other(seed: int, right: float) -> None:

@@ -155,6 +155,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reference", "answer"), [(each, own) for each, answers in RIGHT.items() for own in answers])
 def test_right_answers_are_right_however_they_are_written(reference: str, answer: str) -> None:
     assert math(answer, reference, finished=True) == 1.0

@@ -30,6 +30,7 @@ from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reference", "reward"),
     [
@@ -169,6 +170,7 @@ def answers(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kwargs", "embeddings", "expected"),
     [

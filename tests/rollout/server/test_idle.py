@@ -55,6 +55,7 @@ def closed_after(connection: socket.socket, drips: bytes) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [b"", WHOLE])
 def test_headers_that_drip_end_the_connection_and_a_slow_answer_does_not(port: int, first: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:

@@ -27,6 +27,8 @@ from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "qwen2": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
     "qwen2-tied": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2", tied=True),

@@ -24,6 +24,7 @@ from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.trainers import MakeTrainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "moe_of_one", "dense", "dense_tied"])
 def test_fp32_logits_equal_transformers(kind: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     changes: dict[str, dict[str, Any]] = {
@@ -81,6 +82,7 @@ def test_exported_directory_has_the_weights_and_the_other_files(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("moe", [True, False])
 def test_a_row_alone_and_in_a_batch_has_the_same_logprobs(

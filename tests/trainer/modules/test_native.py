@@ -23,6 +23,8 @@ from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 PRECISIONS = ("bf16", "fp8")
@@ -34,6 +36,7 @@ def make(make_trainer: MakeTrainer) -> MakeTrainer:
     return functools.partial(make_trainer, mode="native")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["moe", "moe_unnormalised", "moe_of_one", "moe_of_one_unnormalised", "dense", "dense_tied"]
 )
@@ -102,6 +105,7 @@ def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make: MakeTr
     assert losses[-1] < 0.1
 
 
+@pytest.mark.slow
 def test_both_modes_have_one_checkpoint_and_one_export(
     moe_path: Path, tmp_path: Path, make: MakeTrainer, make_trainer: MakeTrainer
 ) -> None:

@@ -13,7 +13,10 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
 
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("moe", [True, False])
 def test_a_live_trainer_changes_its_precision_and_changes_it_back(
@@ -31,6 +34,7 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(
     assert torch.equal(trainer.score(batch)[1], first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
 def test_layers_at_the_ends_may_stay_in_bf16(
@@ -47,6 +51,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(
     assert len(used) == (2 + 2 * EXPERTS) * len(in_fp8)  # qkv, o_proj, and gate_up and down of each expert
 
 
+@pytest.mark.slow
 def test_gradients_follow_the_change(moe_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()
     changed, started = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "bf16")

@@ -20,6 +20,7 @@ from tests.support.batches import random_batch
 from tests.support.models import LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, request: Any, make_trainer: Any) -> None:

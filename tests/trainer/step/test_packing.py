@@ -40,6 +40,7 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str
     return found, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
     moe_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
 ) -> None:
@@ -52,6 +53,7 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
             assert all(torch.equal(found[name], wanted[name]) for name in wanted), keys
 
 
+@pytest.mark.slow
 def test_gradients_differ_by_the_order_of_sums_over_tokens(
     tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTraine
     assert found[0].abs().max() > 0.1 and torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_every_op_is_placed_and_in_the_format_that_is_planned(moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer, batch = make_trainer(moe_path, "fp8", packing=True), random_batch(rows=4, longest=40)
     sightings = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, trainer.config)

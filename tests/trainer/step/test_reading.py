@@ -35,6 +35,7 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
@@ -79,6 +80,7 @@ def noted() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
     precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
@@ -120,6 +122,7 @@ def carried(batch: TokenBatch) -> Supports:
     return Supports.of(rows, torch.full((len(own),), 3, dtype=torch.int32), ids.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", CUTS.values(), ids=CUTS)
 def test_chunks_and_rows_end_to_end_change_nothing_of_truncated_tokens(
     truncation: Truncation, dense_path: Path, make_trainer: MakeTrainer, batch: TokenBatch

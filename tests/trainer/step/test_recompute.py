@@ -43,6 +43,7 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     return result, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("moe", "exact"), pytest.param("moe", "native", marks=pytest.mark.slow), ("dense", "exact"), ("dense", "native")],

@@ -24,6 +24,8 @@ from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 GLM = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe")
 RATE = 2.0**-10
 LAYERS = ("model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.mlp.gate.e_score_correction_bias")
@@ -40,6 +42,7 @@ def biases(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_weights() if name in LAYERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", pytest.param("native", marks=pytest.mark.slow)])
 def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()

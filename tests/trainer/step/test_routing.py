@@ -73,6 +73,7 @@ def oracle_logprobs(model: PreTrainedModel, batch: TokenBatch, routes: Tensor) -
     return logprobs, own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_replaying_its_own_choice_changes_no_bit(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, "fp8", mode=mode)
@@ -122,6 +123,7 @@ def test_replayed_experts_give_the_logprobs_of_transformers(
     assert (recorded == own)[batch.real_tokens()].float().mean() > 0.995
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_reach_the_router_through_the_replayed_experts(
     mode: str, tmp_path: Path, make_trainer: MakeTrainer

@@ -32,6 +32,7 @@ def outcomes() -> dict[tuple[str, str], ClaimFinding]:
         return {(one.source, one.id): one for one in findings(kept(), kept_audit())}
 
 
+@pytest.mark.slow
 def test_every_verdict_that_the_advice_names_was_found(outcomes: dict[tuple[str, str], ClaimFinding]) -> None:
     named = cited(ADVICE.read_text())
     wrong = [each for each in named if outcomes[each[0], each[1]].outcome != each[2]]

@@ -15,6 +15,8 @@ from lab.studies.run import run_study
 from tests.support.paths import ROOT
 from tests.support.studies import made_up
 
+pytestmark = pytest.mark.slow
+
 REPORT = AuditReport(
     spec_digest="0" * 16,
     mode="exact",
@@ -35,6 +37,7 @@ def headings(page: str) -> Sequence[str]:
     return [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written anew by `python -m lab.studies.document`."""
     monkeypatch.chdir(ROOT)
@@ -45,6 +48,7 @@ def test_the_committed_page_is_written_from_what_is_kept(monkeypatch: pytest.Mon
         assert link in anchors or (PAGE.parent / link).is_file(), link
 
 
+@pytest.mark.slow
 def test_contradicted_claims_come_before_confirmed_ones(tmp_path: Path) -> None:
     result = run_study(made_up(loss=0.3), quick=False, seeds=None, folder=tmp_path, say=print)
     page = document([result], REPORT)

@@ -57,6 +57,7 @@ def test_a_refused_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not FOLDER.exists() and not KEPT.exists()
 
 
+@pytest.mark.slow
 def test_results_and_figures_are_kept_and_the_page_is_written_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,8 +54,8 @@ def files(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("send", "signum"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],
-    ids=["ctrl-c", "sigint", "sigterm"],
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ids=["ctrl-c", "sigterm"],
 )
 def test_an_interrupt_ends_the_jobs_under_way_and_starts_no_more(
     tmp_path: Path, send: Callable[[int, int], None], signum: int

@@ -44,6 +44,7 @@ def test_equal_seeds_give_a_point() -> None:
     assert found.p_above(0.05) == 0.0 and found.p_above(0.15) == 1.0 and found.p_above(0.1) == 1.0
 
 
+@pytest.mark.slow
 def test_over_sequences_it_resamples_within_each_seed() -> None:
     rng = np.random.default_rng(3)
     rows = [rng.normal(size=400).tolist() for _ in range(3)]
@@ -64,6 +65,7 @@ def test_holm_by_hand() -> None:
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {"a": pytest.approx(0.03), "b": 0.06, "c": 0.06}
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(min_size=1), st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_keeps_the_order_and_never_helps(p_values: dict[str, float]) -> None:
     corrected = holm(p_values)

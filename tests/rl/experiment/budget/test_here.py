@@ -49,6 +49,7 @@ def checked(example: str, *overrides: str) -> Experiment:
     return experiment
 
 
+@pytest.mark.slow
 def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -> None:
     machine(H100, 1)
     checked("qwen3_4b_one_gpu")

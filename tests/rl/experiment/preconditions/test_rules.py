@@ -47,6 +47,7 @@ def check_and_place(spec: Experiment, sizes: ModelSizes, target: Target, nodes: 
     place(nodes, spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_is_accepted_on_the_machines_that_its_header_names(example: str) -> None:
     path = EXAMPLES / f"{example}.yaml"

@@ -21,6 +21,7 @@ def test_a_tokenizer_that_cannot_render_or_end_is_refused(values, model, key, na
     assert text.startswith("model.path: tokenizer") and named in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "said"),
     [

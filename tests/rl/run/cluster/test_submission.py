@@ -51,6 +51,7 @@ class Dying(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *values: object) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taking", [False, True], ids=["before it takes the job", "while the job runs"])
 def test_a_head_that_dies_is_one_message(taking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dying, "taking", taking)

@@ -261,6 +261,7 @@ def test_no_memory_at_the_first_start_is_raised(stage: Stage) -> None:
         stage.open(2)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:
     pool = stage.open(1)
     stage.serve()
@@ -274,6 +275,7 @@ def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:
     assert "has not answered for 1 s (rollout.hung_after_s)" in pool.news()[0].text
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_long_pass_is_waited_for_as_long_as_its_schedulers_work(stage: Stage) -> None:
     pool = stage.open(1, replace_config(hung_after_s=1.0))
     stage.serve()
@@ -288,6 +290,7 @@ def test_an_engine_in_a_long_pass_is_waited_for_as_long_as_its_schedulers_work(s
     assert "(rollout.hung_after_s)" in pool.news()[0].text
 
 
+@pytest.mark.slow
 def test_an_engine_that_works_and_never_answers_is_replaced_in_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,12 +301,14 @@ def test_an_engine_that_works_and_never_answers_is_replaced_in_the_end(
     assert "has not answered for 2 s" in pool.news()[0].text
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_long_pass_goes_to_sleep_after_it(stage: Stage) -> None:
     pool = stage.open(1)
     stage.made[0].works, stage.made[0].rests = True, 1.5
     assert pool.sleep() == [Slept(7, 5)] and pool.news() == []
 
 
+@pytest.mark.slow
 def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer and the cancellation in one turn of the loop, and in each of the turns after it."""
     monkeypatch.setattr(engines_module, "_PULSE_SECONDS", 0.0)
@@ -338,6 +343,7 @@ def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.M
     asyncio.run(all_of_them())
 
 
+@pytest.mark.slow
 def test_a_pool_whose_engine_does_not_end_says_so_and_kills_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,6 +380,7 @@ def test_a_replacement_that_does_not_start_counts_as_lost(stage: Stage, monkeypa
             pool.up()
 
 
+@pytest.mark.slow
 def test_a_replacement_waits_for_a_node_and_says_so_once(stage: Stage) -> None:
     pool = stage.open(1, replace_config(restarts_per_hour=1))
     stage.room = False
@@ -427,6 +434,7 @@ def test_a_switch_replaces_all_engines_and_nothing_under_way_is_lost(stage: Stag
     assert pool.news() == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_within_a_sync_is_noticed(stage: Stage) -> None:
     pool = stage.open(2)
     there = pool.up()

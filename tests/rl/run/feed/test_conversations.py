@@ -149,6 +149,7 @@ def test_a_number_without_a_name_is_the_reward(make: Make) -> None:
     assert begun(make("number"), 1).result(timeout=20)[0].outcome == {"reward": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -211,6 +212,7 @@ def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: En
     assert conversations.failures.news() == []
 
 
+@pytest.mark.slow
 def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make) -> None:
     conversations = make("blocks", timeout_s=0.3)
     waiting = begun(conversations, 1, 2)
@@ -224,6 +226,7 @@ def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(
         asyncio.run(looked())
 
 
+@pytest.mark.slow
 def test_an_environment_that_swallows_its_cancellation_keeps_nobody(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +236,7 @@ def test_an_environment_that_swallows_its_cancellation_keeps_nobody(
     assert answer.failed and "it took more than 0.3 s between two turns" in conversations.failures.news()[0]
 
 
+@pytest.mark.slow
 def test_a_program_that_never_awaits_does_not_keep_the_end(
     tmp_path: Path, tokenizer: Any, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: An
     )
 
 
+@pytest.mark.slow
 def test_a_function_that_swallows_its_cancellation_keeps_nobody(
     make: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_see
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
     with service() as url:
         judge = make({"function": "http", "kwargs": {"url": url}})
@@ -262,6 +264,7 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
     assert time.monotonic() - began < 0.2 * 256 / 10  # one after the other they take 51 s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -286,6 +289,7 @@ def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
     assert not judge.failures.news()
 
 
+@pytest.mark.slow
 def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
     judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
     rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
@@ -293,6 +297,7 @@ def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make
     assert len(judge.failures.news()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["forks", "prints", "reads", "leaves_children"])
 def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenizer: Any, function: str) -> None:
     judge = make({"function": f"mine:{function}", "timeout_s": 20.0}, workers=1)

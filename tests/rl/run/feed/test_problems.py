@@ -49,6 +49,7 @@ def test_the_sum_of_floors(n: int, m: int, a: int, b: int) -> None:
     assert _floor_sum(n, m, a, b) == sum((a * i + b) // m for i in range(n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 1.0, 0.5], [1e-3, 1.0], [0.1] * 10])
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
 def test_sources_come_in_their_proportions_and_each_counts_its_own(weights: list[float], seed: int) -> None:

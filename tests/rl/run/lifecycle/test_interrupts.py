@@ -158,6 +158,7 @@ def stuck(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int) -> None:
     with stuck("100", "wait") as process:
@@ -179,6 +180,7 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int
     ]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
     """No handler of Python's has its turn there."""
     with stuck("100", "library") as process:
@@ -196,6 +198,7 @@ def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
     assert said.startswith("interrupted again: the end of the run is cut short")
 
 
+@pytest.mark.slow
 def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -> None:
     with stuck("0.5", "end") as process:
         said, wrong = process.communicate(timeout=20)
@@ -212,6 +215,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_was_left_behind_does_not_keep_a_process() -> None:
     done = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 7

@@ -11,6 +11,7 @@ LIMIT = 0.3
 WHOLE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [b"", WHOLE])
 def test_headers_that_drip_end_the_connection(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HEADERS_S", LIMIT)

@@ -82,6 +82,7 @@ def sampled(rows: list[Trajectory]) -> int:
     return sum(len(row.logprobs) for row in rows)
 
 
+@pytest.mark.slow
 def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> float:
         messages: list[Any] = [USER]
@@ -187,6 +188,7 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
     assert (tokenizer.decode(other.prompt_ids), tokenizer.decode(other.token_ids)) == ("1+2=12!", "67")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "status", "message"),
     [
@@ -414,6 +416,7 @@ print(json.dumps({"reward": float(said["content"] == "3"), "turns": 1}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -445,6 +448,7 @@ def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
         assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "it is ended with all that it has started"
 
 
+@pytest.mark.slow
 def test_an_async_program_that_never_ends_is_ended_in_time(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> None:
         await say(client, [USER])
@@ -454,6 +458,7 @@ def test_an_async_program_that_never_ends_is_ended_in_time(tokenizer: Any) -> No
         played(tokenizer, agent, "3" + EOS, deadline_s=0.5)
 
 
+@pytest.mark.slow
 def test_a_program_that_swallows_its_cancellation_keeps_nobody(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness_module, "end", partial(end, seconds=0.2))
     config = EnvironmentConfig(function="harness", harness={"program": "x:y", "deadline_s": 0.2}).harness  # type: ignore[arg-type]
