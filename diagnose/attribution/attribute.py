@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8rl.diagnose.attribution.attribution_report import Attribution, Cause, CauseName
 from fp8rl.diagnose.attribution.compare import (
+    TemperatureFit,
     expert_differences,
+    fit_temperature,
     op_differences,
     position_differences,
     stream_differences,
 )
-from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank
-from fp8rl.diagnose.attribution.probe import EngineAnswer, ask_engine
-from fp8rl.diagnose.attribution.result import Attribution, Cause, CauseName
-from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
-from fp8rl.diagnose.attribution.weights import expected_manifest, uncommitted
+from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank, uncommitted
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.plugin.op_probe import ANSWER
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.weight_sync.adapters import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -291,3 +300,43 @@ def _mean_abs(values: Tensor) -> float:
     """Over the finite ones; 0 if there are none."""
     finite = values[values.isfinite()].double()
     return finite.abs().mean().item() if finite.numel() else 0.0
+
+
+# Weights in the engine that are not the trainer's, by digest.
+
+
+def expected_manifest(trainer: TrainerGroup, spec: QuantSpec) -> Manifest:
+    """What an engine that serves `spec` must hold at the trainer's version."""
+    return Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
+
+
+# Both sides on the same tokens: the trainer's ops recorded, and the engine's answer to the recording.
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """What an engine made of a recorded forward pass.
+
+    tensors: see `rollout.plugin.op_probe.ANSWER`. settings: constants of the engine's ops, such as `rope_theta`.
+    """
+
+    tensors: dict[str, Tensor]
+    settings: dict[str, float]
+
+
+async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
+    """The engine's own ops on the trainer's inputs, and its own forward of the same tokens. Host and disk are shared.
+
+    Raises:
+        EngineError: the engine failed, or its answer is damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
+        recording = Path(folder) / "trainer.safetensors"
+        save_file(trace.tensors, recording, {"temperature": repr(temperature)})
+        digest = (await client.probe(recording)).sha256
+        path = recording.with_name(ANSWER)
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            return EngineAnswer(tensors, json.loads(file.metadata()["settings"]))

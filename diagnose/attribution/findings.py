@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from fp8rl.diagnose.attribution.result import Cause, ExpertDifference, Finding, OpDifference
-from fp8rl.diagnose.attribution.temperature import TemperatureFit
-from fp8rl.diagnose.attribution.weights import uncommitted
+from fp8rl.diagnose.attribution.attribution_report import Cause, ExpertDifference, Finding, OpDifference
+from fp8rl.diagnose.attribution.compare import TemperatureFit
 from fp8rl.models import Model
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import Mode, NumericsConfig
@@ -86,6 +85,11 @@ def rank(clues: Clues) -> tuple[Finding, ...]:
 def one_side_quantizes(numerics: NumericsConfig) -> bool:
     """Whether one side multiplies in FP8 and the other in BF16."""
     return _precision(numerics.trainer) != _precision(numerics.rollout)
+
+
+def uncommitted(expected: Manifest, found: dict[str, str]) -> bool:
+    """Return whether the engine's last update was never committed: it holds no digest of quantized weights then."""
+    return any("@" in digest and "@" not in found.get(name, "@") for name, digest in expected.entries.items())
 
 
 def _differing_weights(clues: Clues) -> dict[Owner, list[str]]:

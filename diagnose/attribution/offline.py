@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8rl.diagnose.attribution.attribute import Pair, attribute
-from fp8rl.diagnose.attribution.result import Attribution
+from fp8rl.diagnose.attribution.attribution_report import Attribution
 from fp8rl.diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.memory import held_by_optimizer, held_in_pass
-from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.sightings import Grids, Sighting, held_by_optimizer, held_in_pass, stored
 from fp8rl.diagnose.audit.sites import Part, Site, Sites
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.backend import dispatch

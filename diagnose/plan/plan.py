@@ -8,11 +8,10 @@ from typing import Literal
 
 from fp8rl.diagnose.doctor.judge import Remark
 from fp8rl.diagnose.plan import layouts, verdict
-from fp8rl.diagnose.plan.decode import Decode, decode_step
 from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
-from fp8rl.diagnose.plan.time import StepTime, step_time
+from fp8rl.diagnose.plan.time import Decode, StepTime, decode_step, step_time
 from fp8rl.diagnose.plan.verdict import Bracket, Pays
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.errors import user_error

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fp8rl.diagnose.preflight.check import Check, judged
+from fp8rl.diagnose.preflight.preflight_report import Check, judged, refused
+from fp8rl.models import ModelSizes
 from fp8rl.models.adapters import AdapterConfig
 from fp8rl.models.forms import TOPK
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import Scale
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.model import check_model_layout
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.errors import HandshakeError
 from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.server.handshake import differences
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.bridge import SyncReport
+from fp8rl.weight_sync.manifest import SyncError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
 _RESTART = "Start the engine from this spec, in this environment."
@@ -161,3 +176,120 @@ def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
     rest = len(listed) - _SHOWN
     return ", ".join(listed[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# What the live trainer does in a forward pass, seen from within. Runs on the trainer's ranks.
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One rank in one forward pass.
+
+    quantized: HF names of the weights whose products ran in FP8, in order. routers: (dtype of the logits, dtype of the
+    probabilities) of every router call, each pair once.
+    """
+
+    quantized: list[str]
+    routers: list[tuple[str, str]]
+
+
+def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
+    """Score the batch and look on."""
+    trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
+    with _watched_routers(trainer.model) as routers:
+        trainer.score(batch)
+    rows = trainer.weights.rows(trainer.model)
+    quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
+    return Observed(sorted(quantized), sorted(routers))
+
+
+@contextmanager
+def _watched_routers(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    seen: set[tuple[str, str]] = set()
+    routers: list[Any] = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        router.routing = _watched(router.routing, seen)  # hides the class's method until it is deleted
+    try:
+        yield seen
+    finally:
+        for router in routers:
+            del router.routing
+
+
+def _watched(routing: Callable[..., Any], seen: set[tuple[str, str]]) -> Callable[..., Any]:
+    def watched(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        result = routing(logits, *args, **kwargs)
+        seen.add((_name(logits.dtype), _name(result[0].dtype)))
+        return result
+
+    return watched
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Does the engine hold the trainer's weights? A sync, and its manifest.
+
+
+def manifest_of(report: SyncReport) -> Check:
+    """The outcome of a sync that went through."""
+    return judged(
+        "bytes",
+        "manifest",
+        report.mismatched_tensors == 0 and report.verified_tensors > 0,
+        found=f"{report.verified_tensors} of {report.verified_tensors + report.mismatched_tensors} tensors equal, "
+        f"{report.bytes} bytes in {report.seconds:.2f} s",
+        expected=_EXPECTED,
+        remedy="See the tensors named.",
+    )
+
+
+def refused_sync(error: SyncError) -> Check:
+    """The sync that found differences, or broke."""
+    remedy = "Compare the versions of sglang and of this distribution in the engine's and the trainer's environment."
+    return Check("bytes", "manifest", False, str(error), _EXPECTED, remedy)
+
+
+_EXPECTED = "every tensor's digest equal in trainer and engine"
+
+# What can be told before a process is started.
+
+
+def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
+    """Whether every piece of a fused weight is whole quantization blocks on every rank.
+
+    Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
+    """
+    name = "block alignment"
+    try:
+        check_model_layout(sizes, experiment)
+    except UserError as error:
+        return refused("bytes", name, error)
+    held = {
+        "hidden_size": sizes.hidden_size,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.ffn_size,
+        "moe_intermediate_size": sizes.expert_size,
+    }
+    said = ", ".join(f"{name} {size}" for name, size in held.items() if size)
+    layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "pp", "ep", "dp"))
+    return Check("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
+
+
+def same_precision(experiment: Experiment) -> Check:
+    """Whether both sides run the spec, or both BF16."""
+    sides = {"trainer": experiment.numerics.trainer != "bf16", "rollout": experiment.numerics.rollout != "bf16"}
+    return judged(
+        "spec",
+        "precision of both sides",
+        sides["trainer"] == sides["rollout"],
+        found=f"numerics.trainer={experiment.numerics.trainer}, numerics.rollout={experiment.numerics.rollout}",
+        expected="FP8 on both sides or BF16 on both sides",
+        remedy=SAME_PRECISION,
+    )
+
+
+SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."

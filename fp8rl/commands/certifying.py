@@ -16,7 +16,7 @@ from fp8rl.numerics.errors import user_error
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.certify.dump.row import Sampling
+    from fp8rl.diagnose.certify.dump.rows import Sampling
 
 _SERVER, _DUMP = "A server", "A dump"
 Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.certify import ServerReport, certify_server, prompts, rendered
+from fp8rl.diagnose.certify import ServerReport, api, certify_server, rendered
 from fp8rl.diagnose.certify.api import Answer
 from fp8rl.diagnose.certify.compare import compare
 from fp8rl.diagnose.certify.http import Http, TimeUp
@@ -23,7 +23,7 @@ from tests.support.planted_server import NAME, Planted, ask_little, serve
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_little(monkeypatch)
-    monkeypatch.setattr(prompts, "LONGEST", 1000)
+    monkeypatch.setattr(api, "LONGEST", 1000)
 
 
 def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:

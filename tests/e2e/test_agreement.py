@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fp8rl.diagnose.attribution import attribute
-from fp8rl.diagnose.attribution.result import Finding
+from fp8rl.diagnose.attribution.attribution_report import Finding
 from fp8rl.models.adapters import AdapterConfig
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from fp8rl.diagnose.certify.dump import ours as our
 from fp8rl.diagnose.certify.dump import reference as theirs
+from fp8rl.diagnose.certify.dump.dump_report import DumpReport, SideReport, Verdict, WorstRow
 from fp8rl.diagnose.certify.dump.explain import LEFT_OUT, Explanation, Looks, explanations, row_means
-from fp8rl.diagnose.certify.dump.parts import histogram, parts
 from fp8rl.diagnose.certify.dump.reading import read_dump
-from fp8rl.diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
-from fp8rl.diagnose.certify.dump.source import Dump
-from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat
+from fp8rl.diagnose.certify.dump.rows import Dump, DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat, histogram, parts
 from fp8rl.diagnose.difference import Difference, difference
 from fp8rl.numerics.errors import user_error
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
+from fp8rl.diagnose.attribution.compare import TemperatureFit, fit_temperature
 from fp8rl.diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.diagnose.certify.dump.tokens import Tokens, flat
 from fp8rl.numerics.sampling import Truncation
 

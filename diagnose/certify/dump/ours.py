@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.diagnose.one_rank import one_rank
 from fp8rl.models import read_model
 from fp8rl.models.stored import check_stored

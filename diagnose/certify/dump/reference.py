@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.models.stored import weight_files
 from fp8rl.models.stored_fp8 import WeightFiles, is_scales
 from fp8rl.numerics.errors import UserError, user_error

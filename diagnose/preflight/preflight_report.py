@@ -1,18 +1,52 @@
-"""The verdict of a preflight: per agreement and check, as a table for people and as JSON for machines."""
+"""One thing that a preflight looked at, and what it found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fp8rl.diagnose.difference import Difference
-from fp8rl.diagnose.preflight.check import Agreement, Check
 from fp8rl.diagnose.report import Report
+from fp8rl.numerics.errors import UserError
+
+Agreement = Literal["spec", "bytes", "logprobs"]
+"""Same spec, same bytes, same log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that both sides must agree on, and whether they do.
+
+    Attributes:
+        agreement: the agreement that it belongs to.
+        found, expected: as text. remedy: what to do, empty where nothing is wrong.
+    """
+
+    agreement: Agreement
+    name: str
+    ok: bool
+    found: str
+    expected: str
+    remedy: str = ""
+
+
+def judged(agreement: Agreement, name: str, ok: bool, *, found: str, expected: str, remedy: str) -> Check:
+    """A check that keeps its remedy only if it failed."""
+    return Check(agreement, name, ok, found, expected, "" if ok else remedy)
+
+
+def refused(agreement: Agreement, name: str, error: UserError) -> Check:
+    """The check that failed with `error`."""
+    found = f"{error.key} = {error.found}" if error.key else str(error)
+    return Check(agreement, name, False, found, error.expected, error.remedy)
+
+
+# The verdict of a preflight: per agreement and check, as a table for people and as JSON for machines.
 
 _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}
 

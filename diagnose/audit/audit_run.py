@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fp8rl.diagnose.audit.engine import engine_sightings
-from fp8rl.diagnose.audit.report import AuditReport, Deviation, differences_of, rows_of
-from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rows_of
+from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
 from fp8rl.models import Model
