@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from fp8rl.diagnose.one_rank import one_rank
+from fp8rl.diagnose.report import grid
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
@@ -115,14 +115,15 @@ def print_rescored(result: Rescored, console: Console) -> None:
     console.print(f"capsule of step {capsule.step}, weight version {evidence.version}, {capsule.numerics.mode} mode")
     for line in capsule.why:
         console.print(f"  {line}")
-    table = Table("row", "position", "token", "rollout", "trainer", "rescored", "d", title="largest |d|")
+    rows = []
     for row, position in _worst_tokens(evidence):
         token, mine = int(evidence.batch.tokens[row, position]), evidence.logprobs[row, position].item()
         theirs = evidence.batch.fields["rollout_logprobs"][row, position].item()
         again = rescored.logprobs[row, position].item()
         numbers = (f"{theirs:.6f}", f"{mine:.6f}", f"{again:.6f}", format_difference(mine - theirs))
-        table.add_row(str(capsule.rows[row]), str(position), str(token), *numbers)
-    console.print(table)
+        rows.append((str(capsule.rows[row]), str(position), str(token), *numbers))
+    columns = ("row", "position", "token", "rollout", "trainer", "rescored", "d")
+    console.print(grid(columns, rows, title="largest |d|"))
     facts = result.to_dict()
     for name, values in facts["metrics"].items():
         if values["recorded"] != values["rescored"]:

@@ -1,4 +1,7 @@
-"""What an attribution says. d is trainer minus rollout log-probability of a token, in nats."""
+"""The report of an attribution: its findings and measurements, on the console, as JSON and as a page.
+
+d is trainer minus rollout log-probability of a token, in nats.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +9,60 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from fp8rl.diagnose.report import grid
 from fp8rl.numerics.io.files import write_atomically
 from fp8rl.rl.record.console import format_difference
 
 CauseName = Literal["weights", "sampler", "state", "op", "routing", "quantization", "op definitions"]
+SHOWN_OPS = 12
+SHOWN_EXPERTS = 8
+LEAST = 1e-6
+"""Relative RMS at which the colours of the page begin; exact zeros are blank."""
+Chart = dict[str, Any]
+"""`title`, `note`, `kind` (heat or bars), `x`, `y`, and for heat maps `z` (log10 or null) and `text` (on hovering)."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OpDifference:
-    """The engine's op against the trainer's, on the trainer's inputs.
-
-    layer: None outside the layers. differing: fraction of output elements that are not equal.
-    relative_rms: ||trainer - engine|| / ||trainer||, infinite if one side alone is not finite.
-    largest: of the absolute differences.
-    """
+    """The engine's op against the trainer's, on the trainer's inputs."""
 
     layer: int | None
+    """None outside the layers."""
     op: str
     differing: float
+    """Fraction of output elements that are not equal."""
     relative_rms: float
+    """||trainer - engine|| / ||trainer||, infinite if one side alone is not finite."""
     largest: float
+    """Of the absolute differences."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ExpertDifference:
-    """One expert. tokens: that the trainer sent to it.
-
-    relative_rms: of its own outputs on the trainer's inputs. abs_diff_mean, abs_diff_rest: mean |d| of its tokens and
-    of all others, trainer against the engine's own forward; NaN without such tokens.
-    """
+    """One expert of a layer."""
 
     layer: int
     expert: int
     tokens: int
+    """That the trainer sent to it."""
     relative_rms: float
+    """Of its own outputs on the trainer's inputs."""
     abs_diff_mean: float
+    """Mean |d| of its tokens, trainer against the engine's own forward; NaN without such tokens."""
     abs_diff_rest: float
+    """Likewise of all other tokens."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class PositionDifference:
-    """Sampled tokens at positions `start` to `stop` - 1 of their sequences, prompts counted: mean |d|."""
+    """Mean |d| of sampled tokens at positions `start` to `stop` - 1 of their sequences, prompts counted."""
 
     start: int
     stop: int
@@ -61,22 +70,20 @@ class PositionDifference:
     abs_diff_mean: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cause:
-    """One cause taken away: mean |d| before and after, on the same tokens. note: what was changed."""
+    """One cause taken away: mean |d| before and after, on the same tokens."""
 
     name: CauseName
     before: float
     after: float
     note: str
+    """The change that takes it away."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Finding:
-    """A sentence that answers where the mismatch comes from, and what it speaks of.
-
-    tensors: HF names of weights that differ.
-    """
+    """A sentence that answers where the mismatch comes from, and its subject."""
 
     cause: CauseName
     text: str
@@ -84,64 +91,70 @@ class Finding:
     layers: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     tensors: tuple[str, ...] = ()
+    """HF names of weights that differ."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Attribution:
-    """Where a mismatch comes from.
-
-    findings: ranked, the first is the answer; none if both sides agree.
-
-    abs_diff_mean: mean |d| of the `tokens` sampled tokens as they were recorded. live_abs_diff_mean: between trainer
-    and engine as they are now, over the `traced_tokens` of them that were traced. stream: by layer, how far the
-    engine's residual stream has drifted from the trainer's where it enters the layer (relative RMS).
-    """
+    """The sources of a mismatch."""
 
     findings: tuple[Finding, ...]
+    """Ranked, the first is the answer; none if both sides agree."""
     abs_diff_mean: float
+    """Mean |d| of the `tokens` sampled tokens as they were recorded."""
     tokens: int
     live_abs_diff_mean: float = 0.0
+    """Between trainer and engine as they are now, over the `traced_tokens` of them that were traced."""
     traced_tokens: int = 0
     ops: tuple[OpDifference, ...] = ()
     stream: tuple[float, ...] = ()
+    """By layer, how far the engine's residual stream has drifted from the trainer's at its entry (relative RMS)."""
     causes: tuple[Cause, ...] = ()
     experts: tuple[ExpertDifference, ...] = ()
     positions: tuple[PositionDifference, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; numbers that are not finite become null."""
-        return _finite(dataclasses.asdict(self))
+        """Return plain data for JSON; numbers that are not finite become null."""
 
+        def finite(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: finite(item) for name, item in value.items()}
+            if isinstance(value, list | tuple):
+                return [finite(item) for item in value]
+            return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# An attribution on the console.
-
-SHOWN_OPS = 12
-SHOWN_EXPERTS = 8
+        return finite(dataclasses.asdict(self))  # type: ignore[no-any-return]
 
 
 def rendered(attribution: Attribution, compared: str = "") -> RenderableType:
-    """Findings, causes, and the ops and experts that differ most; compared: a sentence on the batch."""
-    parts = [
-        _findings_shown(attribution),
-        Text(compared) if compared else None,
-        _causes_shown(attribution),
-        _ops_shown(attribution),
-        _experts_shown(attribution),
-    ]
-    lines = [line for part in parts if part is not None for line in (Text(), part)]
-    return Group(*lines[1:])
+    """Render findings, causes, and the ops and experts that differ most; compared: a sentence on the batch."""
+    lines = [Text(f"{n}. {f.text}", style="bold" if n == 1 else "") for n, f in enumerate(attribution.findings, 1)]
+    nothing = Text("No difference stands out.", style="green")
+    parts: list[RenderableType] = [Group(Text(headline(attribution)), *(lines or [nothing]))]
+    if compared:
+        parts.append(Text(compared))
+    causes = [(c.name, format_difference(c.before), format_difference(c.after), c.note) for c in attribution.causes]
+    ops = [
+        ("" if op.layer is None else str(op.layer), op.op, f"{op.relative_rms:.2e}", f"{op.differing:.1%}",
+         f"{op.largest:.2e}")
+        for op in sorted(attribution.ops, key=lambda op: -op.relative_rms)[:SHOWN_OPS] if op.relative_rms
+    ]  # fmt: skip
+    experts = []
+    for e in sorted(attribution.experts, key=lambda expert: -expert.relative_rms)[:SHOWN_EXPERTS]:
+        if e.relative_rms:
+            means = ("" if math.isnan(x) else format_difference(x) for x in (e.abs_diff_mean, e.abs_diff_rest))
+            experts.append((str(e.layer), str(e.expert), str(e.tokens), f"{e.relative_rms:.2e}", *means))
+    for title, columns, rows in (
+        ("one cause at a time", ("cause", "mean |d| before", "after", "what was changed"), causes),
+        ("ops on equal inputs", ("layer", "op", "relative RMS", "elements", "largest"), ops),
+        ("experts", ("layer", "expert", "tokens", "relative RMS", "mean |d|", "of the rest"), experts),
+    ):
+        parts += [grid(columns, rows, title=title)] if rows else []
+    return Group(parts[0], *(each for part in parts[1:] for each in (Text(), part)))
 
 
 def headline(attribution: Attribution) -> str:
-    """What was compared, in one sentence."""
+    """Say what was compared."""
     a = attribution
     if a.abs_diff_mean == a.live_abs_diff_mean == 0.0:
         return (
@@ -152,49 +165,6 @@ def headline(attribution: Attribution) -> str:
         f"Mean |d| is {mean} on {a.tokens:,} sampled tokens. Both sides computed the sequences that differ most anew: "
         f"{again} on their {a.traced_tokens:,} tokens."
     )
-
-
-def _findings_shown(attribution: Attribution) -> RenderableType:
-    lines = [Text(f"{n}. {f.text}", style="bold" if n == 1 else "") for n, f in enumerate(attribution.findings, 1)]
-    return Group(Text(headline(attribution)), *(lines or [Text("No difference stands out.", style="green")]))
-
-
-def _causes_shown(attribution: Attribution) -> Table | None:
-    if not attribution.causes:
-        return None
-    table = Table("cause", "mean |d| before", "after", "what was changed", title="one cause at a time")
-    for cause in attribution.causes:
-        table.add_row(cause.name, format_difference(cause.before), format_difference(cause.after), cause.note)
-    return table
-
-
-def _ops_shown(attribution: Attribution) -> Table | None:
-    worst = sorted(attribution.ops, key=lambda op: -op.relative_rms)[:SHOWN_OPS]
-    table = Table("layer", "op", "relative RMS", "elements", "largest", title="ops on equal inputs")
-    for op in worst:
-        if op.relative_rms:
-            layer = "" if op.layer is None else str(op.layer)
-            table.add_row(layer, op.op, f"{op.relative_rms:.2e}", f"{op.differing:.1%}", f"{op.largest:.2e}")
-    return table if table.row_count else None
-
-
-def _experts_shown(attribution: Attribution) -> Table | None:
-    worst = sorted(attribution.experts, key=lambda expert: -expert.relative_rms)[:SHOWN_EXPERTS]
-    table = Table("layer", "expert", "tokens", "relative RMS", "mean |d|", "of the rest", title="experts")
-    for e in worst:
-        if e.relative_rms:
-            means = ("" if math.isnan(x) else format_difference(x) for x in (e.abs_diff_mean, e.abs_diff_rest))
-            table.add_row(str(e.layer), str(e.expert), str(e.tokens), f"{e.relative_rms:.2e}", *means)
-    return table if table.row_count else None
-
-
-# `attribution.html`: findings, heat maps and tables of an attribution in one file that needs no network.
-
-LEAST = 1e-6
-"""Relative RMS at which the colours begin; exact zeros are blank."""
-
-Chart = dict[str, Any]
-"""`title`, `note`, `kind` (heat or bars), `x`, `y`, and for heat maps `z` (log10 or null) and `text` (on hovering)."""
 
 
 def write_page(attribution: Attribution, name: str, path: Path, compared: str = "") -> None:
@@ -220,7 +190,7 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
 
 
 def _op_map(attribution: Attribution) -> Chart | None:
-    """Layers by ops; the ops outside the layers stand in rows of their own, and the drift of the stream beside them."""
+    """Draw layers by ops, those outside the layers in a row of their own, with the drift of the stream beside them."""
     if not any(op.relative_rms for op in attribution.ops) and not any(attribution.stream):
         return None  # both sides agree, and a map of zeros shows nothing
     found = {(op.layer, op.op): op for op in attribution.ops}

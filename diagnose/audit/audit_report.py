@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fp8rl.diagnose.audit.sightings import Sighting
-from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.report import Report, graded, grid
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 
 _NOT_IN_EVERY_RUN = {
@@ -24,62 +23,73 @@ _NOT_IN_EVERY_RUN = {
 """A head may be tied to the embedding, a run in BF16 has no codes, and a dense model no experts."""
 _SHOWN = 3
 """Names that a difference spells out."""
+Verdict = Literal["confirmed", "contradicted", "undecided"]
+Found = Mapping[str, Mapping[str, int]]
+"""How often each format was seen, by class of the precision map."""
+
+FP8 = {"e4m3", "e5m2"}
+FORWARD = ("norm.reduction", "router.softmax", "loss.reduction", "scores.output")
+"""What else than the attention's softmax is computed in a forward outside FP8 products."""
+BACKWARD = ("gradient.stream", "gradient.weight", "gradient.buffer", "gradient.wire", "product.gradient")
+OPTIMIZER = ("master", "gain.master", "moment", "clipping.norm")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One class of tensors.
-
-    Attributes:
-        key, row, tensors, document: of the class; see `numerics.precision_map.TensorClass`.
-        planned: formats that will do. found: how often each was seen; none where no such tensor was, because the run
-            has none or a kernel fuses what is around it.
-        bytes: of what is held or sent.
-    """
+    """One class of tensors; `key`, `row`, `tensors`, `document` are those of `precision_map.TensorClass`."""
 
     key: str
     row: str
     tensors: str
     document: str
     planned: list[str]
+    """Formats that will do."""
     found: dict[str, int]
+    """How often each was seen; none where no such tensor was: the run has none, or a kernel fuses what is around it."""
     bytes: int
+    """Of what is held or sent."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Tensors of one class that are not as planned.
-
-    Attributes:
-        names: of all of them. planned, found: formats. why: what the plan is for. remedy: where to look.
-    """
+    """Tensors of one class that are not as planned."""
 
     key: str
     names: list[str]
     planned: str
     found: str
     why: str
+    """The reason for the plan."""
     remedy: str
+    """Where to look."""
+
+
+@dataclass(frozen=True)
+class AuditClaim:
+    """An answer to one claim of the published precision map."""
+
+    id: str
+    finding: str
+    """In one line."""
+    verdict: Verdict
+    """Of this run alone."""
 
 
 @dataclass(frozen=True)
 class AuditReport(Report):
-    """What an audit found. Its JSON has these keys, and `schema`, `ok`, `unseen` and `claims`.
-
-    Attributes:
-        spec_digest, mode, trainer, rollout: of the numerics.
-        rows: the precision map. differences: what is not as planned. tokens: of the step that was watched.
-        seconds: of the whole audit.
-    """
+    """The findings of an audit. Its JSON has these keys, and `schema`, `ok`, `unseen` and `claims`."""
 
     spec_digest: str
     mode: str
     trainer: str
     rollout: str
     rows: list[Row]
+    """The precision map."""
     differences: list[Deviation]
     tokens: int
+    """Of the step that was watched."""
     seconds: float
+    """Of the whole audit."""
 
     @property
     def ok(self) -> bool:
@@ -99,7 +109,7 @@ class AuditReport(Report):
 
 
 def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
-    """The precision map with all that was seen of each class."""
+    """Fill the precision map with all that was seen of each class."""
     by_key: dict[str, list[Sighting]] = {each.key: [] for each in CLASSES}
     for sighting in sightings:
         by_key[sighting.key].append(sighting)
@@ -123,7 +133,7 @@ def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
 
 
 def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
-    """What is not as planned, in the order of the map, tensors of one class and format together."""
+    """Name what is not as planned, in the order of the map, tensors of one class and format together."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
         if sighting.found not in sighting.planned:
@@ -137,60 +147,38 @@ def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
 
 
 def rendered(report: AuditReport) -> RenderableType:
-    """The map as a table, what differs with the reason and the remedy, and the verdict."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "tensors", "planned", "found", "bytes"):
-        table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
+    """Render the map, what differs with the reason and the remedy, and the verdict."""
     wrong, last = {difference.key for difference in report.differences}, ""
+    rows: list[tuple[RenderableType, ...]] = []
     for row in report.rows:
         if not row.found:
             continue
         if row.row != last:
-            table.add_row("", Text(row.row, style="bold"))
+            rows.append(("", Text(row.row, style="bold")))
         last = row.row
-        verdict = Text("FAIL", style="bold red") if row.key in wrong else Text("pass", style="bold green")
         found = ", ".join(f"{form} x {count:,}" for form, count in row.found.items())
         size = f"{row.bytes:,}" if row.bytes else ""
-        table.add_row(verdict, f"  {row.key}", " or ".join(row.planned), found, size)
-    parts: list[RenderableType] = [table]
+        verdict = graded("FAIL", "bad") if row.key in wrong else graded("pass", "good")
+        rows.append((verdict, f"  {row.key}", " or ".join(row.planned), found, size))
+    lines = []
     for each in report.differences:
         rest = f" and {len(each.names) - _SHOWN} more" if len(each.names) > _SHOWN else ""
-        parts += [
-            Text(),
-            Text(
-                f"{each.key}: found {each.found}, planned {each.planned}: {', '.join(each.names[:_SHOWN])}{rest}",
-                style="yellow",
-            ),
-            Text(f"{each.why} {each.remedy}", style="yellow"),
-        ]
+        names = ", ".join(each.names[:_SHOWN]) + rest
+        lines += ["", f"{each.key}: found {each.found}, planned {each.planned}: {names}", f"{each.why} {each.remedy}"]
     if report.unseen:
         unseen = f"not seen, as a kernel fuses it or rounds otherwise than its definition: {', '.join(report.unseen)}"
-        parts += [Text(), Text(unseen, style="yellow")]
+        lines += ["", unseen]
     what = "everything is as planned" if report.ok else f"{len(report.differences)} differences"
-    said = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
-    return Group(*parts, Text(), Text(said, style="bold green" if report.ok else "bold red"))
+    end = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
+    return Group(
+        grid(("", "tensors", "planned", "found", "bytes"), rows, numbers=4),
+        *(Text(line, style="yellow") for line in lines),
+        Text(),
+        graded(end, "good" if report.ok else "bad"),
+    )
 
 
-# What an audit says to the claims of the published precision map (002-15 to 002-19): from what was found alone.
-
-Verdict = Literal["confirmed", "contradicted", "undecided"]
-Found = Mapping[str, Mapping[str, int]]
-"""How often each format was seen, by class of the precision map."""
-
-FP8 = {"e4m3", "e5m2"}
-FORWARD = ("norm.reduction", "router.softmax", "loss.reduction", "scores.output")
-"""What else than the attention's softmax is computed in a forward outside FP8 products."""
-BACKWARD = ("gradient.stream", "gradient.weight", "gradient.buffer", "gradient.wire", "product.gradient")
-OPTIMIZER = ("master", "gain.master", "moment", "clipping.norm")
-
-
-@dataclass(frozen=True)
-class AuditClaim:
-    """id: the claim's number. finding: in one line. verdict: of this run alone."""
-
-    id: str
-    finding: str
-    verdict: Verdict
+# The claims of the published precision map (002-15 to 002-19), answered from what was found alone.
 
 
 def answers(found: Found) -> list[AuditClaim]:

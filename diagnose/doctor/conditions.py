@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from fp8rl.diagnose.doctor.judge import DataFound, Diagnosis, Remark
+from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
+from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check
@@ -32,8 +33,8 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
         check(experiment, notes.append)
         return replace(diagnosis, notes=tuple(notes), data=tuple(data_found(experiment)))
     except UserError as error:
-        said = (error.key, error.found, error.expected, error.remedy)
-        remark = Remark(True, *(said if error.key else ("spec", str(error), "one that a run accepts", "Correct it.")))
+        other = Remark(True, "spec", str(error), "one that a run accepts", "Correct it.")
+        remark = Remark.refusal(error) if error.key else other
         return replace(diagnosis, remarks=(remark, *diagnosis.remarks))
 
 

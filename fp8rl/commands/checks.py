@@ -85,7 +85,7 @@ def plan(
         else:
             found = planning.read_subject(subject, overrides or [])
             made = planning.make_plan(found, kind, efficiency(found.experiment.numerics.mode), gpus, length)
-    print(planning.to_json(made)) if as_json else show(planning.rendered(made))
+    print(made.to_json()) if as_json else show(planning.rendered(made))
     end(made.ok)
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a dump: how far engine and trainer are from the model, which of them, where, and why."""
+"""The report on a dump: how far engine and trainer are from the model, which of them, where, and why; its page."""
 
 from __future__ import annotations
 
@@ -7,83 +7,85 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fp8rl.diagnose.certify.dump.explain import Explanation
 from fp8rl.diagnose.certify.dump.tokens import Part
 from fp8rl.diagnose.difference import Difference, shown_number
-from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.report import Grade, Report, graded, grid
 from fp8rl.rl.report import page
 
 Verdict = Literal["equal", "within the floor", "above the floor", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("equal", "within the floor", "above the floor", "broken")
-_STYLES = dict(zip(VERDICTS, ("bold green", "bold green", "bold yellow", "bold red"), strict=True))
+_GRADES: dict[Verdict, Grade] = dict(zip(VERDICTS, ("good", "good", "warning", "bad"), strict=True))
 
 
 @dataclass(frozen=True)
 class SideReport:
-    """The engine, or the trainer.
-
-    reference: its difference from the model in FP32. ours: from our exact ops, by their numerics.
-    explanations: mistakes that explain nearly all of the difference, the likeliest first. unrelated: it hardly follows
-    the model at all. tried: all mistakes that were looked for, those that leave least first.
-    """
+    """The engine, or the trainer."""
 
     name: str
     verdict: Verdict
     reference: Difference
+    """From the model in FP32."""
     ours: dict[str, Difference]
+    """From our exact ops, by their numerics."""
     explanations: list[Explanation]
+    """Mistakes that explain nearly all of the difference, the likeliest first."""
     unrelated: bool
+    """It hardly follows the model at all."""
     tried: list[Explanation] = field(default_factory=list)
+    """All mistakes that were looked for, those that leave least first."""
 
 
 @dataclass(frozen=True)
 class WorstRow:
-    """An answer that differs most from the model. place: in the dump. means: of abs(d), by side."""
+    """An answer that differs most from the model."""
 
     place: str
+    """In the dump."""
     tokens: int
     means: dict[str, float | None]
+    """Of abs(d), by side."""
 
 
 @dataclass(frozen=True)
 class DumpReport(Report):
-    """What was found of a dump. Its JSON has these keys, and `schema`, `ok` and `verdict`.
-
-    Attributes:
-        dump, kind: the file, and what wrote it. model: directory of the weights.
-        rows, of_rows: that were scored, of all. tokens: sampled ones that were compared.
-        temperatures: by which logits were divided.
-        floor: the model in BF16 from the model in FP32, both by transformers.
-        ours: our exact ops from the model in FP32, by their numerics. why_not_ours: why they have not scored
-            all of it, if so.
-        sides: the engine, and the trainer if the dump has one. between: engine from trainer.
-        parts: of the tokens, by place in the answer, length and more. histogram: counts of abs(d) by power of ten, by
-            side. worst: rows that differ most.
-        notes: what was taken for granted, or looks odd. unread: keys of the dump that were not looked at.
-        seconds: of all.
-    """
+    """The findings on a dump. Its JSON has these keys, and `schema`, `ok` and `verdict`."""
 
     dump: str
     kind: str
+    """The program that wrote it, in words."""
     model: str
+    """Directory of the weights."""
     rows: int
+    """That were scored."""
     of_rows: int
     tokens: int
+    """Sampled ones that were compared."""
     temperatures: list[float]
+    """By which logits were divided."""
     floor: Difference
+    """The model in BF16 from the model in FP32, both by transformers."""
     ours: dict[str, Difference]
+    """Our exact ops from the model in FP32, by their numerics."""
     why_not_ours: str
+    """Why our ops have not scored all of it, if so."""
     sides: list[SideReport]
+    """The engine, and the trainer if the dump has one."""
     between: Difference | None
+    """Engine from trainer."""
     parts: list[Part]
+    """Of the tokens, by place in the answer, length and more."""
     histogram: dict[str, dict[str, int]]
+    """Counts of abs(d) by power of ten, by side."""
     worst: list[WorstRow]
     notes: list[str]
+    """Assumptions, and what looks odd."""
     unread: list[str]
+    """Keys of the dump that were not looked at."""
     seconds: float
+    """Of all."""
 
     @property
     def ok(self) -> bool:
@@ -99,7 +101,7 @@ class DumpReport(Report):
 
 
 def differences(report: DumpReport) -> list[tuple[str, Difference]]:
-    """Each comparison by name, in the order in which they are shown."""
+    """Name each comparison, in the order in which they are shown."""
     found = [(f"{side.name} from the model in FP32", side.reference) for side in report.sides]
     found.append(("floor: the model in BF16 from the model in FP32", report.floor))
     found += [(f"{name}, from the model in FP32", each) for name, each in report.ours.items()]
@@ -109,7 +111,7 @@ def differences(report: DumpReport) -> list[tuple[str, Difference]]:
 
 
 def sentence(side: SideReport, report: DumpReport) -> str:
-    """What was found of a side, in words."""
+    """Say what was found of a side."""
     mean, floor = side.reference.mean, report.floor.mean
     far = f"mean |d| {shown_number(mean)} from the model in FP32, and the model in BF16 {shown_number(floor)}"
     if side.verdict == "equal":
@@ -123,45 +125,35 @@ def sentence(side: SideReport, report: DumpReport) -> str:
     if side.verdict == "within the floor":
         return f"{side.name}: within the floor: {far}{times}"
     hardly = "; it hardly follows this model, as with other weights or other tokens" if side.unrelated else ""
-    return f"{side.name}: off, cause unknown: {far}{times}{hardly}{_like(side, report)}{_tried(side)}"
-
-
-def _tried(side: SideReport) -> str:
-    """What was looked for in vain, and how much each explains."""
-    if not side.tried:
-        return ""
+    like = ""
+    if side.verdict == "above the floor" and mean:  # our own numerics may be about as far from the model
+        near = [name for name, each in report.ours.items() if each.mean and 0.5 <= mean / each.mean <= 2.0]
+        like = f"; {near[-1]}, is about as far" if near else ""
     best: dict[str, Explanation] = {}
     for each in side.tried:
         best.setdefault(each.name, each)
     shares = [f"{name} {max(0.0, 1 - each.after / each.before):.0%}" for name, each in best.items() if each.before]
-    return f". Tried, and how much of it each explains: {', '.join(shares)}"
-
-
-def _like(side: SideReport, report: DumpReport) -> str:
-    """Our own numerics that are about as far from the model, of a side that is above the floor."""
-    if side.verdict != "above the floor" or not side.reference.mean:
-        return ""
-    near = [name for name, each in report.ours.items() if each.mean and 0.5 <= side.reference.mean / each.mean <= 2.0]
-    return f"; {near[-1]}, is about as far" if near else ""
+    tried = f". Tried, and how much of it each explains: {', '.join(shares)}" if best else ""
+    return f"{side.name}: off, cause unknown: {far}{times}{hardly}{like}{tried}"
 
 
 def rendered(report: DumpReport) -> RenderableType:
-    """The comparisons, what else was noticed, and the verdict on each side."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("log-probabilities", overflow="fold")
-    for heading in ("|d| mean", "p50", "p99", "max", "KL (k3)", "equal"):
-        table.add_column(heading, justify="right")
+    """Render the comparisons, the notes, and the verdict on each side."""
+    compared = []
     for name, each in differences(report):
         numbers = (each.mean, each.p50, each.p99, each.max, each.k3_kl)
         share = "" if each.exact_frac is None else f"{100 * each.exact_frac:.3g}%"
-        table.add_row(name, *map(shown_number, numbers), share)
+        compared.append((name, *map(shown_number, numbers), share))
     rows = f"{report.rows:,} of {report.of_rows:,} rows" if report.rows < report.of_rows else f"{report.rows:,} rows"
-    what = f"{report.dump}, {report.kind}: {rows}, {report.tokens:,} sampled tokens; weights of {report.model}"
-    verdicts = [Text(sentence(side, report), style=_STYLES[side.verdict]) for side in report.sides]
-    return Group(what, Text(), table, Text(), *map(Text, report.notes), *verdicts)
+    return Group(
+        f"{report.dump}, {report.kind}: {rows}, {report.tokens:,} sampled tokens; weights of {report.model}",
+        Text(),
+        grid(("log-probabilities", "|d| mean", "p50", "p99", "max", "KL (k3)", "equal"), compared, numbers=1),
+        Text(),
+        *map(Text, report.notes),
+        *(graded(sentence(side, report), _GRADES[side.verdict]) for side in report.sides),
+    )
 
-
-# The page of a dump: the verdict, the comparisons, and where the differences sit, in one file without a network.
 
 Chart = dict[str, Any]
 """`title`, `note`, `unit` of the values, `x` labels, and `series` of `name` and `y`."""
