@@ -32,7 +32,7 @@ WORST_TOKENS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """What came of a capsule.
+    """A capsule and its sequences scored again.
 
     rescored: the capsule's sequences as the rescoring saw them. metrics: the `mismatch/...` metrics over them.
     """

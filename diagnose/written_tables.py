@@ -26,7 +26,7 @@ _SPEC = {
     "operand": "what holds it",
     "dequantized": "what holds it",
 }
-"""What a spec says, in words: the key of the numerics or the trainer section, or the narrowest format that is exact."""
+"""Words for a key of a spec: the key of the numerics or the trainer section, or the narrowest format that is exact."""
 _TITLE = "# The plan, `fp8rl plan SPEC --gpu {}`: GB on the fullest GPU in each phase of a step"
 
 

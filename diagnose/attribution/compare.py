@@ -41,7 +41,7 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
 
 
 def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
-    """How far the residual stream of the engine's own forward is from the trainer's, by layer: relative RMS."""
+    """Measure by layer how far the residual stream of the engine's own forward is from the trainer's: relative RMS."""
     streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
     for place in forward.places():
         if place.layer is not None and RESIDUAL in place.op.writes:

@@ -28,7 +28,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclass(frozen=True)
 class AttributionSubject:
-    """What is attributed.
+    """The run or capsule that is attributed, and its weights, numerics and batch.
 
     name: of the run or capsule. page: where its result is written. experiment: with the model directory to start from.
     numerics: that were in force. checkpoint: whose weights are loaded over those of the directory, if any.

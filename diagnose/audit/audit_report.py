@@ -25,11 +25,11 @@ _SHOWN = 3
 """Names that a difference spells out."""
 Verdict = Literal["confirmed", "contradicted", "undecided"]
 Found = Mapping[str, Mapping[str, int]]
-"""How often each format was seen, by class of the precision map."""
+"""Counts of each format that was seen, by class of the precision map."""
 
 FP8 = {"e4m3", "e5m2"}
 FORWARD = ("norm.reduction", "router.softmax", "loss.reduction", "scores.output")
-"""What else than the attention's softmax is computed in a forward outside FP8 products."""
+"""Classes of a forward, beside the attention's softmax, that are computed outside FP8 products."""
 BACKWARD = ("gradient.stream", "gradient.weight", "gradient.buffer", "gradient.wire", "product.gradient")
 OPTIMIZER = ("master", "gain.master", "moment", "clipping.norm")
 
@@ -45,7 +45,7 @@ class Row:
     planned: list[str]
     """Formats that will do."""
     found: dict[str, int]
-    """How often each was seen; none where no such tensor was: the run has none, or a kernel fuses what is around it."""
+    """Counts by format; none where no such tensor was seen: the run has none, or a kernel fuses what is around it."""
     bytes: int
     """Of what is held or sent."""
 
@@ -61,7 +61,7 @@ class Deviation:
     why: str
     """The reason for the plan."""
     remedy: str
-    """Where to look."""
+    """The place to look at."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
 def examine(
     stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
 ) -> tuple[int, list[Sighting]]:
-    """How many tokens the step had, and all that was seen. The trainer has learnt from it; its engine holds the weights
-    from before."""
+    """Return the tokens of the step, and all that was seen. The trainer has learnt from it; its engine holds the
+    weights from before."""
     say("syncing the weights")
     stack.syncing.sync()
     say("sampling answers and learning from them, uncompiled")

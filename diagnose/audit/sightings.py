@@ -1,4 +1,4 @@
-"""What an audit sees: tensors of one class at one place, in one format."""
+"""The sightings of an audit: tensors of one class at one place, in one format, on the engine and on the trainer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _WEIGHTS: dict[Part, str] = {
 
 
 def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
-    """What is held after a backward: weights, what products have made of them, and gradients."""
+    """Yield what is held after a backward: weights, what products have made of them, and gradients."""
     from fp8rl.trainer.inventory import inventory
 
     for each in inventory(trainer):
@@ -90,7 +90,7 @@ def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) ->
 
 
 def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
-    """What the optimizer holds after an update, judged by value: before it, masters are what a checkpoint holds.
+    """Yield what the optimizer holds after an update, judged by value: before it, masters are what a checkpoint holds.
 
     A master whose moments are zero was never updated, and is taken for what its dtype says.
     """
@@ -109,7 +109,7 @@ def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned
 # Tells the format of a tensor by its values: FP8 arithmetic that is emulated leaves BF16 tensors of FP8 values.
 
 ROWS = 256
-"""That are looked at, of a larger matrix."""
+"""Rows of a larger matrix that are looked at."""
 FEWEST = 64
 """Numbers, below which values say nothing: any few of them may be on a grid by chance."""
 SAME_CODE = 2.0**-18
@@ -146,7 +146,7 @@ class Grids:
 
 
 def _evidence(x: Tensor, spec: TensorSpec) -> int:
-    """How many numbers say something: those that are not zero, without one of each group, whose scale fits it."""
+    """Count the numbers that say something: those that are not zero, without one of each group, whose scale fits it."""
     width = spec.block_shape(*x.shape)[1]
     full = F.pad(x, (0, -x.shape[1] % width)).reshape(-1, width).count_nonzero(1)
     return int((full - 1).clamp(min=0).sum())

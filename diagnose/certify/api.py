@@ -1,4 +1,5 @@
-"""What a server is asked, whichever API it speaks: answers to prompts, with the log-probability of each token.
+"""Requests to a server, whichever API it speaks: prompts that it has never seen, and answers with the log-probability
+of each token.
 
 Two APIs are known, a file each: SGLang's own (`sglang_api`) and OpenAI's completions (`openai_api`). Here is what both
 share: a request that is bounded in time, and what may come of it.
@@ -25,7 +26,7 @@ OTHERS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one prompt.
+    """A server's answer to one prompt.
 
     tokens: ids, or texts where a server gives no ids. logprobs: of each, in nats; NaN where there is none.
     others: the log-probabilities of the most probable tokens beside each, the largest first; none where not given.
@@ -102,7 +103,7 @@ class Server(ABC):
 
 
 class Meta(Said):
-    """What llama.cpp says of a model."""
+    """The facts that llama.cpp gives of a model."""
 
     n_ctx: Count | None = None
 

@@ -159,7 +159,7 @@ class Http:
 
 
 def _read(kind: TypeAdapter[T], body: bytes, path: str) -> T:
-    """What a body of JSON says. Raises `ServerFailed` for another form."""
+    """Parse a body of JSON. Raises `ServerFailed` for another form."""
     try:
         return kind.validate_json(body)
     except ValidationError as error:

@@ -249,7 +249,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
 
 
 def _left_out(experiment: Experiment) -> Iterator[str]:
-    """What a run of the spec does beside the training step that is calculated, or holds beside policy and engine."""
+    """List what a run of the spec does or holds beside the training step, the policy and the engine."""
     if experiment.algorithm.samples:
         yield "sampling, rewards and syncs"
     needs = experiment.algorithm.needs

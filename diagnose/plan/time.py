@@ -1,4 +1,4 @@
-"""How long a training step takes, as a sum of parts on the slowest pipeline stage.
+"""The time of a training step, as a sum of parts on the slowest pipeline stage, and of a decode step.
 
 A product takes as long as its FLOPs or its bytes, whichever is more; FP8 adds a pass over each operand that it
 quantizes. Attention is BF16, its backward 2.5 forwards. Between those, what is kept is written, read, and its gradient
@@ -55,7 +55,7 @@ class StepTime:
 
     @property
     def work(self) -> float:
-        """What the GPU computes in forwards and backwards."""
+        """Seconds that the GPU computes in forwards and backwards."""
         return self.products + self.quantization + self.attention + self.elementwise
 
     @property
@@ -64,7 +64,7 @@ class StepTime:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host cannot start kernels fast enough."""
+        """The host cannot start kernels fast enough."""
         return self.launches > self.work
 
 
@@ -161,7 +161,7 @@ def _product(job: Job, weight: WeightGroup, layers: int, fp8: bool) -> _Product:
 
 
 def _twice(job: Job, weight: WeightGroup) -> bool:
-    """Whether the trainer computes a product's forward in the backward as well."""
+    """Return whether the trainer computes a product's forward in the backward as well."""
     if weight.place == "last":
         return job.rank_tokens > job.layout.head_chunk_tokens
     inside = weight.name == "router" or weight.name.startswith(("experts", "mlp", "shared"))
@@ -238,7 +238,7 @@ class Decode:
 
 
 def experts_read(experts: int, top_k: int, batch: int) -> float:
-    """How many of a layer's experts some token of a batch takes, if each takes any as likely: E (1 - (1 - k/E)^B)."""
+    """Expected number of a layer's experts that a batch takes, if each takes any as likely: E (1 - (1 - k/E)^B)."""
     return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0
 
 
@@ -271,7 +271,7 @@ GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 /
 
 
 def expert_bytes(job: Job, stage: int = 0) -> float:
-    """That a rank sends in a step to other ranks' experts, and back: forward and backward."""
+    """Bytes that a rank sends in a step to other ranks' experts, and back: forward and backward."""
     return (
         job.micro_batches
         * _expert_bytes(job, layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage))
@@ -281,7 +281,7 @@ def expert_bytes(job: Job, stage: int = 0) -> float:
 
 
 def gathered_and_summed_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
-    """That a rank sends in a step to gather weights, and to sum FP32 gradients, dense and experts'."""
+    """Bytes that a rank sends in a step to gather weights, and to sum FP32 gradients, dense and experts'."""
     gathered = summed = 0.0
     for elements, ranks, _, gather in _shared(job, stage):
         gathered += elements * gather * (ranks - 1) / ranks

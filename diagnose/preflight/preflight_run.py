@@ -26,7 +26,7 @@ BF16 = "BF16 on both sides"
 
 @dataclass
 class SoFar:
-    """What a preflight has looked at so far; see Report."""
+    """The findings of a preflight so far; see `PreflightReport`."""
 
     checks: list[Check] = field(default_factory=list)
     quantized: dict[str, list[str]] = field(default_factory=lambda: {"trainer": [], "engine": []})

@@ -1,4 +1,4 @@
-"""Do both sides give one log-probability? The measured difference, beside the noise floor."""
+"""The agreement on log-probabilities: the measured difference of both sides, beside the noise floor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 
 NATIVE_LIMIT = 6.0
-"""How many times the mean of BF16/BF16 the mean abs(d) may be in native mode. Measured with FP8 on both sides: 4.2 on
+"""Mean abs(d) that native mode may have, in means of BF16/BF16. Measured with FP8 on both sides: 4.2 on
 the example, 3.6 on a 4-layer model, on which FP8 rollout with a BF16 trainer was at 7.3, and unequal scale formats at
 9.7."""
 OTHER_TEMPERATURES = (0.8, 1.25)
@@ -57,7 +57,7 @@ def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Check]:
 
 
 def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -> Check:
-    """Whether the engine's log-probabilities are those of the temperature that it was asked to sample with."""
+    """Check that the engine's log-probabilities are those of the temperature that it was asked to sample with."""
     asked = batch.temperature
     others = {
         asked * factor: against_trainer(stack, replace(batch, temperature=asked * factor))

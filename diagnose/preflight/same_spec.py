@@ -1,4 +1,4 @@
-"""Do both sides run one spec? Its digest, the quantized modules, the scales, and the dtypes around the products."""
+"""The agreement on spec and bytes: digest, quantized modules, scales, dtypes around the products, and the manifest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def refused_handshake(error: HandshakeError) -> Check:
 
 
 def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
-    """Whether the same weights, by exact HF name, run in FP8 on both sides."""
+    """Check that the same weights, by exact HF name, run in FP8 on both sides."""
     trainer_names, engine_names = set(trainer), set(engine)
     only = {"trainer": trainer_names - engine_names, "engine": engine_names - trainer_names}
     lines = [f"only in the {side}: {_some(names)}" for side, names in only.items() if names]
@@ -80,7 +80,7 @@ def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
 
 
 def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], scale: Scale) -> Check:
-    """Whether scales are FP32, finite and above 0, and powers of two where the spec says so.
+    """Check that scales are FP32, finite and above 0, and powers of two where the spec says so.
 
     served: the names of all scales that the engine holds; one that is missing in `scales` fails.
     """
@@ -130,7 +130,7 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
 
 
 def kv_cache_dtype(report: EngineReport) -> Check:
-    """Whether keys and values stand in the cache as they were computed."""
+    """Check that keys and values stand in the cache as they were computed."""
     return judged(
         "spec",
         "KV cache",
@@ -259,7 +259,7 @@ _EXPECTED = "every tensor's digest equal in trainer and engine"
 
 
 def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
-    """Whether every piece of a fused weight is whole quantization blocks on every rank.
+    """Check that every piece of a fused weight is whole quantization blocks on every rank.
 
     Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
     """
@@ -280,7 +280,7 @@ def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
 
 
 def same_precision(experiment: Experiment) -> Check:
-    """Whether both sides run the spec, or both BF16."""
+    """Check that both sides run the spec, or both BF16."""
     sides = {"trainer": experiment.numerics.trainer != "bf16", "rollout": experiment.numerics.rollout != "bf16"}
     return judged(
         "spec",

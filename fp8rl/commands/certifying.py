@@ -114,7 +114,7 @@ def _beside(dump: Path) -> Path:
 def _sampling(
     temperature: float | None, top_p: float | None, top_k: int | None, min_p: float | None
 ) -> Callable[[Sampling], Sampling]:
-    """What options make of what a dump says of all its rows."""
+    """Return the change that options make to a dump's sampling."""
 
     def changed(said: Sampling) -> Sampling:
         cut = said.truncation

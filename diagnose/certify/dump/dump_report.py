@@ -59,12 +59,12 @@ class DumpReport(Report):
     model: str
     """Directory of the weights."""
     rows: int
-    """That were scored."""
+    """Rows that were scored."""
     of_rows: int
     tokens: int
     """Sampled ones that were compared."""
     temperatures: list[float]
-    """By which logits were divided."""
+    """The divisors of the logits."""
     floor: Difference
     """The model in BF16 from the model in FP32, both by transformers."""
     ours: dict[str, Difference]
@@ -93,7 +93,7 @@ class DumpReport(Report):
 
     @property
     def verdict(self) -> Verdict:
-        """That of the side that is worst."""
+        """The verdict on the side that is worst."""
         return max((side.verdict for side in self.sides), key=VERDICTS.index)
 
     def derived(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What our exact ops say of tokens: the trainer's forward pass, one rank of it in this process."""
+"""Scores tokens with our exact ops: the trainer's forward pass, one rank of it in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK = 64
 
 
 def numerics_of(preset: str) -> dict[str, NumericsConfig]:
-    """What a dump is scored in that does not say its numerics: BF16, and a preset."""
+    """Return the numerics to score a dump in that does not say its own: BF16, and a preset."""
     spec = QuantSpec.preset(preset)
     plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
     coded = {f"ours, FP8 ({preset})": NumericsConfig(spec=spec)} if spec.quantized else {}
@@ -35,7 +35,7 @@ def numerics_of(preset: str) -> dict[str, NumericsConfig]:
 
 
 def numerics_of_run(numerics: NumericsConfig) -> dict[str, NumericsConfig]:
-    """What a run in exact mode computed in: one thing, or another on each side."""
+    """Return the numerics that a run in exact mode computed in: one, or another on each side."""
     if numerics.trainer_spec == numerics.rollout_spec:
         return {"ours, in the run's numerics": numerics}
     engine = replace(numerics, trainer=numerics.rollout)

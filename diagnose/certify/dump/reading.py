@@ -1,4 +1,4 @@
-"""Which way a file is read, by what it is: rows of our schema, a run of ours, slime's dump, or verl's batch."""
+"""Reads a dump, by what it is: rows of our schema, a run of ours, slime's dump, or verl's batch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _KEY = b'"rollout_logprobs"'
 
 
 def is_rollouts(path: Path) -> bool:
-    """Whether a file is one of `rollouts/` of a run."""
+    """Return whether a file is one of `rollouts/` of a run."""
     return path.is_file() and path.suffix == ".jsonl" and _KEY in read_bytes(path, "DUMP", "a dump").split(b"\n", 1)[0]
 
 

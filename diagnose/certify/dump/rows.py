@@ -24,14 +24,14 @@ Version = int | str | None
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer were drawn. temperature: 0 is greedy, whose log-probabilities are those at 1."""
+    """The sampler's settings for an answer. temperature: 0 is greedy, whose log-probabilities are those at 1."""
 
     temperature: float = 1.0
     truncation: Truncation = EVERY_TOKEN
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by."""
+        """The divisor of the logits."""
         return self.temperature or 1.0
 
 
@@ -95,7 +95,7 @@ class DumpRow(BaseModel):
         return list(places) if self.mask is None else [place for place in places if self.mask[place]]
 
     def sampling(self, default: Sampling) -> Sampling:
-        """How it was drawn, by what it says itself and else by `default`."""
+        """Return its settings, those that it does not say itself from `default`."""
 
         def said(name: str, otherwise: Any) -> Any:
             value = getattr(self, name)
@@ -161,7 +161,7 @@ SCHEMA_KEYS = frozenset(DumpRow.model_fields)
 
 @dataclass(frozen=True)
 class Dump:
-    """What a file holds.
+    """The rows of a file, and what it knows of their model.
 
     kind: what wrote it, in words. rows: with at least one token that the model has sampled. places: of each row in its
         file, in words.

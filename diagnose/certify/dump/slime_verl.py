@@ -109,7 +109,7 @@ _ARRAYS: list[Any] = [
     np.dtype,
     *(type(np.dtype(kind)) for kind in ("int16", "int32", "int64", "uint8", "float32", "float64")),
 ]
-"""What arrays of numbers are made of: routed experts stand in some of the dumps."""
+"""The parts of pickled arrays of numbers: routed experts stand in some of the dumps."""
 
 
 def read_slime(path: Path) -> Dump:

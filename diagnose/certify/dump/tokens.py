@@ -134,7 +134,7 @@ def parts(tokens: Tokens, reference: Tensor, apart: Mapping[str, Tensor]) -> lis
 
 
 def histogram(apart: Mapping[str, Tensor]) -> dict[str, dict[str, int]]:
-    """How many tokens have which abs(d), by side: exactly 0, and by power of ten; what is beyond is in the last."""
+    """Count the tokens by abs(d) and side: exactly 0, and by power of ten; what is beyond is in the last."""
     return {name: _counts(each[each.isfinite()]) for name, each in apart.items()}
 
 
