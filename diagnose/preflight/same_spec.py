@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,6 @@ from fp8rl.weight_sync.bridge import SyncReport
 from fp8rl.weight_sync.manifest import SyncError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
@@ -183,52 +180,41 @@ def _some(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Observed:
-    """One rank in one forward pass.
-
-    quantized: HF names of the weights whose products ran in FP8, in order. routers: (dtype of the logits, dtype of the
-    probabilities) of every router call, each pair once.
-    """
+    """One rank in one forward pass."""
 
     quantized: list[str]
+    """HF names of the weights whose products ran in FP8, in order."""
     routers: list[tuple[str, str]]
+    """(dtype of the logits, dtype of the probabilities) of every router call, each pair once."""
 
 
 def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
-    """Score the batch and look on."""
-    trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
-    with _watched_routers(trainer.model) as routers:
-        trainer.score(batch)
-    rows = trainer.weights.rows(trainer.model)
-    quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
-    return Observed(sorted(quantized), sorted(routers))
-
-
-@contextmanager
-def _watched_routers(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
+    """Score the batch, and record the dtypes of its routers and the weights that it quantizes."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     seen: set[tuple[str, str]] = set()
-    routers: list[Any] = [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+    def watched(routing: Callable[..., Any]) -> Callable[..., Any]:
+        def route(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            result = routing(logits, *args, **kwargs)
+            dtypes = (str(each.dtype).removeprefix("torch.") for each in (logits, result[0]))
+            seen.add((next(dtypes), next(dtypes)))
+            return result
+
+        return route
+
+    routers: list[Any] = [module for module in trainer.model.modules() if isinstance(module, TopKRouter)]
+    trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
     for router in routers:
-        router.routing = _watched(router.routing, seen)  # hides the class's method until it is deleted
+        router.routing = watched(router.routing)  # hides the class's method until it is deleted
     try:
-        yield seen
+        trainer.score(batch)
     finally:
         for router in routers:
             del router.routing
-
-
-def _watched(routing: Callable[..., Any], seen: set[tuple[str, str]]) -> Callable[..., Any]:
-    def watched(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        result = routing(logits, *args, **kwargs)
-        seen.add((_name(logits.dtype), _name(result[0].dtype)))
-        return result
-
-    return watched
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    rows = trainer.weights.rows(trainer.model)
+    quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
+    return Observed(sorted(quantized), sorted(seen))
 
 
 # Does the engine hold the trainer's weights? A sync, and its manifest.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
     with serve(planted) as url:
         return certify_server(url + path, **options)
+
+
+def test_a_server_is_certified_without_the_libraries_of_a_run() -> None:
+    libraries = {"ray", "megatron", "mbridge", "sglang", "transformers"}
+    code = f"import fp8rl.diagnose.certify, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def outcomes(report: ServerReport) -> dict[str, str]:
