@@ -1,4 +1,4 @@
-"""How far two log-probabilities of the same tokens are apart, in the numbers that every diagnosis gives."""
+"""The distance of two log-probabilities of the same tokens, in the numbers that every diagnosis gives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Difference:
 
 
 def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
-    """Over the tokens of a bool mask; all of one shape [B, S]."""
+    """Compare on the tokens of a bool mask; all of one shape [B, S]."""
     values = agreement(first, second, mask)
     return Difference(
         tokens=int(values["mismatch/tokens"]),

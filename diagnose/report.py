@@ -1,16 +1,25 @@
-"""The JSON of what a diagnosis found."""
+"""The report of a diagnosis: facts, tables, findings and a verdict, as JSON with a schema and on a terminal."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fp8rl.numerics.errors import UserError
 
 SCHEMA = 1
 """The version of the JSON; it grows when a key changes its meaning or goes."""
+Grade = Literal["good", "warning", "bad"]
+_STYLES: dict[Grade, str] = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
 
 
 class Report(ABC):
@@ -19,15 +28,19 @@ class Report(ABC):
     @property
     @abstractmethod
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Nothing is wrong."""
 
     def derived(self) -> dict[str, Any]:
-        """What the JSON says besides, computed from the fields."""
+        """Return further keys of the JSON, computed from the fields."""
         return {}
 
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
     def to_json(self) -> str:
-        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
-        return json.dumps({"schema": SCHEMA, "ok": self.ok} | self.derived() | fields, indent=1, allow_nan=False)
+        values = {"schema": SCHEMA, "ok": self.ok} | self.derived() | self.plain()
+        return json.dumps(values, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -36,3 +49,42 @@ class Report(ABC):
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
         return TypeAdapter(cls).validate_python(values)
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One thing about a machine or spec that its user should know."""
+
+    blocks: bool
+    """The spec cannot run before it is mended; the others cost speed, or are not known to work."""
+    key: str
+    found: str
+    expected: str
+    remedy: str
+
+    @classmethod
+    def refusal(cls, error: UserError) -> Self:
+        return cls(True, error.key, error.found, error.expected, error.remedy)
+
+    def shown(self, blocking: str, other: str) -> Text:
+        """Render it behind the label of its kind."""
+        text = graded(f"{blocking if self.blocks else other:<10}", "bad" if self.blocks else "warning")
+        text.append(f"{self.key}: found {self.found}, expected {self.expected}. {self.remedy}", style="not bold")
+        return text
+
+
+def graded(text: str, grade: Grade) -> Text:
+    return Text(text, style=_STYLES[grade])
+
+
+def grid(
+    columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], *, numbers: int | None = None, title: str = ""
+) -> Table:
+    """Make a table, which has a frame if it has a title; the columns from `numbers` on are numbers."""
+    table = Table(title=title) if title else Table(box=None, pad_edge=False)
+    for index, heading in enumerate(columns):
+        right = numbers is not None and index >= numbers
+        table.add_column(heading, justify="right" if right else "left", overflow="ellipsis" if title else "fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

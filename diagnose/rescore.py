@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from fp8rl.diagnose.one_rank import one_rank
+from fp8rl.diagnose.one_rank import one_trainer
+from fp8rl.diagnose.report import grid
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from fp8rl.rl.guard.evidence import Evidence
 from fp8rl.rl.record.console import format_difference
-from fp8rl.trainer.config import TrainerConfig
 from fp8rl.weight_sync.adapters import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
@@ -32,7 +29,7 @@ WORST_TOKENS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Rescored:
-    """What came of a capsule.
+    """A capsule and its sequences scored again.
 
     rescored: the capsule's sequences as the rescoring saw them. metrics: the `mismatch/...` metrics over them.
     """
@@ -96,7 +93,13 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
             expected=f"the weights of version {capsule.evidence.version} as a Hugging Face directory",
             remedy="Give --model DIR, or set guard.capsule_weights=true in runs to come.",
         )
-    with _trainer(capsule, weights) as trainer:
+    with one_trainer(
+        weights,
+        capsule.numerics,  # they carry the reduction order of the run's layout
+        micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens,
+        longest=capsule.experiment.rollout.context_length,
+        adapter=capsule.beginning(weights).adapter,
+    ) as trainer:
         _check_weights(capsule, trainer, weights)
         rows, scored = trainer.score_routed(capsule.evidence.batch)
     order = torch.tensor(rows).argsort()
@@ -115,14 +118,17 @@ def print_rescored(result: Rescored, console: Console) -> None:
     console.print(f"capsule of step {capsule.step}, weight version {evidence.version}, {capsule.numerics.mode} mode")
     for line in capsule.why:
         console.print(f"  {line}")
-    table = Table("row", "position", "token", "rollout", "trainer", "rescored", "d", title="largest |d|")
-    for row, position in _worst_tokens(evidence):
+    rows = []
+    size = evidence.abs_differences()
+    sampled = ((row, at) for row, at in evidence.batch.loss_mask.nonzero().tolist())
+    for row, position in sorted(sampled, key=lambda where: -size[where])[:WORST_TOKENS]:
         token, mine = int(evidence.batch.tokens[row, position]), evidence.logprobs[row, position].item()
         theirs = evidence.batch.fields["rollout_logprobs"][row, position].item()
         again = rescored.logprobs[row, position].item()
         numbers = (f"{theirs:.6f}", f"{mine:.6f}", f"{again:.6f}", format_difference(mine - theirs))
-        table.add_row(str(capsule.rows[row]), str(position), str(token), *numbers)
-    console.print(table)
+        rows.append((str(capsule.rows[row]), str(position), str(token), *numbers))
+    columns = ("row", "position", "token", "rollout", "trainer", "rescored", "d")
+    console.print(grid(columns, rows, title="largest |d|"))
     facts = result.to_dict()
     for name, values in facts["metrics"].items():
         if values["recorded"] != values["rescored"]:
@@ -130,25 +136,6 @@ def print_rescored(result: Rescored, console: Console) -> None:
     equal = f"{facts['equal_tokens']:,} of {facts['tokens']:,} trainer logprobs are equal bit for bit"
     change = "" if facts["equal_tokens"] == facts["tokens"] else f", the largest change is {facts['largest_change']}"
     console.print(f"{'reproduced' if result.reproduced else 'NOT reproduced'}: {equal}{change}", style="bold")
-
-
-@contextmanager
-def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
-    """One rank in this process, on the capsule's numerics; they carry the reduction order of the run's layout."""
-    config = TrainerConfig(micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens)
-    with one_rank(config, capsule.numerics) as layout:
-        from fp8rl.trainer.trainer import Trainer
-
-        yield Trainer(
-            weights,
-            config,
-            capsule.numerics,
-            layout,
-            seed=0,
-            total_steps=1,
-            max_sequence_length=capsule.experiment.rollout.context_length,
-            adapter=capsule.beginning(weights).adapter,
-        )
 
 
 def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
@@ -165,13 +152,6 @@ def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
             expected=f"the {len(manifest.entries)} digests of the manifest, weight version {manifest.version}",
             remedy="Give the weights that scored these sequences, in BF16, with --model DIR.",
         )
-
-
-def _worst_tokens(evidence: Evidence) -> list[tuple[int, int]]:
-    """(row, position) of the sampled tokens with the largest abs(d)."""
-    sampled = evidence.batch.loss_mask.nonzero().tolist()
-    size = evidence.abs_differences()
-    return sorted(((row, at) for row, at in sampled), key=lambda where: -size[where])[:WORST_TOKENS]
 
 
 def _finite(value: float) -> float | None:

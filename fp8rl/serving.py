@@ -66,7 +66,7 @@ class Served:
 
     @property
     def base_name(self) -> str | None:
-        """What clients call the model without its adapter."""
+        """The name of the model without its adapter, for clients."""
         return f"{self.name}-base" if self.adapter is not None else None
 
 

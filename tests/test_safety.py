@@ -11,7 +11,7 @@ from tests.test_architecture import MAY_IMPORT, python_files
 pytestmark = pytest.mark.slow
 
 REMOVALS = {
-    "diagnose/attribution/probe.py": {"TemporaryDirectory"},  # operands of one op, in the system's temporary directory
+    "diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
     "diagnose/certify/dump/ours.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
     "fp8rl/starting.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`

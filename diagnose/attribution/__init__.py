@@ -1,7 +1,7 @@
-"""Where the mismatch between trainer and engine comes from: by op, by cause, by expert and by position."""
+"""Attribution finds the source of a mismatch of trainer and engine: by op, by cause, by expert and by position."""
 
 from fp8rl.diagnose.attribution.attribute import attribute
-from fp8rl.diagnose.attribution.result import (
+from fp8rl.diagnose.attribution.attribution_report import (
     Attribution,
     Cause,
     ExpertDifference,

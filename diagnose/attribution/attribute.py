@@ -1,35 +1,43 @@
-"""Where does the mismatch come from? The live trainer and engine are asked, on tokens that were sampled."""
+"""Attributes the mismatch of a live trainer and engine, which are asked about tokens that were sampled."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8rl.diagnose.attribution.attribution_report import Attribution, Cause, CauseName
 from fp8rl.diagnose.attribution.compare import (
     expert_differences,
+    fit_temperature,
     op_differences,
     position_differences,
     stream_differences,
 )
-from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank
-from fp8rl.diagnose.attribution.probe import EngineAnswer, ask_engine
-from fp8rl.diagnose.attribution.result import Attribution, Cause, CauseName
-from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
-from fp8rl.diagnose.attribution.weights import expected_manifest, uncommitted
+from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank, uncommitted
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.plugin.op_probe import ANSWER
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.weight_sync.adapters import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -73,69 +81,87 @@ def attribute(
     trace = trainer.apply(_trace_ops, traced)[0]
     expected = expected_manifest(trainer, numerics.rollout_spec)
     held, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
-    if answer is None:
-        return _without_engine(model, numerics, expected, held, d, batch)
+    clues = Clues(model=model, numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
+    found = Attribution(
+        findings=rank(clues),
+        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
+        tokens=int(batch.loss_mask.sum()),
+        positions=tuple(position_differences(d, batch.loss_mask)),
+    )
+    if answer is None:  # the engine computes nothing, and no more can be said
+        return found
 
     views = _Views.of(traced, trace, answer)
-    fit = _fit(views)
+    at = views.sampled & views.recorded.isfinite()
+    fit = fit_temperature(views.logits[at], views.targets[at], views.recorded[at]) if at.any() else None
     causes = []
     if fit is not None and explains(fit, batch.temperature, views.reproduced, numerics.mode):
-        causes.append(_sampler_cause(trainer, batch, d, fit))
+        fitted = trainer.score(replace(batch, temperature=fit.temperature)) - recorded
+        before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
+        note = f"temperature {fit.temperature:.4g} in place of {batch.temperature:.4g}"
+        causes.append(Cause("sampler", before, after, note))
     if views.chosen is not None:
-        causes.append(_routing_cause(trainer, traced, views))
+        routes = torch.full((*traced.tokens.shape, *views.chosen.shape[1:]), UNKNOWN, dtype=torch.int16)
+        routes[traced.real_tokens()] = views.chosen.to(torch.int16)
+        replayed = _behind(trainer.score(replace(traced, routes=routes, replay=True)), traced).double()
+        after = _mean_abs((replayed - views.engine)[views.sampled])
+        causes.append(Cause("routing", views.live_mean, after, "the engine's experts in the trainer (R3)"))
     if resync is not None and expected.mismatched(held):
         resync()
-        causes.append(_weights_cause(endpoint, expected, traced, trace, views))
+        _, synced = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
+        assert synced is not None
+        after = _Views.of(traced, trace, synced).live_mean
+        causes.append(Cause("weights", views.live_mean, after, "a verified sync"))
     if other_pair is not None:
-        causes += _other_numerics(numerics, traced, views, other_pair)
+        causes += _other_numerics(numerics, traced, views.live_mean, other_pair)
     ops = op_differences(model.forward, trace.tensors, answer.tensors)
     experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
-    clues = Clues(
-        model=model,
-        numerics=numerics,
-        expected=expected,
-        held=held,
+    clues = replace(
+        clues,
         ops=ops,
         experts=experts,
-        temperature=batch.temperature,
         fit=fit,
         reproduced=views.reproduced,
         live=views.live_mean,
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
-        settings=_settings(model, trace, answer),
+        settings={
+            place.op.name: (name, trace.settings[name], answer.settings[name])
+            for place in model.forward.places()
+            for name in place.op.form.constants
+            if trace.settings[name] != answer.settings[name]
+        },
         causes=causes,
     )
-    return Attribution(
+    return replace(
+        found,
         findings=rank(clues),
-        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
-        tokens=int(batch.loss_mask.sum()),
         live_abs_diff_mean=views.live_mean,
         traced_tokens=int(views.sampled.sum()),
         ops=tuple(ops),
         stream=tuple(stream_differences(model.forward, trace.tensors, answer.tensors)),
         causes=tuple(causes),
         experts=tuple(experts),
-        positions=tuple(position_differences(d, batch.loss_mask)),
     )
 
 
 @dataclass(frozen=True)
 class _Views:
-    """The traced sequences end to end, [T]: index t speaks of the token behind the token at t.
-
-    trainer, engine: log-probabilities of the trainer, and of the engine's own forward. recorded: as the batch has them.
-    scored: there is a next token in the sequence. sampled: and the engine sampled it.
-    logits: the engine's [T, V]. targets: the next tokens. chosen: the engine's experts [T, L, k], None if dense.
-    """
+    """The traced sequences end to end, [T]: index t speaks of the token behind the token at t."""
 
     trainer: Tensor
+    """Log-probabilities of the trainer."""
     engine: Tensor
+    """Those of the engine's own forward."""
     recorded: Tensor
-    scored: Tensor
+    """Those of the batch."""
     sampled: Tensor
+    """There is a next token in the sequence, and the engine sampled it."""
     logits: Tensor
+    """The engine's [T, V]."""
     targets: Tensor
+    """The next tokens."""
     chosen: Tensor | None
+    """The engine's experts [T, L, k], None if dense."""
 
     @classmethod
     def of(cls, batch: TokenBatch, trace: OpTrace, answer: EngineAnswer) -> _Views:
@@ -143,7 +169,6 @@ class _Views:
             trainer=trace.tensors["logprobs:out.logprobs"].double(),
             engine=answer.tensors["free.logprobs"].double(),
             recorded=_behind(batch.fields["rollout_logprobs"], batch).double(),
-            scored=_behind(batch.real_tokens(), batch),
             sampled=_behind(batch.loss_mask, batch),
             logits=answer.tensors["free.logits"],
             targets=trace.tensors[TARGETS],
@@ -175,87 +200,40 @@ def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
 async def _ask(
     endpoint: Endpoint, expected: Manifest, trace: OpTrace, temperature: float
 ) -> tuple[dict[str, str], EngineAnswer | None]:
-    """What the engine holds, and its answer; None from an engine that was left within an update."""
+    """Ask for the digests that the engine holds, and for its answer; None from one that was left within an update."""
     async with EngineClient(endpoint) as client:
         held = (await client.manifest()).entries
         return held, None if uncommitted(expected, held) else await ask_engine(client, trace, temperature)
 
 
-def _without_engine(
-    model: Model, numerics: NumericsConfig, expected: Manifest, held: dict[str, str], d: Tensor, batch: TokenBatch
-) -> Attribution:
-    """All that can be said of an engine that computes nothing."""
-    clues = Clues(model=model, numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
-    return Attribution(
-        findings=rank(clues),
-        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
-        tokens=int(batch.loss_mask.sum()),
-        positions=tuple(position_differences(d, batch.loss_mask)),
-    )
-
-
-def _sampler_cause(trainer: TrainerGroup, batch: TokenBatch, d: Tensor, fit: TemperatureFit) -> Cause:
-    fitted = trainer.score(replace(batch, temperature=fit.temperature)) - batch.fields["rollout_logprobs"]
-    before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
-    return Cause("sampler", before, after, f"temperature {fit.temperature:.4g} in place of {batch.temperature:.4g}")
-
-
-def _routing_cause(trainer: TrainerGroup, traced: TokenBatch, views: _Views) -> Cause:
-    assert views.chosen is not None
-    replayed = trainer.score(replace(traced, routes=_routes(views.chosen, traced), replay=True))
-    after = _mean_abs((_behind(replayed, traced).double() - views.engine)[views.sampled])
-    return Cause("routing", views.live_mean, after, "the engine's experts in the trainer (R3)")
-
-
-def _weights_cause(endpoint: Endpoint, expected: Manifest, traced: TokenBatch, trace: OpTrace, views: _Views) -> Cause:
-    """After the engine was synced."""
-    _, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
-    assert answer is not None
-    return Cause("weights", views.live_mean, _Views.of(traced, trace, answer).live_mean, "a verified sync")
-
-
 def _other_numerics(
     numerics: NumericsConfig,
     traced: TokenBatch,
-    views: _Views,
+    before: float,
     other_pair: Callable[[NumericsConfig], AbstractContextManager[Pair]],
 ) -> Iterator[Cause]:
-    """What takes another trainer and another engine; nothing where both sides compute the same."""
+    """Switch quantization and op definitions, each with another trainer and engine, where the sides may differ in it.
+
+    before: mean |d| as it is.
+    """
     native = numerics.mode == "native"
     switches: list[tuple[CauseName, NumericsConfig, str]] = []
     if one_side_quantizes(numerics) or (native and numerics.rollout != "bf16"):
         switches.append(("quantization", replace(numerics, trainer="bf16", rollout="bf16"), "both sides in BF16"))
-    exact = _exact(numerics)
-    if exact is not None:
-        switches.append(("op definitions", exact, "the shared ops on both sides"))
+    if native:
+        with suppress(UserError):  # exact mode refuses some specs
+            switches.append(("op definitions", replace(numerics, mode="exact"), "the shared ops on both sides"))
     for name, changed, note in switches:
         with other_pair(changed) as (trainer, endpoint):
             trace = trainer.apply(_trace_ops, traced)[0]
-            _, answer = asyncio.run(
-                _ask(endpoint, expected_manifest(trainer, changed.rollout_spec), trace, traced.temperature)
-            )
+            expected = expected_manifest(trainer, changed.rollout_spec)
+            _, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
         assert answer is not None
-        yield Cause(name, views.live_mean, _Views.of(traced, trace, answer).live_mean, note)
-
-
-def _exact(numerics: NumericsConfig) -> NumericsConfig | None:
-    """Native numerics on the shared ops; None if they are exact already, or exact mode refuses the spec."""
-    if numerics.mode == "exact":
-        return None
-    try:
-        return replace(numerics, mode="exact")
-    except UserError:
-        return None
-
-
-def _fit(views: _Views) -> TemperatureFit | None:
-    """The temperature of the record by the engine's own logits; None where nothing finite was recorded."""
-    at = views.sampled & views.recorded.isfinite()
-    return fit_temperature(views.logits[at], views.targets[at], views.recorded[at]) if at.any() else None
+        yield Cause(name, before, _Views.of(traced, trace, answer).live_mean, note)
 
 
 def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
-    """Rows in the order of their mean |d| over sampled tokens, the largest first, as many as fit the budget."""
+    """Order the rows by their mean |d| over sampled tokens, the largest first; as many as fit the budget."""
     used = batch.loss_mask & d.isfinite()
     means = torch.where(used, d.abs(), 0.0).sum(1) / used.sum(1).clamp(min=1)
     chosen: list[int] = []
@@ -267,27 +245,44 @@ def _most_different(d: Tensor, batch: TokenBatch, budget: int) -> list[int]:
 
 
 def _behind(values: Tensor, batch: TokenBatch) -> Tensor:
-    """[B, S] by token -> [T], rows end to end, each token with the value of the one behind it (0 at a row's end)."""
+    """Shift [B, S] by token to [T], rows end to end, each token with the value of the next one (0 at a row's end)."""
     return torch.cat([torch.cat((row[1:n], row.new_zeros(1))) for row, n in zip(values, batch.lengths.tolist())])
 
 
-def _routes(chosen: Tensor, batch: TokenBatch) -> Tensor:
-    """Experts [T, L, k] of the rows end to end -> `TokenBatch.routes`."""
-    routes = torch.full((*batch.tokens.shape, *chosen.shape[1:]), UNKNOWN, dtype=torch.int16)
-    routes[batch.real_tokens()] = chosen.to(torch.int16)
-    return routes
-
-
-def _settings(model: Model, trace: OpTrace, answer: EngineAnswer) -> dict[str, tuple[str, float, float]]:
-    return {
-        place.op.name: (name, trace.settings[name], answer.settings[name])
-        for place in model.forward.places()
-        for name in place.op.form.constants
-        if trace.settings[name] != answer.settings[name]
-    }
-
-
 def _mean_abs(values: Tensor) -> float:
-    """Over the finite ones; 0 if there are none."""
+    """Average over the finite ones; 0 if there are none."""
     finite = values[values.isfinite()].double()
     return finite.abs().mean().item() if finite.numel() else 0.0
+
+
+def expected_manifest(trainer: TrainerGroup, spec: QuantSpec) -> Manifest:
+    """Return what an engine that serves `spec` must hold at the trainer's version."""
+    return Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """An engine's answer to a recorded forward pass."""
+
+    tensors: dict[str, Tensor]
+    """See `rollout.plugin.op_probe.ANSWER`."""
+    settings: dict[str, float]
+    """Constants of the engine's ops, such as `rope_theta`."""
+
+
+async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -> EngineAnswer:
+    """Run the engine's own ops on the trainer's inputs, and its own forward of the same tokens; a disk is shared.
+
+    Raises:
+        EngineError: the engine failed, or its answer is damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
+        recording = Path(folder) / "trainer.safetensors"
+        save_file(trace.tensors, recording, {"temperature": repr(temperature)})
+        digest = (await client.probe(recording)).sha256
+        path = recording.with_name(ANSWER)
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            return EngineAnswer(tensors, json.loads(file.metadata()["settings"]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.result import ExpertDifference, OpDifference, PositionDifference
+from fp8rl.diagnose.attribution.attribution_report import ExpertDifference, OpDifference, PositionDifference
 from fp8rl.models.trace import CHOSEN, EACH, RESIDUAL, Forward, output
+from fp8rl.numerics import ops
 
 SHORTEST_BUCKET = 32
 
@@ -39,7 +41,7 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
 
 
 def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
-    """How far the residual stream of the engine's own forward is from the trainer's, by layer: relative RMS."""
+    """Measure by layer how far the residual stream of the engine's own forward is from the trainer's: relative RMS."""
     streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
     for place in forward.places():
         if place.layer is not None and RESIDUAL in place.op.writes:
@@ -102,3 +104,71 @@ def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0.0, ours - theirs)
+
+
+# Finds the temperature at which tokens were sampled.
+
+LOWEST, HIGHEST, GRID = 0.05, 10.0, 48
+"""The search begins with GRID temperatures from LOWEST to HIGHEST, in equal ratios."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_STEPS = 40
+"""Golden-section steps: they shrink the bracket by 2e8, below FP32's resolution."""
+
+
+@dataclass(frozen=True)
+class TemperatureFit:
+    """The temperature that explains recorded log-probabilities best.
+
+    temperature: of the best fit. abs_diff_mean: mean |d| that remains at it.
+    """
+
+    temperature: float
+    abs_diff_mean: float
+
+
+def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> TemperatureFit:
+    """The temperature at which log_softmax(logits / temperature) is nearest to the recorded log-probabilities.
+
+    Nearest in mean absolute difference, over tokens whose recorded value is finite. People write temperatures with few
+    digits: a value with fewer that fits as well is preferred.
+
+    Args:
+        logits: float [N, V], before any temperature.
+        tokens: int64 [N].
+        recorded: float [N].
+    """
+    finite = recorded.isfinite()
+    logits, tokens, recorded = logits[finite], tokens[finite], recorded[finite].double()
+
+    def remaining(temperature: float) -> float:
+        logprobs, _ = ops.token_logprobs(logits, tokens, temperature)
+        return float((logprobs.double() - recorded).abs().mean())
+
+    best = _minimize(remaining)
+    least = remaining(best)
+    for digits in range(1, 5):
+        rounded = round(best, digits)
+        if rounded > 0 and remaining(rounded) <= 1.001 * least:
+            return TemperatureFit(rounded, remaining(rounded))
+    return TemperatureFit(best, least)
+
+
+def _minimize(function: Callable[[float], float]) -> float:
+    """The best of a grid, then a golden-section search (Kiefer 1953) between its neighbours."""
+    grid = torch.linspace(math.log(LOWEST), math.log(HIGHEST), GRID, dtype=torch.float64).tolist()
+    values = [function(math.exp(x)) for x in grid]
+    at = values.index(min(values))
+    low, high = grid[max(at - 1, 0)], grid[min(at + 1, GRID - 1)]
+    inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
+    found = [function(math.exp(x)) for x in inner]
+    for _ in range(_STEPS):
+        if found[0] <= found[1]:
+            high = inner[1]
+            inner = [high - _GOLDEN * (high - low), inner[0]]
+            found = [function(math.exp(inner[0])), found[0]]
+        else:
+            low = inner[0]
+            inner = [inner[1], low + _GOLDEN * (high - low)]
+            found = [found[1], function(math.exp(inner[1]))]
+    return math.exp((low + high) / 2)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8rl.diagnose.attribution.attribute import Pair, attribute
-from fp8rl.diagnose.attribution.result import Attribution
+from fp8rl.diagnose.attribution.attribution_report import Attribution
 from fp8rl.diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
@@ -28,19 +28,19 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclass(frozen=True)
 class AttributionSubject:
-    """What is attributed.
-
-    name: of the run or capsule. page: where its result is written. experiment: with the model directory to start from.
-    numerics: that were in force. checkpoint: whose weights are loaded over those of the directory, if any.
-    batch: None if it is still to be sampled.
-    """
+    """The run or capsule that is attributed, and its weights, numerics and batch."""
 
     name: str
     page: Path
+    """The file that its result is written to."""
     experiment: Experiment
+    """With the model directory to start from."""
     numerics: NumericsConfig
+    """Those that were in force."""
     checkpoint: Path | None = None
+    """Its weights are loaded over those of the directory."""
     batch: TokenBatch | None = None
+    """None if it is still to be sampled."""
 
     @property
     def compared(self) -> str:
@@ -107,7 +107,8 @@ def _run(run: RunDir) -> AttributionSubject:
     experiment = read_resolved(run.experiment)
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
-        experiment = _with_model(experiment, run.model)
+        model = experiment.model.model_copy(update={"path": str(run.model)})
+        experiment = experiment.model_copy(update={"model": model})
     elif step is None:
         raise user_error(
             "attribute",
@@ -135,10 +136,6 @@ def _capsule(path: Path) -> AttributionSubject:
     return AttributionSubject(
         f"{experiment.run.name} {path.name}", page, experiment, capsule.numerics, batch=capsule.evidence.batch
     )
-
-
-def _with_model(experiment: Experiment, path: Path) -> Experiment:
-    return experiment.model_copy(update={"model": experiment.model.model_copy(update={"path": str(path)})})
 
 
 @contextmanager

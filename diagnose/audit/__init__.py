@@ -1,7 +1,7 @@
-"""Does a run compute what it plans? Starts both sides, watches a step op by op, and holds it against the precision
+"""The audit of a run's precision. It starts both sides, watches a step op by op, and holds it against the precision
 map."""
 
-from fp8rl.diagnose.audit.report import AuditReport, rendered
-from fp8rl.diagnose.audit.run import audit
+from fp8rl.diagnose.audit.audit_report import AuditReport, rendered
+from fp8rl.diagnose.audit.audit_run import audit
 
 __all__ = ["AuditReport", "audit", "rendered"]

@@ -1,4 +1,4 @@
-"""Where in the trainer's model each op of the forward is computed, and what the spec plans for it there."""
+"""The modules of the trainer's model that compute each op of the forward, and the spec's plan for them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Part = Literal["embedding", "head", "router", "attention", "product", "experts", "norm"]
-"""What a module is. A product may have a norm inside, a layer of experts has its products inside."""
+"""The kind of a module. A product may have a norm inside, a layer of experts has its products inside."""
 
 
 _BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "experts")
-"""What a module is, whatever else is in it."""
+"""Kinds that a module has whatever else is in it."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.memory import held_by_optimizer, held_in_pass
-from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.sightings import Grids, Sighting, held_by_optimizer, held_in_pass, stored
 from fp8rl.diagnose.audit.sites import Part, Site, Sites
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.backend import dispatch
@@ -48,7 +46,8 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
 CAST = "_to_copy"
 COPIES = {CAST, "clone", "index_copy"}
-"""What is multiplied may be an adapter in another dtype or order, or with its rows where the product has them."""
+"""Copies of an operand, which may be an adapter in another dtype or order, or with its rows where the product has
+them."""
 CLIPPING, UPDATE = "clipping", "update"
 WIRES = {"start_grad_sync": "gradient.wire", "start_param_sync": "wire.weights"}
 """Methods of Megatron's groups of buffers, and what they send."""
@@ -101,8 +100,8 @@ def watch_step(
 
 
 def _own_formats(sizes: ModelSizes, mode: Mode) -> dict[str, str]:
-    """What a model's own ops compute in FP32: all of a sigmoid router, of which exact mode multiplies in BF16 what is
-    BF16, and the core of latent attention that native mode has where Megatron has none."""
+    """Return what a model's own ops compute in FP32: all of a sigmoid router, of which exact mode multiplies in BF16
+    what is BF16, and the core of latent attention that native mode has where Megatron has none."""
     router = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")
     router["router.operands"] = "bf16|fp32"
     core = dict.fromkeys(("scores.output", "softmax.output"), "fp32")
@@ -216,7 +215,7 @@ class _Watcher(TorchDispatchMode):
         return self._places[bisect_right(self._places, node._sequence_nr(), key=lambda place: place[0]) - 1][1]
 
     def _node(self) -> Any:
-        """Whose backward runs; None in a forward, also in that of a module that the backward computes once more."""
+        """The node whose backward runs; None in a forward, also in one that the backward computes once more."""
         return None if self._modules else torch._C._current_autograd_node()
 
     # What
@@ -333,7 +332,7 @@ class _Watcher(TorchDispatchMode):
         self._bytes[seen] += size
 
     def _weight_places(self) -> set[int]:
-        """Where weights lie, and what products take for them. There are no more of them once the backward begins."""
+        """The storages of weights and of products' operands; there are no more of them once the backward begins."""
         if self._weights is None:
             operands = [tensor for _, operand in self._trainer.cache.operands() for tensor in tensors_in(operand)]
             self._weights = {_storage(tensor) for tensor in operands} | self._parameters

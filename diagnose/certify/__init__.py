@@ -1,6 +1,5 @@
-"""Is an engine exact? A running server: does a row depend on its batch? A dump: how far is it from the model?"""
+"""The certificate of an engine: a row of a running server depends on nothing else; a dump is as near as its model."""
 
-from fp8rl.diagnose.certify.server import certify_server
-from fp8rl.diagnose.certify.server_report import ServerReport, rendered
+from fp8rl.diagnose.certify.server import ServerReport, certify_server, rendered
 
 __all__ = ["ServerReport", "certify_server", "rendered"]

@@ -1,4 +1,5 @@
-"""What a server is asked, whichever API it speaks: answers to prompts, with the log-probability of each token.
+"""Requests to a server, whichever API it speaks: prompts that it has never seen, and answers with the log-probability
+of each token.
 
 Two APIs are known, a file each: SGLang's own (`sglang_api`) and OpenAI's completions (`openai_api`). Here is what both
 share: a request that is bounded in time, and what may come of it.
@@ -6,6 +7,7 @@ share: a request that is bounded in time, and what may come of it.
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +16,7 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from fp8rl.diagnose.certify.http import Http, Refused, ServerFailed
-from fp8rl.diagnose.certify.said import Count, Name, Said
+from fp8rl.diagnose.certify.http import Count, Http, Name, Refused, Said, ServerFailed
 from fp8rl.numerics.errors import UserError, shown, user_error
 
 Prompt = str | list[int]
@@ -25,7 +26,7 @@ OTHERS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one prompt.
+    """A server's answer to one prompt.
 
     tokens: ids, or texts where a server gives no ids. logprobs: of each, in nats; NaN where there is none.
     others: the log-probabilities of the most probable tokens beside each, the largest first; none where not given.
@@ -102,7 +103,7 @@ class Server(ABC):
 
 
 class Meta(Said):
-    """What llama.cpp says of a model."""
+    """The facts that llama.cpp gives of a model."""
 
     n_ctx: Count | None = None
 
@@ -171,3 +172,66 @@ def fitting(answer: Answer, tokens: int, path: str) -> Answer:
             f"{path} answered {said} tokens and {logprobs} log-probabilities where {tokens} were asked for"
         )
     return answer
+
+
+# What a server is asked: prompts that it has never seen, of many lengths.
+
+IDS = range(8, 64)
+"""Token ids of prompts: every vocabulary has them, and most have their special tokens elsewhere."""
+SHORT = (5, 12, 17, 33, 64, 97, 130, 200)
+"""Tokens of the prompts that are asked in every way; few of them are multiples of a tile or a page."""
+FIRST = 4
+"""One of so many short prompts is asked in every way before the others are: a short limit has a verdict then."""
+LONG_PROMPTS = 2
+"""Asked at the same time in each of the two rounds; one more is asked with its beginning in the cache."""
+LONGEST = 4096
+"""Tokens of the longest prompts, where a server does not say how many it prefills at once."""
+SHORTEST_LONG = 300
+ROOM = 64
+"""Tokens that are left to answers in the context of a server."""
+
+
+class Writer:
+    """Writes prompts that are drawn anew in each run, so that no cache holds them.
+
+    Dozens in a row begin with different tokens, so that none has its beginning from its neighbour's.
+    """
+
+    def __init__(self, server: Server, seed: int | None = None) -> None:
+        """seed: None draws one."""
+        self._draw, self._server = random.Random(seed), server
+        self._first = self._draw.randrange(len(IDS))
+
+    def prompt(self, ids: list[int]) -> Prompt:
+        """Ids as the server takes them; one that takes none is asked with a row of numbers, of more tokens."""
+        return ids if self._server.takes_ids else " ".join(map(str, ids))
+
+    def ids(self, tokens: int) -> list[int]:
+        """So many token ids."""
+        self._first += 1
+        return [IDS[self._first % len(IDS)], *self._draw.choices(IDS, k=tokens - 1)] if tokens > 0 else []
+
+    def short(self) -> list[list[int]]:
+        """Rows of the lengths of SHORT."""
+        room = max(1, (self._server.context or 1 << 20) - ROOM)
+        return [self.ids(min(length, room)) for length in SHORT]
+
+    def long(self) -> list[list[int]]:
+        """Rows as long as three chunks, or as LONGEST, if the server's context has the room. None if it has none.
+
+        Raises:
+            ServerFailed, TimeUp.
+        """
+        server = self._server
+        length = 3 * server.chunk + 100 if server.chunk else LONGEST
+        length = min(length, (server.context or length + ROOM) - ROOM)
+        while length >= SHORTEST_LONG and not self._is_taken(length):
+            length //= 2
+        return [self.ids(length - 17 * number) for number in range(1 + LONG_PROMPTS) if length >= SHORTEST_LONG]
+
+    def _is_taken(self, tokens: int) -> bool:
+        try:
+            self._server.ask([self.prompt(self.ids(tokens))], 1, "fp8rl-certify-length")
+        except Refused:
+            return False
+        return True

@@ -14,7 +14,7 @@ from fp8rl.diagnose.difference import Difference, difference
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two answers to one prompt part: at the earliest position of all prompts.
+    """The point at which two answers to one prompt part: the earliest position of all prompts.
 
     prompt: its number. position: of the token in the answer, from 0. tokens, logprobs: of the first way and of the
     second, of this token or one beside it; a log-probability that is not finite is None.
@@ -89,7 +89,7 @@ def _same(x: float, y: float) -> bool:
 
 
 def _distance(pair: tuple[float, float]) -> float:
-    """How far two numbers are apart; those of which one is not finite are furthest."""
+    """Return the distance of two numbers; those of which one is not finite are furthest."""
     x, y = pair
     if _same(x, y):
         return 0.0

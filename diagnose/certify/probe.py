@@ -20,11 +20,10 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from fp8rl.diagnose.certify import prompts as lengths
-from fp8rl.diagnose.certify.api import Answer, Prompt, Server
+from fp8rl.diagnose.certify import api as lengths
+from fp8rl.diagnose.certify.api import SHORTEST_LONG, Answer, Prompt, Server, Writer
 from fp8rl.diagnose.certify.compare import Comparison, compare
 from fp8rl.diagnose.certify.http import Refused, ServerFailed, TimeUp
-from fp8rl.diagnose.certify.prompts import SHORTEST_LONG, Writer
 from fp8rl.numerics.errors import UserError
 
 TOKENS = 24

@@ -4,20 +4,72 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from fp8rl.diagnose.certify.api import Server
+from fp8rl.diagnose.certify.api import Server, Writer
+from fp8rl.diagnose.certify.apis import OpenAI, SGLang
 from fp8rl.diagnose.certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
-from fp8rl.diagnose.certify.openai_api import OpenAI
-from fp8rl.diagnose.certify.probe import Probe, Way
-from fp8rl.diagnose.certify.prompts import Writer
-from fp8rl.diagnose.certify.server_report import ServerReport
-from fp8rl.diagnose.certify.sglang_api import SGLang
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.diagnose.certify.probe import Cause, Probe, Way
+from fp8rl.diagnose.difference import shown_number
+from fp8rl.diagnose.report import Report, graded, grid
+from fp8rl.numerics.errors import UserError, shown, user_error
 
+Verdict = Literal["certified", "broken", "undecided"]
+_STYLES = {"equal": "green", "differs": "bold red", "absent": "dim", "not reached": "yellow"}
+_BREAKS: dict[Cause, str] = {
+    "repetition": "the same request once more",
+    "cached prefix": "a prefix from the cache",
+    "batch": "what else is in the batch",
+    "prefill": "prefilling what was decoded",
+    "chunked prefill": "where chunks of a long prompt begin",
+    "load": "other work at the same time",
+}
 _DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class ServerReport(Report):
+    """The findings on a server. Its JSON has these keys, and `schema`, `ok`, `verdict` and `breaks`."""
+
+    url: str
+    api: str
+    """SGLang or OpenAI."""
+    model: str
+    isolates: bool
+    """Each way began with an empty cache."""
+    chunk: int | None
+    """Tokens that it prefills at once; None: it does not say."""
+    ways: list[Way]
+    """In the order in which they were tried."""
+    seconds: float
+    """Of all requests."""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "certified"
+
+    @property
+    def verdict(self) -> Verdict:
+        """Broken by one difference; certified where nothing that this server has was left out."""
+        outcomes = {way.outcome for way in self.ways}
+        if "differs" in outcomes:
+            return "broken"
+        compared = "equal" in outcomes and any(way.found and way.found.size.max is not None for way in self.ways)
+        return "certified" if compared and "not reached" not in outcomes else "undecided"
+
+    @property
+    def breaks(self) -> list[Cause]:
+        """The causes of differences, each once."""
+        return list(dict.fromkeys(way.cause for way in self.ways if way.outcome == "differs"))
+
+    def derived(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, "breaks": self.breaks}
 
 
 def certify_server(
@@ -133,3 +185,42 @@ def _connect(http: Http, url: str, model: str | None) -> Server:
             remedy="Correct the address.",
         )
     return server
+
+
+def rendered(report: ServerReport) -> RenderableType:
+    """Render a line for each way, the first difference of each cause, and the verdict."""
+    rows: list[tuple[RenderableType, ...]] = []
+    notes = []
+    for way in report.ways:
+        outcome = Text(way.outcome, style=_STYLES[way.outcome])
+        numbers = ("", "", "", "")
+        if way.found is not None:
+            size, share = way.found.size, f"{way.found.differing:,} of {way.found.tokens:,}"
+            cached = "" if way.cached is None else f"{way.cached:,}"
+            numbers = (share, shown_number(size.mean), shown_number(size.max), cached)
+        rows.append((way.name, outcome, *numbers))
+        if way.why:
+            some = "" if way.found is None else f"asked with {way.found.answers} of its prompts, then "
+            notes.append(f"{way.name}: {some}{way.why}")
+    for cause in report.breaks:
+        way = next(way for way in report.ways if way.cause == cause and way.outcome == "differs")
+        if way.found is not None and (first := way.found.first) is not None:
+            tokens = " and ".join(shown(token, 60) for token in dict.fromkeys(first.tokens)) or "the end"
+            values = " against ".join("none" if value is None else f"{value!r}" for value in first.logprobs)
+            notes.append(f"{way.name}: first at prompt {first.prompt}, token {first.position}: {tokens}, {values}")
+    start = "each way began with an empty cache" if report.isolates else "its cache could not be emptied between ways"
+    chunk = f"chunks of {report.chunk} tokens" if report.chunk else "it does not say how long its chunks are"
+    verdict, grade = {
+        "certified": ("a row depends on nothing but itself, bit for bit, in every way above", "good"),
+        "broken": (f"answers change with {', '.join(_BREAKS[cause] for cause in report.breaks)}", "bad"),
+        "undecided": ("no difference was found, but not every way was reached", "warning"),
+    }[report.verdict]
+    return Group(
+        Text(f"{shown(report.model)[1:-1]} at {report.url}, asked by {report.api}'s API"),
+        f"{start}; {chunk}",
+        Text(),
+        grid(("the same answers", "", "differing", "|d| mean", "max", "cached"), rows, numbers=2),
+        *([Text(), *map(Text, notes)] if notes else []),
+        Text(),
+        graded(f"{report.verdict}: {verdict} ({report.seconds:.0f} s)", grade),  # type: ignore[arg-type]
+    )

@@ -1,29 +1,105 @@
-"""What stands in a spec's way beside the machine, by the checks that a run begins with, and what data it has."""
+"""The checks that a run begins with, and the data of a spec: the first prompt of each source, and rewards for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from fp8rl.diagnose.doctor.judge import Diagnosis, Remark
+from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
+from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions import check
+from fp8rl.rl.experiment.preconditions.data import evaluated
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rollout.data.sources import Source, load_problems
+from fp8rl.rollout.data.tasks import Problem, prompt_ids
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.functions import EACH, RewardFunction, load_function
+from fp8rl.rollout.rewards.workers import RewardFailure, Workers
+
+OF_ENVIRONMENT = "environment"
+"""The reward of ours that repeats what the environment returns."""
+LONGEST_ANSWER = 100_000
+"""Characters of an answer that are tokenized: a longer one takes minutes."""
 
 
 def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
-    """Return `diagnosis` with the first obstacle; without one, with the notes of a start and the data that were found.
-
-    The checks need the libraries, so nothing is added where those are the obstacle.
-    """
-    if not diagnosis.ok:
-        return diagnosis
-    from fp8rl.diagnose.doctor.data import data_found
-    from fp8rl.rl.experiment.preconditions import check
-
+    """Return `diagnosis` with the first obstacle; without one, with the notes of a start and the data of the spec."""
     notes: list[str] = []
     try:
         check(experiment, notes.append)
-        return replace(diagnosis, notes=tuple(notes), data=data_found(experiment))
+        return replace(diagnosis, notes=tuple(notes), data=tuple(data_found(experiment)))
     except UserError as error:
-        said = (error.key, error.found, error.expected, error.remedy)
-        remark = Remark(True, *(said if error.key else ("spec", str(error), "one that a run accepts", "Correct it.")))
+        other = Remark(True, "spec", str(error), "one that a run accepts", "Correct it.")
+        remark = Remark.refusal(error) if error.key else other
         return replace(diagnosis, remarks=(remark, *diagnosis.remarks))
+
+
+def data_found(experiment: Experiment) -> Iterator[DataFound]:
+    """Read each source: those that are trained on, then those that are evaluated.
+
+    Plain reward functions are called in a process of their own, with their time limit, as in a run.
+    """
+    tokenizer = load_tokenizer(experiment.model.path, "model.path")
+    trained = experiment.rewards if experiment.algorithm.samples else None
+    sources: list[tuple[Source, RewardsConfig | None]] = [(source, trained) for source in experiment.data.training]
+    sources += [(source, rewards) for source, _, _, rewards in evaluated(experiment)]
+    for source, rewards in sources:
+        problems = load_problems(source)
+        first = problems[0]
+        ids = prompt_ids(tokenizer, first)
+        tokens = len(tokenizer(first.answer[:LONGEST_ANSWER], add_special_tokens=False).input_ids)
+        yield DataFound(
+            source.key,
+            str(source.path),
+            len(problems),
+            tokenizer.decode(ids),
+            len(ids),
+            first.answer,
+            {} if rewards is None else _rewards(rewards, first, tokens),
+        )
+
+
+def _rewards(config: RewardsConfig, problem: Problem, tokens: int) -> dict[str, str]:
+    """Call each function on the reference answer; its reward as text."""
+    answer = problem.answer
+    offered: dict[str, Any] = {
+        "question": problem.question,
+        "reference": answer,
+        "fields": problem.fields,
+        "answer": answer,
+        "finished": True,
+        "tokens": tokens,
+        "turns": [("model", answer)],
+        "outcome": {},
+    }
+    workers = Workers(config.functions, 1)
+    try:
+        return {
+            each.label: _reward(workers, index, load_function(each, f"rewards.functions.{index}"), offered)
+            for index, each in enumerate(config.functions)
+        }
+    finally:
+        workers.close()
+
+
+def _reward(workers: Workers, index: int, function: RewardFunction, offered: dict[str, Any]) -> str:
+    name = function.config.function
+    if name == OF_ENVIRONMENT:
+        return "what the environment returns"
+    if function.is_async:
+        return "not asked here, as it may ask a service"
+    if function.of_group:
+        offered = offered | {each: [offered[each]] for each in EACH} | {"answers": [offered["answer"]]}
+    asked = function.asked(offered)
+    try:
+        if name in BUILT_IN and BUILT_IN[name].cheap:
+            (numbers,) = function.parts(function(asked), 1)
+        else:
+            (numbers,) = workers.call(index, asked, 1, function.config.timeout_s)
+    except RewardFailure as failure:
+        return f"nothing: {str(failure).strip().splitlines()[-1]}"
+    return ", ".join(f"{part} {value:g}" if part else f"{value:g}" for part, value in numbers.items())

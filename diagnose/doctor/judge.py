@@ -1,4 +1,4 @@
-"""What a spec would run on, on a given machine, and what stands in the way. A function of data: nothing is probed here.
+"""Judge where a spec would run on a given machine, and its obstacles. A function of data: nothing is probed here.
 
 The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
 TransformerEngine, `rollout.server.arguments` for the engine.
@@ -6,15 +6,14 @@ TransformerEngine, `rollout.server.arguments` for the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
+from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
-from fp8rl.diagnose.report import Report
+from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
@@ -22,8 +21,6 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutConfig
 from fp8rl.rollout.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
-
-Blocks = Literal["native", "by MX", "no"]
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 BLOCK_CUDA = (12, 9)
@@ -37,81 +34,8 @@ _PATCHED = {"torch", "megatron-core", "sglang"}
 _INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image of the Dockerfile."}
 
 
-@dataclass(frozen=True)
-class Remark:
-    """One thing about a machine or spec that its user should know.
-
-    blocks: the spec cannot run before it is mended; the others cost speed, or are not known to work.
-    """
-
-    blocks: bool
-    key: str
-    found: str
-    expected: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class Side:
-    """Where one side runs. name: trainer or engine. precision: of its products. device: cpu or cuda.
-
-    ops: what computes them. attention: the engine's attention backend.
-    """
-
-    name: str
-    precision: str
-    device: str
-    ops: str
-    attention: str = ""
-
-
-@dataclass(frozen=True)
-class Features:
-    """What a GPU can do by itself: FP8 products; products with 128 x 128 and 1 x 128 scales; MX formats."""
-
-    fp8: bool
-    blocks: Blocks
-    mx: bool
-
-
-@dataclass(frozen=True)
-class DataFound:
-    """A source of problems, and its first problem.
-
-    key: of the spec. problems: how many. prompt, prompt_tokens: what the model is given, as text and as a number of
-    tokens. reference: the answer of the data. rewards: by each function's name, what it gives to the reference as an
-    answer, or why that is not known.
-    """
-
-    key: str
-    path: str
-    problems: int
-    prompt: str
-    prompt_tokens: int
-    reference: str
-    rewards: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Diagnosis(Report):
-    """What a machine has, where both sides run on it, what is in the way, what a start would note, and the data."""
-
-    machine: Machine
-    mode: str
-    spec_digest: str
-    sides: tuple[Side, Side]
-    features: tuple[Features, ...]
-    remarks: tuple[Remark, ...]
-    notes: tuple[str, ...] = ()
-    data: tuple[DataFound, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return not any(remark.blocks for remark in self.remarks)
-
-
 def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
-    """Where both sides of `numerics` run on `machine`, and every obstacle, the gravest first."""
+    """Say where both sides of `numerics` run on `machine`, and name every obstacle, the gravest first."""
     remarks = [
         *_of_the_install(machine, numerics),
         *_of_the_gpus(machine),
@@ -130,7 +54,7 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
 
 
 def features(gpu: InstalledGpu, torch_cuda: str | None) -> Features:
-    """What one GPU can do under torch's CUDA release.
+    """Say what one GPU can do under torch's CUDA release.
 
     Blackwell multiplies blocks as MX, with power-of-two scales alone.
     """
@@ -145,7 +69,7 @@ def _device(machine: Machine) -> str:
 
 
 def _weakest(machine: Machine) -> InstalledGpu | None:
-    """A run may use any of them."""
+    """Return the GPU that decides, as a run may use any of them."""
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 
 
@@ -172,16 +96,13 @@ def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
     arguments = server_arguments(
         Path(), RolloutConfig(), port=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
     )
-    attention = _value(arguments, "--attention-backend") or "SGLang's choice"
+    option = "--attention-backend"
+    attention = arguments[arguments.index(option) + 1] if option in arguments else "SGLang's choice"
     if numerics.mode == "exact":
         ops = _shared_ops(machine, spec, numerics.deepgemm)
     else:
         ops = "SGLang" + ", emulated FP8" * (spec.quantized and device == "cpu")
     return Side("engine", numerics.rollout, device, ops, attention)
-
-
-def _value(arguments: list[str], option: str) -> str | None:
-    return arguments[arguments.index(option) + 1] if option in arguments else None
 
 
 def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
@@ -258,7 +179,7 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[R
 
 
 def _has_te(machine: Machine) -> bool:
-    """Whether TransformerEngine is installed: native mode's trainer is then made of it (`trainer.device`)."""
+    """Return whether TransformerEngine is installed: native mode's trainer is then made of it (`trainer.device`)."""
     return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
 
 
@@ -285,7 +206,7 @@ def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Rema
     try:
         lower(numerics, _has_te(machine))
     except UserError as error:
-        yield Remark(True, error.key, error.found, error.expected, error.remedy)
+        yield Remark.refusal(error)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

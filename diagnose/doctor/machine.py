@@ -1,4 +1,4 @@
-"""What a machine has: libraries, GPUs, compilers. Data, so that a machine can be judged that is not at hand."""
+"""The equipment of a machine: libraries, GPUs, compilers. Data, so that a machine can be judged that is not at hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class InstalledGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a machine has, for `judge` to judge.
+    """The equipment of a machine, for `judge` to judge.
 
     Attributes:
     python, system: versions as text.
@@ -143,7 +143,7 @@ def _version(name: str) -> str | None:
 
 
 def _specifiers(distribution: str) -> dict[str, str]:
-    """What an installed distribution asks for among LIBRARIES, whatever the machine."""
+    """Read the versions that an installed distribution asks for among LIBRARIES, whatever the machine."""
     if _version(distribution) is None:
         return {}
     requirements = map(Requirement, importlib.metadata.requires(distribution) or [])
@@ -226,8 +226,8 @@ _Answer = tuple[bool | None, tuple[str, ...] | None, str | None, str]
 
 
 def _answer(probe: subprocess.Popen[str]) -> _Answer:
-    """Whether torch.compile works, the ops that are not row-invariant, what is in DeepGEMM's way, and the end of a
-    probe that died."""
+    """Read from the probe whether torch.compile works, the ops that are not row-invariant, what is in DeepGEMM's way,
+    and the end of a probe that died."""
     try:
         answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
 """The planner calculates, before there is a machine, what a spec takes in bytes and time, and whether FP8 pays."""
 
 from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
-from fp8rl.diagnose.plan.page import rendered, to_json
 from fp8rl.diagnose.plan.plan import Plan, fitted_plan, make_plan
+from fp8rl.diagnose.plan.plan_report import rendered
 from fp8rl.diagnose.plan.subject import read_subject
 from fp8rl.rl.experiment.budget.gpus import GPUS, gpu_named
 
@@ -17,5 +17,4 @@ __all__ = [
     "measured",
     "read_subject",
     "rendered",
-    "to_json",
 ]

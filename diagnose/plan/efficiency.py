@@ -1,4 +1,5 @@
-"""Which part of a GPU's rates a step gets: from `bench.gpu`'s measurements where there are some, else as stated here.
+"""The part of a GPU's rates that a step gets: from `bench.gpu`'s measurements where there are some, else as stated
+here.
 
 Nobody knows one number, so there are two corners: everything slow and no transfer hidden behind products; everything
 fast and all of them hidden. A step is expected between them.
@@ -71,7 +72,7 @@ _EXACT = Efficiency(
 
 
 def assumed(mode: Mode) -> Efficiency:
-    """Where nothing was measured."""
+    """Return the efficiency that is assumed where nothing was measured."""
     return _EXACT if mode == "exact" else _NATIVE
 
 

@@ -1,4 +1,4 @@
-"""Which layouts of a trainer a number of GPUs allows, and which of them is taken where nobody has said."""
+"""The layouts of a trainer that a number of GPUs allows, and the choice among them where nobody has said."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
 
 
 def divides(sizes: ModelSizes, ranks: int, spec: QuantSpec) -> bool:
-    """Whether a model divides over so many ranks of an engine."""
+    """Return whether a model divides over so many ranks of an engine."""
     try:
         check_engine_layout(sizes, ranks, spec)
     except UserError:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from fp8rl.diagnose.doctor.judge import Remark
 from fp8rl.diagnose.plan import layouts, verdict
-from fp8rl.diagnose.plan.decode import Decode, decode_step
 from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
-from fp8rl.diagnose.plan.time import StepTime, step_time
+from fp8rl.diagnose.plan.time import Decode, StepTime, decode_step, step_time
 from fp8rl.diagnose.plan.verdict import Bracket, Pays
+from fp8rl.diagnose.report import Remark, Report
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.errors import user_error
 from fp8rl.rl.experiment import Experiment
@@ -29,71 +29,103 @@ DECODED = (1, 32, 256)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was calculated. Its JSON has these keys, and `schema` and `ok`.
-
-    Attributes:
-        parameters, active_parameters: of the model, and those that a token takes.
-        kv_bytes: of a token in the engine's cache. training_flops: of a token, forward and backward.
-        gpus: of the trainer; `job.engines` * `job.engine_tp` more where engines have their own.
-        memory: of the fullest GPU: `colocated`, `trainer`, `engine`. decides: by which of them the plan is judged.
-        slack: bytes of that GPU that the calculation leaves free. needed_slack: those that a real run needs.
-        fewest: a layout on as few GPUs as leave that much; None: no number of them does. fewest_apart: whether engines
-            need GPUs of their own for that, or there are none.
-        assumed: what a model without a spec is planned in.
-        keys: with which a plan that was looked for fits; None: it was not looked for, or not found (`searched`).
-        fits_with: keys with which as many GPUs do, where as it stands they do not; None: none, or they do.
-        stages: of each pipeline stage's first rank, the trainer's alone.
-        on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
-        largest_micro_batch: tokens that fit, colocated, and with the trainer alone.
-        largest_with_slack: tokens that leave the slack that a real run needs, where the plan is judged.
-        sync_bytes: to each engine, and what it would be in BF16.
-        fp8, bf16: a training step in each, at both corners. tokens_per_second: of it, on one GPU.
-        fp8_over_bf16: of their times. break_even: tokens of a step, slow corner and fast.
-        decode: an engine's decode steps by answers at a time, half of a row each, in the spec's precision and in BF16,
-            slow corner.
-        efficiency: of which all times are.
-        left_out: what no number here counts.
-    """
+class Plan(Report):
+    """The calculated bytes and times. Its JSON has these keys, and `schema` and `ok`."""
 
     subject: str
     gpu: Gpu
     gpus: int
+    """Of the trainer; `job.engines` * `job.engine_tp` more where engines have their own."""
     job: Job
     parameters: int
     active_parameters: int
+    """Those that a token takes."""
     kv_bytes: int
+    """Of a token in the engine's cache."""
     training_flops: float
+    """Of a token, forward and backward."""
     memory: Mapping[str, Memory]
+    """Of the fullest GPU: `colocated`, `trainer`, `engine`."""
     decides: Literal["colocated", "trainer"]
+    """The memory by which the plan is judged."""
     slack: float
+    """Bytes of that GPU that the calculation leaves free."""
     needed_slack: float
+    """Bytes that a real run needs free."""
     fewest: TrainerConfig | None
+    """A layout on as few GPUs as leave that much; None: no number of them does."""
     fewest_apart: bool
+    """Engines need GPUs of their own for that, or there are none."""
     assumed: str
+    """Assumptions about a model without a spec."""
     keys: tuple[str, ...] | None
+    """With which a plan that was looked for fits; None: it was not looked for, or not found (`searched`)."""
     searched: bool
     fits_with: tuple[str, ...] | None
+    """Keys with which as many GPUs do, where as it stands they do not; None: none, or they do."""
     stages: tuple[Memory, ...]
+    """Of each pipeline stage's first rank, the trainer's alone."""
     on_a_cpu: tuple[float, float]
+    """Peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process."""
     largest_micro_batch: Mapping[str, int]
+    """Tokens that fit, colocated, and with the trainer alone."""
     largest_with_slack: int
+    """Tokens that leave the slack that a real run needs, where the plan is judged."""
     sync_bytes: tuple[int, ...]
+    """To each engine, and what it would be in BF16."""
     fp8: Mapping[str, StepTime]
+    """A training step in FP8, at both corners."""
     bf16: Mapping[str, StepTime]
     tokens_per_second: Bracket
+    """Of a training step, on one GPU."""
     fp8_over_bf16: Bracket
+    """Of their times."""
     pays: Pays
     break_even: tuple[int | None, int | None]
+    """Tokens of a step from which FP8 is faster, slow corner and fast."""
     decode: tuple[tuple[Decode, Decode], ...]
+    """Decode steps by answers at a time, half of a row each, in the spec's precision and in BF16, slow corner."""
     efficiency: Efficiency
+    """Of which all times are."""
     left_out: tuple[str, ...]
+    """Costs that no number here counts."""
     remarks: tuple[Remark, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing stands in the way."""
         return not any(remark.blocks for remark in self.remarks)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields; of the job, its layout, batch and numerics."""
+
+        def sizes(layout: TrainerConfig) -> dict[str, int]:
+            return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
+
+        job = self.job
+        names = [field.name for field in dataclasses.fields(self) if field.name != "job"]
+        values = {name: _plain(getattr(self, name)) for name in names}
+        values["fewest"] = None if self.fewest is None else sizes(self.fewest)
+        values["job"] = {
+            "layout": sizes(job.layout) | {"micro_batch_tokens": job.layout.micro_batch_tokens},
+            "numerics": job.numerics.to_dict(),
+            "rows": job.rows,
+            "length": job.length,
+            "micro_batches": job.micro_batches,
+            "engines": job.engines,
+            "engine_tp": job.engine_tp,
+        }
+        for name, memory in self.memory.items():
+            values["memory"][name]["peak"] = memory.peak
+        return values
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return values | ({"total": value.total} if isinstance(value, StepTime) else {})
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def make_plan(
@@ -217,7 +249,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
 
 
 def _left_out(experiment: Experiment) -> Iterator[str]:
-    """What a run of the spec does beside the training step that is calculated, or holds beside policy and engine."""
+    """List what a run of the spec does or holds beside the training step, the policy and the engine."""
     if experiment.algorithm.samples:
         yield "sampling, rewards and syncs"
     needs = experiment.algorithm.needs

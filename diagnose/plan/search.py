@@ -38,7 +38,7 @@ PRICES = {
     "trainer.optimizer.moments": 2.5,
     "trainer.optimizer.offload": 3.0,
 }
-"""What a key is taken to cost, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
+"""The assumed cost of a key, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
 recomputing, a part of each forward once more; a cache of one row, answers in turns; moments in BF16, their digits; an
 update on the host, more time than all of these. An order set by hand: none of it was measured."""
 ANOTHER_LAYOUT = 1.5
@@ -105,7 +105,7 @@ def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target
 
 
 def _of_optimizer(keys: Keys) -> frozenset[str]:
-    """What a set of keys asks of the optimizer, which some modes refuse."""
+    """Pick the keys of the optimizer from a set, which some modes refuse."""
     return frozenset(key for key in keys if key.startswith("trainer.optimizer"))
 
 
@@ -126,7 +126,8 @@ def _way(
 
 
 def _loads(experiment: Experiment) -> bool:
-    """Whether a spec with these values would be loaded: some contradict each other, such as adapters in native mode."""
+    """Return whether a spec with these values would be loaded: some contradict each other, such as adapters in native
+    mode."""
     try:
         parse_experiment(experiment.model_dump(mode="json"))
     except UserError:

@@ -1,4 +1,4 @@
-"""What a plan is asked for: a spec, the directory of a model, or the name of a config that comes with the project."""
+"""The subject of a plan: a spec, the directory of a model, or the name of a config that comes with the project."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Subject:
 
 
 def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
-    """What is to be planned.
+    """Read the spec or model that is to be planned.
 
     Raises:
         UserError: there is no such thing, or a key or value of it is wrong.
@@ -90,7 +90,7 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
 
 
 def _assumed(experiment: Experiment) -> str:
-    """What a plan of a model alone takes for granted."""
+    """Say what a plan of a model alone takes for granted."""
     numerics, rollout = experiment.numerics, experiment.rollout
     return (
         f"assumed, as this is a model and no spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
@@ -110,7 +110,8 @@ def job_on(subject: Subject, gpu: Gpu, length: int | None = None) -> Job:
 
 
 def is_apart(experiment: Experiment, job: Job) -> bool:
-    """Whether engines, if any, have GPUs of their own: with such a transport, and where one has several ranks."""
+    """Return whether engines, if any, have GPUs of their own: with such a transport, and where one has several
+    ranks."""
     return experiment.sync.engines_own_gpus or not job.engines or job.engine_tp > 1
 
 

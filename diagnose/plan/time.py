@@ -1,4 +1,4 @@
-"""How long a training step takes, as a sum of parts on the slowest pipeline stage.
+"""The time of a training step, as a sum of parts on the slowest pipeline stage, and of a decode step.
 
 A product takes as long as its FLOPs or its bytes, whichever is more; FP8 adds a pass over each operand that it
 quantizes. Attention is BF16, its backward 2.5 forwards. Between those, what is kept is written, read, and its gradient
@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8rl.diagnose.plan.efficiency import Rates
-from fp8rl.diagnose.plan.transfers import layer_transfers, sums
-from fp8rl.models.shape import WeightGroup, overlap
-from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.models.shape import Shape, WeightGroup, overlap
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
 from fp8rl.trainer.config import OptimizerMemory
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
+from fp8rl.weight_sync.quantized import weight_bytes
 
 LAUNCH_S = 5e-6
 OPTIMIZER_BYTES = 30
@@ -54,7 +55,7 @@ class StepTime:
 
     @property
     def work(self) -> float:
-        """What the GPU computes in forwards and backwards."""
+        """Seconds that the GPU computes in forwards and backwards."""
         return self.products + self.quantization + self.attention + self.elementwise
 
     @property
@@ -63,7 +64,7 @@ class StepTime:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host cannot start kernels fast enough."""
+        """The host cannot start kernels fast enough."""
         return self.launches > self.work
 
 
@@ -160,7 +161,7 @@ def _product(job: Job, weight: WeightGroup, layers: int, fp8: bool) -> _Product:
 
 
 def _twice(job: Job, weight: WeightGroup) -> bool:
-    """Whether the trainer computes a product's forward in the backward as well."""
+    """Return whether the trainer computes a product's forward in the backward as well."""
     if weight.place == "last":
         return job.rank_tokens > job.layout.head_chunk_tokens
     inside = weight.place == "mlp"
@@ -217,3 +218,133 @@ def _update(job: Job, bandwidth: float, stage: int) -> float:
 
 def _layers(job: Job, stage: int) -> range:
     return layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+
+
+# How fast one engine decodes: a step reads the weights that its answers use, and their keys and values.
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One decode step of an engine. seconds: of it; weights, cache: bytes read; batch: answers, a token each."""
+
+    batch: int
+    seconds: float
+    weights: float
+    cache: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def experts_read(experts: int, top_k: int, batch: int) -> float:
+    """Expected number of a layer's experts that a batch takes, if each takes any as likely: E (1 - (1 - k/E)^B)."""
+    return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0
+
+
+def decode_step(
+    shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float, ranks: int = 1
+) -> Decode:
+    """Time of one decode step on an engine of `ranks` GPUs, launched as one CUDA graph.
+
+    batch: answers at a time. context: tokens that each has so far.
+    """
+    sizes = shape.sizes
+    read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
+    weights = sum(
+        weight_bytes(shape, weight, spec) * (read if weight.share == "experts" else 1.0)
+        for weight in shape.weights
+        if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
+    )
+    cache = batch * context * shape.kv_bytes()
+    memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)
+    fp8 = spec.quantized
+    flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))
+    attention = batch * shape.attention_flops(context) / ranks / (gpu.bf16 * rates.attention)
+    return Decode(batch, max(memory, flops + attention), weights, cache)
+
+
+# What ranks send each other in a step: tokens to experts, parts of a sequence, gradients and weights.
+
+GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 / 128}
+"""Bytes of a number on its way to be summed, by `trainer.gradient_wire`."""
+
+
+def expert_bytes(job: Job, stage: int = 0) -> float:
+    """Bytes that a rank sends in a step to other ranks' experts, and back: forward and backward."""
+    return (
+        job.micro_batches
+        * _expert_bytes(job, layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage))
+        * (job.layout.ep - 1)
+        / job.layout.ep
+    )
+
+
+def gathered_and_summed_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
+    """Bytes that a rank sends in a step to gather weights, and to sum FP32 gradients, dense and experts'."""
+    gathered = summed = 0.0
+    for elements, ranks, _, gather in _shared(job, stage):
+        gathered += elements * gather * (ranks - 1) / ranks
+        summed += elements * GRADIENT_BYTES[job.layout.gradient_wire] * (ranks - 1) / ranks
+    return gathered, summed
+
+
+def layer_transfers(job: Job, gpu: Gpu, rates: Rates, layers: range) -> float:
+    """Seconds of a micro-batch's transfers in these layers: sequence-parallel gathers and sums, tokens to experts."""
+    sizes, layout = job.shape.sizes, job.layout
+    moe = sum(sizes.has_experts(layer) for layer in layers)
+    token = 2.0 * sizes.hidden_size * job.rank_tokens
+    seconds = 0.0
+    if layout.tp > 1:  # forward: gathered and summed; backward: likewise, and gathered once more for the weights
+        blocks = 2 * len(layers) - moe
+        seconds += 5 * blocks * token * (layout.tp - 1) / layout.tp / (gpu.nvlink * rates.link)
+    if layout.cp > 1:  # keys and values, once more in the backward, where queries and their gradient come too
+        gathered = (
+            4.0 * (sizes.heads + (2 + (layout.recompute in ("attention", "layer"))) * sizes.kv_heads) * sizes.head_dim
+        )
+        seconds += len(layers) * gathered * job.micro_batch / layout.tp * _per_byte(layout.cp, layout.tp, gpu, rates)
+    if layout.ep > 1:  # there and back, forward and backward
+        seconds += _expert_bytes(job, layers) * _per_byte(layout.ep, 1, gpu, rates)
+    return seconds
+
+
+def _expert_bytes(job: Job, layers: range) -> float:
+    """Bytes of one micro-batch's tokens to experts and back, forward and backward, those of a rank to itself among
+    them."""
+    sizes = job.shape.sizes
+    moe = sum(sizes.has_experts(layer) for layer in layers)
+    return 4.0 * moe * sizes.top_k * 2 * sizes.hidden_size * job.rank_tokens / job.layout.tp
+
+
+def sums(job: Job, gpu: Gpu, rates: Rates, stage: int) -> float:
+    """Seconds of the gradients' sum (FP32) and the weights' gather over ranks that hold the same."""
+    return sum(
+        elements * (GRADIENT_BYTES[job.layout.gradient_wire] + gather) * _per_byte(ranks, apart, gpu, rates)
+        for elements, ranks, apart, gather in _shared(job, stage)
+    )
+
+
+def _shared(job: Job, stage: int) -> Iterator[tuple[float, int, int, float]]:
+    """Elements of a rank's dense weights, and of its experts: with how many ranks it shares them, how far apart these
+    are, and in how many bytes one is gathered."""
+    layout = job.layout
+    states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.stage_size)
+    yield states["dense"].gradients / 4, layout.copies, layout.tp, _gathered_bytes(job, experts=False)
+    experts = layout.stage_size // layout.ep
+    yield states["experts"].gradients / 4, experts, layout.ep, _gathered_bytes(job, experts=True)
+
+
+def _gathered_bytes(job: Job, experts: bool) -> float:
+    """Bytes of a gathered element: 2, or 1 where weights that FP8 products take are held in FP8, or gathered so."""
+    if job.storage != "transformer_engine" and job.layout.weight_gather == "bf16":
+        return 2.0
+    spec = job.numerics.trainer_spec
+    mine = [weight for weight in job.shape.weights if (weight.share == "experts") is experts]
+    fp8 = sum(weight.size * weight.copies * len(job.shape.quantized_layers(weight, spec)) for weight in mine)
+    return 2 - fp8 / max(1, sum(weight.size * weight.count for weight in mine))
+
+
+def _per_byte(ranks: int, apart: int, gpu: Gpu, rates: Rates) -> float:
+    """Seconds per byte that a rank exchanges evenly with `ranks`, itself among them, which are `apart` in order."""
+    near = max(1, min(ranks, GPUS_PER_NODE // apart))
+    return ((near - 1) / ranks / gpu.nvlink + (ranks - near) / ranks / gpu.network) / rates.link

@@ -1,4 +1,4 @@
-"""What a plan says: whether it fits, whether FP8 pays, from how many tokens on, and what stands against each other."""
+"""The verdict of a plan: whether FP8 pays, from how many tokens on, what `train` would refuse, and other remarks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8rl.diagnose.doctor.judge import Remark
 from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.efficiency import Efficiency, Rates
 from fp8rl.diagnose.plan.subject import Subject
 from fp8rl.diagnose.plan.time import step_time
+from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
@@ -56,7 +56,7 @@ def pays(ratio: Bracket) -> Pays:
 
 
 def by(ratio: Bracket) -> str:
-    """How much more or less time than in BF16, in percent; one number where both corners have the same."""
+    """Write how much more or less time than BF16 it takes, in percent; one number where both corners have the same."""
     least, most = (f"{each:.0%}" for each in sorted(abs(each - 1) for each in (ratio.low, ratio.high)))
     return least if least == most else f"{least} to {most}"
 
@@ -67,7 +67,7 @@ def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, 
 
 
 def stand_in(subject: Subject) -> Iterator[Remark]:
-    """That a spec's model is not there yet, and which config the plan was made with in its place."""
+    """Remark that a spec's model is not there yet, and name the config that stands in its place."""
     if subject.stands_in:
         yield Remark(
             False,
@@ -79,7 +79,7 @@ def stand_in(subject: Subject) -> Iterator[Remark]:
 
 
 def refusals(subject: Subject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
-    """What `train` would refuse, by its own rules. memory: of the fullest GPU."""
+    """Yield what `train` would refuse, by its own rules. memory: of the fullest GPU."""
     experiment = planned_experiment(subject.experiment, job)
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     found = list(broken_rules(experiment, job.shape.sizes, target))
@@ -102,7 +102,7 @@ def planned_experiment(experiment: Experiment, job: Job) -> Experiment:
 def remarks(
     job: Job, gpu: Gpu, memory: Memory, ratio: Bracket, break_even: tuple[int | None, int | None]
 ) -> Iterator[Remark]:
-    """What a plan rests on, and what speaks against it.
+    """Yield what speaks against a plan that `train` would accept.
 
     memory: of its fullest GPU. break_even: tokens of a step from which FP8 is faster, of both corners; None: never.
     """

@@ -1,20 +1,25 @@
-"""Do both sides give one log-probability? The measured difference, beside the noise floor."""
+"""The agreement on log-probabilities: the measured difference of both sides, beside the noise floor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fp8rl.diagnose.difference import Difference, described, shown_number
-from fp8rl.diagnose.preflight.check import Check, judged
-from fp8rl.diagnose.preflight.floor import against_trainer
-from fp8rl.diagnose.preflight.static import SAME_PRECISION
+import torch
+from torch import Tensor
+
+from fp8rl.diagnose.calibration import sampled_batch
+from fp8rl.diagnose.difference import Difference, described, difference, shown_number
+from fp8rl.diagnose.preflight.preflight_report import Check, judged
+from fp8rl.diagnose.preflight.same_spec import SAME_PRECISION
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.rl.run.stack import Stack
+from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 
 NATIVE_LIMIT = 6.0
-"""How many times the mean of BF16/BF16 the mean abs(d) may be in native mode. Measured with FP8 on both sides: 4.2 on
+"""Mean abs(d) that native mode may have, in means of BF16/BF16. Measured with FP8 on both sides: 4.2 on
 the example, 3.6 on a 4-layer model, on which FP8 rollout with a BF16 trainer was at 7.3, and unequal scale formats at
 9.7."""
 OTHER_TEMPERATURES = (0.8, 1.25)
@@ -52,7 +57,7 @@ def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Check]:
 
 
 def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -> Check:
-    """Whether the engine's log-probabilities are those of the temperature that it was asked to sample with."""
+    """Check that the engine's log-probabilities are those of the temperature that it was asked to sample with."""
     asked = batch.temperature
     others = {
         asked * factor: against_trainer(stack, replace(batch, temperature=asked * factor))
@@ -88,3 +93,67 @@ _REMEDY: dict[Mode, str] = {
     "native": "Compare the scale formats of both sides, or take numerics.mode=exact; `fp8rl attribute RUN` says where "
     "the difference comes from.",
 }
+
+# The noise floor: how far log-probabilities differ where nothing is wrong. One engine against itself, when the same
+# tokens are computed in another way: prefilled instead of decoded, or alone instead of in a batch. And trainer against
+# engine, both in BF16, so without any quantization.
+
+ALONE = 8
+"""Sequences that are scored one by one."""
+RESERVED = 6
+"""SGLang 0.5.19 takes prompts that are this many tokens short of its context length."""
+
+
+def against_trainer(stack: Stack, batch: TokenBatch) -> Difference:
+    """Trainer against engine on the tokens that the engine sampled."""
+    return difference(stack.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
+
+
+def prefill_against_decode(stack: Stack, batch: TokenBatch) -> Difference:
+    """The engine's log-probabilities of its own tokens, prefilled with their prompts, against those it sampled by.
+
+    batch: sampled at temperature 1, the only one at which SGLang scores given tokens.
+    """
+    if batch.temperature != 1.0:
+        raise ValueError(f"temperature: found {batch.temperature}, expected 1.0; a prefill knows no other")
+    scored, known = _scored(stack, batch)
+    return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)
+
+
+def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
+    """Every token of the longest rows, prefilled one row after the other against all rows at once."""
+    rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
+    longest = batch.select(rows)
+    together, known = _scored(stack, longest)
+    alone = [_scored(stack, longest.select([row]))[0][0] for row in reversed(range(len(rows)))]
+    padded = torch.zeros_like(together)
+    for row, values in enumerate(reversed(alone)):
+        padded[row, : len(values)] = values
+    return difference(padded, together, known)
+
+
+def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Difference:
+    """Trainer against engine, both switched to BF16, on a sample of that engine. `stack` stays so."""
+    stack.switch(replace(stack.numerics, trainer="bf16", rollout="bf16"))
+    stack.syncing.sync()
+    return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
+
+
+def _scored(stack: Stack, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Prefilled log-probabilities [B, S] and which of them there are: none at index 0, nor behind the longest prompt
+    that the engine takes."""
+    longest = stack.experiment.rollout.context_length - RESERVED
+    sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
+    return _padded(stack.engines.ask(lambda client: _score(client, sequences)), batch.width)
+
+
+async def _score(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:
+    return await client.score(list(sequences))
+
+
+def _padded(rows: Sequence[list[float]], width: int) -> tuple[Tensor, Tensor]:
+    values, known = torch.zeros(len(rows), width), torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, logprobs in enumerate(rows):
+        values[row, 1 : 1 + len(logprobs)] = torch.tensor(logprobs)
+        known[row, 1 : 1 + len(logprobs)] = True
+    return values, known

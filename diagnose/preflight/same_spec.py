@@ -1,25 +1,37 @@
-"""Do both sides run one spec? Its digest, the quantized modules, the scales, and the dtypes around the products."""
+"""The agreement on spec and bytes: digest, quantized modules, scales, dtypes around the products, and the manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fp8rl.diagnose.preflight.check import Check, judged
+from fp8rl.diagnose.preflight.preflight_report import Check, judged, refused
+from fp8rl.models import ModelSizes
 from fp8rl.models.adapters import AdapterConfig
 from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import Scale
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.model import check_model_layout
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.errors import HandshakeError
 from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.server.handshake import differences
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.weight_sync.bridge import SyncReport
+from fp8rl.weight_sync.manifest import SyncError
+
+if TYPE_CHECKING:
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
 _RESTART = "Start the engine from this spec, in this environment."
@@ -50,7 +62,7 @@ def refused_handshake(error: HandshakeError) -> Check:
 
 
 def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
-    """Whether the same weights, by exact HF name, run in FP8 on both sides."""
+    """Check that the same weights, by exact HF name, run in FP8 on both sides."""
     trainer_names, engine_names = set(trainer), set(engine)
     only = {"trainer": trainer_names - engine_names, "engine": engine_names - trainer_names}
     lines = [f"only in the {side}: {_some(names)}" for side, names in only.items() if names]
@@ -65,7 +77,7 @@ def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
 
 
 def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], scale: Scale) -> Check:
-    """Whether scales are FP32, finite and above 0, and powers of two where the spec says so.
+    """Check that scales are FP32, finite and above 0, and powers of two where the spec says so.
 
     served: the names of all scales that the engine holds; one that is missing in `scales` fails.
     """
@@ -115,7 +127,7 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
 
 
 def kv_cache_dtype(report: EngineReport) -> Check:
-    """Whether keys and values stand in the cache as they were computed."""
+    """Check that keys and values stand in the cache as they were computed."""
     return judged(
         "spec",
         "KV cache",
@@ -161,3 +173,109 @@ def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
     rest = len(listed) - _SHOWN
     return ", ".join(listed[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# What the live trainer does in a forward pass, seen from within. Runs on the trainer's ranks.
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One rank in one forward pass."""
+
+    quantized: list[str]
+    """HF names of the weights whose products ran in FP8, in order."""
+    routers: list[tuple[str, str]]
+    """(dtype of the logits, dtype of the probabilities) of every router call, each pair once."""
+
+
+def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
+    """Score the batch, and record the dtypes of its routers and the weights that it quantizes."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    seen: set[tuple[str, str]] = set()
+
+    def watched(routing: Callable[..., Any]) -> Callable[..., Any]:
+        def route(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            result = routing(logits, *args, **kwargs)
+            dtypes = (str(each.dtype).removeprefix("torch.") for each in (logits, result[0]))
+            seen.add((next(dtypes), next(dtypes)))
+            return result
+
+        return route
+
+    routers: list[Any] = [module for module in trainer.model.modules() if isinstance(module, TopKRouter)]
+    trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
+    for router in routers:
+        router.routing = watched(router.routing)  # hides the class's method until it is deleted
+    try:
+        trainer.score(batch)
+    finally:
+        for router in routers:
+            del router.routing
+    rows = trainer.weights.rows(trainer.model)
+    quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
+    return Observed(sorted(quantized), sorted(seen))
+
+
+# Does the engine hold the trainer's weights? A sync, and its manifest.
+
+
+def manifest_of(report: SyncReport) -> Check:
+    """The outcome of a sync that went through."""
+    return judged(
+        "bytes",
+        "manifest",
+        report.mismatched_tensors == 0 and report.verified_tensors > 0,
+        found=f"{report.verified_tensors} of {report.verified_tensors + report.mismatched_tensors} tensors equal, "
+        f"{report.bytes} bytes in {report.seconds:.2f} s",
+        expected=_EXPECTED,
+        remedy="See the tensors named.",
+    )
+
+
+def refused_sync(error: SyncError) -> Check:
+    """The sync that found differences, or broke."""
+    remedy = "Compare the versions of sglang and of this distribution in the engine's and the trainer's environment."
+    return Check("bytes", "manifest", False, str(error), _EXPECTED, remedy)
+
+
+_EXPECTED = "every tensor's digest equal in trainer and engine"
+
+# What can be told before a process is started.
+
+
+def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
+    """Check that every piece of a fused weight is whole quantization blocks on every rank.
+
+    Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
+    """
+    name = "block alignment"
+    try:
+        check_model_layout(sizes, experiment)
+    except UserError as error:
+        return refused("bytes", name, error)
+    held = {
+        "hidden_size": sizes.hidden_size,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.ffn_size,
+        "moe_intermediate_size": sizes.expert_size,
+    }
+    said = ", ".join(f"{name} {size}" for name, size in held.items() if size)
+    layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "pp", "ep", "dp"))
+    return Check("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
+
+
+def same_precision(experiment: Experiment) -> Check:
+    """Check that both sides run the spec, or both BF16."""
+    sides = {"trainer": experiment.numerics.trainer != "bf16", "rollout": experiment.numerics.rollout != "bf16"}
+    return judged(
+        "spec",
+        "precision of both sides",
+        sides["trainer"] == sides["rollout"],
+        found=f"numerics.trainer={experiment.numerics.trainer}, numerics.rollout={experiment.numerics.rollout}",
+        expected="FP8 on both sides or BF16 on both sides",
+        remedy=SAME_PRECISION,
+    )
+
+
+SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."

@@ -23,9 +23,8 @@ def attribute(
 ) -> None:
     """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
         from fp8rl.diagnose.attribution.offline import attribute_offline, read_subject
-        from fp8rl.diagnose.attribution.page import write_page
-        from fp8rl.diagnose.attribution.tables import rendered
         from fp8rl.numerics.io.files import check_page, writing
 
         named = read_subject(subject)

@@ -16,7 +16,7 @@ from fp8rl.numerics.errors import user_error
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from fp8rl.diagnose.certify.dump.row import Sampling
+    from fp8rl.diagnose.certify.dump.rows import Sampling
 
 _SERVER, _DUMP = "A server", "A dump"
 Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
@@ -114,7 +114,7 @@ def _beside(dump: Path) -> Path:
 def _sampling(
     temperature: float | None, top_p: float | None, top_k: int | None, min_p: float | None
 ) -> Callable[[Sampling], Sampling]:
-    """What options make of what a dump says of all its rows."""
+    """Return the change that options make to a dump's sampling."""
 
     def changed(said: Sampling) -> Sampling:
         cut = said.truncation

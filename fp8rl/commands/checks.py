@@ -30,7 +30,7 @@ def doctor(
     Exit code 0, 1 if it cannot run here, 2 for bad input.
     """
     with user_errors():
-        from fp8rl.diagnose.doctor import gather, judge, rendered, with_conditions
+        from fp8rl.diagnose.doctor import gather, judge, rendered
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.fetching import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
@@ -41,7 +41,10 @@ def doctor(
         diagnosis = judge(gather(numerics, say, quick=quick), numerics)
         if loaded:
             say("checking model, data and sizes of the spec")
-            diagnosis = with_conditions(diagnosis, loaded)
+            if diagnosis.ok:  # the checks need the libraries
+                from fp8rl.diagnose.doctor.conditions import with_conditions
+
+                diagnosis = with_conditions(diagnosis, loaded)
     print(diagnosis.to_json()) if as_json else show(rendered(diagnosis))
     end(diagnosis.ok)
 
@@ -82,7 +85,7 @@ def plan(
         else:
             found = planning.read_subject(subject, overrides or [])
             made = planning.make_plan(found, kind, efficiency(found.experiment.numerics.mode), gpus, length)
-    print(planning.to_json(made)) if as_json else show(planning.rendered(made))
+    print(made.to_json()) if as_json else show(planning.rendered(made))
     end(made.ok)
 
 

@@ -1,4 +1,4 @@
-"""What the shell completes: keys of a spec and their values, names of runs, and models that can be planned.
+"""Completions for the shell: keys of a spec and their values, names of runs, and models that can be planned.
 
 Nothing of the project is imported: a key press must not wait for torch. The keys stand in the schema for editors.
 """

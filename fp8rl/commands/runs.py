@@ -17,7 +17,7 @@ from fp8rl.training import RunFailedError, run_experiment
 
 DEMO_SPEC = Path("examples/arithmetic.yaml")
 INSTALLED = Path(__file__).parents[1]
-"""What the distribution has of the examples is below it."""
+"""The folder below which the distribution has its examples."""
 
 
 def train(

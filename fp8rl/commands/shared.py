@@ -1,4 +1,4 @@
-"""What the commands share: their arguments, their exit codes, and where they print."""
+"""The parts that commands share: their arguments, their exit codes, and where they print."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """What the user can mend is one message and exit code 2; Ctrl-C is 130; anything else keeps its traceback."""
+    """Turn an error that the user can mend into one message and exit code 2; Ctrl-C is 130; anything else keeps its
+    traceback."""
     try:
         yield
     except (UserError, OSError) as error:

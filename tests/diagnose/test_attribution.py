@@ -12,12 +12,24 @@ import torch
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.attribution.compare import expert_differences, op_differences, position_differences, relative_rms
+from fp8rl.diagnose.attribution.attribution_report import (
+    Attribution,
+    Cause,
+    ExpertDifference,
+    Finding,
+    OpDifference,
+    write_page,
+)
+from fp8rl.diagnose.attribution.compare import (
+    TemperatureFit,
+    expert_differences,
+    fit_temperature,
+    op_differences,
+    position_differences,
+    relative_rms,
+)
 from fp8rl.diagnose.attribution.findings import Clues, rank
 from fp8rl.diagnose.attribution.offline import read_subject
-from fp8rl.diagnose.attribution.page import write_page
-from fp8rl.diagnose.attribution.result import Attribution, Cause, ExpertDifference, Finding, OpDifference
-from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
 from fp8rl.models.families.mlp import EXPERTS, TOPK

@@ -15,12 +15,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.audit import AuditReport, rendered, run
-from fp8rl.diagnose.audit.claims import answers
-from fp8rl.diagnose.audit.engine import engine_sightings
-from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.report import Deviation, differences_of, rows_of
-from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit import AuditReport, audit_run, rendered
+from fp8rl.diagnose.audit.audit_report import Deviation, answers, differences_of, rows_of
+from fp8rl.diagnose.audit.sightings import Grids, Sighting, engine_sightings, stored
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterConfig
@@ -421,7 +418,7 @@ def test_what_was_not_seen_decides_no_claim() -> None:
 
 
 def run_keys() -> tuple[str, ...]:
-    from fp8rl.diagnose.audit.claims import BACKWARD, OPTIMIZER
+    from fp8rl.diagnose.audit.audit_report import BACKWARD, OPTIMIZER
 
     return (*BACKWARD, *OPTIMIZER)
 
@@ -436,7 +433,7 @@ def run_keys() -> tuple[str, ...]:
 def test_bad_input_is_refused_before_anything_starts(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(run, "open_pair")
+    monkeypatch.delattr(audit_run, "open_pair")
     result = CliRunner().invoke(app, ["audit", "examples/arithmetic.yaml", *arguments])
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
 
@@ -445,6 +442,6 @@ def test_an_engine_that_is_refused_is_a_difference(monkeypatch: pytest.MonkeyPat
     def refused(*_: object, **__: object) -> None:
         raise HandshakeError("kv_cache_dtype: found 'float8_e4m3fn', expected 'bfloat16'")
 
-    monkeypatch.setattr(run, "open_pair", refused)
-    found = run.audit(load_experiment("examples/arithmetic.yaml"), say=lambda text: None)
+    monkeypatch.setattr(audit_run, "open_pair", refused)
+    found = audit_run.audit(load_experiment("examples/arithmetic.yaml"), say=lambda text: None)
     assert not found.ok and "kv_cache_dtype: found 'float8_e4m3fn'" in found.differences[0].found

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from fp8rl.cli import app
 from fp8rl.diagnose.certify.dump import DumpReport, certify_dump, write_page
 from fp8rl.diagnose.certify.dump import certify as certifying
+from fp8rl.diagnose.certify.dump.dump_report import sentence
 from fp8rl.diagnose.certify.dump.reading import read_dump
 from fp8rl.diagnose.certify.dump.reference import Reference
-from fp8rl.diagnose.certify.dump.report import sentence
-from fp8rl.diagnose.certify.dump.row import Sampling
+from fp8rl.diagnose.certify.dump.rows import Sampling
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import QuantSpec

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.certify import probe, prompts
+from fp8rl.diagnose.certify import api, probe
 from fp8rl.diagnose.certify.http import Http
 from tests.support.planted_server import Planted, ask_little
 
@@ -30,10 +30,10 @@ LIES = (
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_little(monkeypatch)
-    monkeypatch.setattr(prompts, "SHORT", (5, 12))
-    monkeypatch.setattr(prompts, "FIRST", 2)
+    monkeypatch.setattr(api, "SHORT", (5, 12))
+    monkeypatch.setattr(api, "FIRST", 2)
     monkeypatch.setattr(probe, "LOAD_TOKENS", 1)
-    monkeypatch.setattr(prompts, "LONGEST", 400)
+    monkeypatch.setattr(api, "LONGEST", 400)
 
 
 def run(url: str, *arguments: str) -> tuple[int, str]:

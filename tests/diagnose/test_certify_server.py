@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.certify import ServerReport, certify_server, prompts, rendered
+from fp8rl.diagnose.certify import ServerReport, api, certify_server, rendered
 from fp8rl.diagnose.certify.api import Answer
 from fp8rl.diagnose.certify.compare import compare
 from fp8rl.diagnose.certify.http import Http, TimeUp
@@ -23,12 +25,18 @@ from tests.support.planted_server import NAME, Planted, ask_little, serve
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ask_little(monkeypatch)
-    monkeypatch.setattr(prompts, "LONGEST", 1000)
+    monkeypatch.setattr(api, "LONGEST", 1000)
 
 
 def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
     with serve(planted) as url:
         return certify_server(url + path, **options)
+
+
+def test_a_server_is_certified_without_the_libraries_of_a_run() -> None:
+    libraries = {"ray", "megatron", "mbridge", "sglang", "transformers"}
+    code = f"import fp8rl.diagnose.certify, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def outcomes(report: ServerReport) -> dict[str, str]:

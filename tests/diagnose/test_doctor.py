@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fp8rl.diagnose.doctor
 from fp8rl.cli import app
 from fp8rl.diagnose.doctor import Diagnosis, Machine, judge, rendered
-from fp8rl.diagnose.doctor.judge import DataFound
+from fp8rl.diagnose.doctor.doctor_report import DataFound
 from fp8rl.diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose.difference import Difference, described, difference
-from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, run, same_spec, static
-from fp8rl.diagnose.preflight.check import Check
+from fp8rl.diagnose.preflight import PreflightReport, preflight, preflight_run, rendered, same_spec
+from fp8rl.diagnose.preflight.preflight_report import Check
 from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tiny import TinyModel, write_tiny_model
@@ -50,7 +50,7 @@ def made(mean: float | None, **changes: float | None) -> Difference:
 
 
 def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
-    check = static.block_alignment(MODEL, spec(trainer={"tp": 2}))
+    check = same_spec.block_alignment(MODEL, spec(trainer={"tp": 2}))
     assert check.ok and check.remedy == ""
     for part in ("hidden_size 256", "head_dim 128", "moe_intermediate_size 128", "tp 2"):
         assert part in check.found
@@ -67,7 +67,7 @@ def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
     ],
 )
 def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
-    check = static.block_alignment(model, spec(**sections))
+    check = same_spec.block_alignment(model, spec(**sections))
     assert not check.ok and check.remedy
     assert name in check.found + check.expected
 
@@ -79,7 +79,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     def must_not_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr(run, "open_pair", must_not_start)
+    monkeypatch.setattr(preflight_run, "open_pair", must_not_start)
 
     def invoke(shape: TinyModel, *arguments: str, **config: object) -> Result:
         write_tiny_model(tmp_path / "model", shape)
@@ -121,7 +121,7 @@ def test_a_run_without_an_engine_has_nothing_to_agree_with(command: Callable[...
 
 def test_bf16_needs_no_alignment() -> None:
     numerics = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
-    assert static.block_alignment(dataclasses.replace(MODEL, head_dim=64), spec(numerics=numerics)).ok
+    assert same_spec.block_alignment(dataclasses.replace(MODEL, head_dim=64), spec(numerics=numerics)).ok
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_bf16_needs_no_alignment() -> None:
     ],
 )
 def test_both_sides_run_one_precision(trainer: str, rollout: str, ok: bool) -> None:
-    check = static.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
+    check = same_spec.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
     assert check.ok is ok
     assert ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from fp8rl.diagnose.attribution import attribute
-from fp8rl.diagnose.attribution.result import Finding
+from fp8rl.diagnose.attribution.attribution_report import Finding
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterConfig
 from fp8rl.models.architecture import architectures

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8rl.diagnose.audit.engine import engine_sightings
-from fp8rl.diagnose.audit.report import differences_of
+from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit.sightings import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fp8rl.diagnose.attribution.attribute import ask_engine
 from fp8rl.diagnose.attribution.compare import op_differences, stream_differences
-from fp8rl.diagnose.attribution.probe import ask_engine
 from fp8rl.models import architecture, read_model, read_shape, register
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig

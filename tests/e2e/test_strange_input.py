@@ -125,7 +125,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (
         "fp8rl.rl.run.run.LiveRun.open",
         "fp8rl.rl.run.stack.Stack.open",
-        "fp8rl.diagnose.rescore._trainer",
+        "fp8rl.diagnose.rescore.one_trainer",
         "fp8rl.diagnose.preflight.preflight",
         "fp8rl.diagnose.attribution.offline._stack_of",
         "fp8rl.serving.serve",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.diagnose.certify import probe, prompts
+from fp8rl.diagnose.certify import api, probe
 
 CHUNK = 128
 NAME = "planted"
@@ -140,8 +140,8 @@ def ask_little(patch: pytest.MonkeyPatch) -> None:
     """Have a server be asked for fewer and shorter answers than a user asks for."""
     for name, value in (("TOKENS", 8), ("BATCHES", (8,)), ("LOAD", 4), ("LOAD_TOKENS", 8)):
         patch.setattr(probe, name, value)
-    patch.setattr(prompts, "SHORT", (5, 40, 200))
-    patch.setattr(prompts, "LONGEST", 400)
+    patch.setattr(api, "SHORT", (5, 40, 200))
+    patch.setattr(api, "LONGEST", 400)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""What an engine and a trainer have said of the same tokens, against a forward pass of the model itself."""
+"""The certificate of a dump: engine and trainer on the same tokens, against a forward pass of the model itself."""
 
 from fp8rl.diagnose.certify.dump.certify import certify_dump
-from fp8rl.diagnose.certify.dump.page import write_page
-from fp8rl.diagnose.certify.dump.report import DumpReport, rendered
+from fp8rl.diagnose.certify.dump.dump_report import DumpReport, rendered, write_page
 
 __all__ = ["DumpReport", "certify_dump", "rendered", "write_page"]

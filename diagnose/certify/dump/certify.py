@@ -12,21 +12,19 @@ from torch import Tensor
 
 from fp8rl.diagnose.certify.dump import ours as our
 from fp8rl.diagnose.certify.dump import reference as theirs
+from fp8rl.diagnose.certify.dump.dump_report import DumpReport, SideReport, Verdict, WorstRow
 from fp8rl.diagnose.certify.dump.explain import LEFT_OUT, Explanation, Looks, explanations, row_means
-from fp8rl.diagnose.certify.dump.parts import histogram, parts
 from fp8rl.diagnose.certify.dump.reading import read_dump
-from fp8rl.diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
-from fp8rl.diagnose.certify.dump.source import Dump
-from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat
+from fp8rl.diagnose.certify.dump.rows import Dump, DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat, histogram, parts
 from fp8rl.diagnose.difference import Difference, difference
 from fp8rl.numerics.errors import user_error
 
 BUDGET = 50_000
 """Tokens that are scored, prompts counted."""
 MEAN_WITHIN, P99_WITHIN = 2.0, 4.0
-"""How many times the floor's mean and 99th percentile a side may be at. Two roundings to BF16 that know nothing of each
-other are 1.4 times as far apart as one is from the truth."""
+"""Multiples of the floor's mean and 99th percentile that a side may be at. Two roundings to BF16 that know nothing of
+each other are 1.4 times as far apart as one is from the truth."""
 UNRELATED = 0.5
 """Rank correlation of a side with the model below which it hardly follows it, where it is also as far from the model as
 the log-probabilities spread: those of a model that is sure of its tokens have ranks that little noise mixes."""
@@ -125,14 +123,14 @@ def _side(
 
 
 def _within(apart: Difference, floor: Difference) -> bool:
-    """Whether a side is no further from the model than BF16 takes the model itself."""
+    """Return whether a side is no further from the model than BF16 takes the model itself."""
     if apart.p99 is None or floor.p99 is None or apart.nonfinite > LEFT_OUT * (apart.tokens + apart.nonfinite):
         return False
     return _mean(apart) <= MEAN_WITHIN * _mean(floor) and apart.p99 <= P99_WITHIN * floor.p99
 
 
 def _is_unrelated(full: Tensor, said: Tensor) -> bool:
-    """Whether log-probabilities that are finite on both sides hardly follow the model's, by Spearman's correlation."""
+    """Return whether finite log-probabilities hardly follow the model's, by Spearman's correlation."""
     used = full.isfinite() & said.isfinite()
     full, said = full[used], said[used]
     ranks = torch.stack([_ranks(full), _ranks(said)])
@@ -152,7 +150,7 @@ def _mean(each: Difference) -> float:
 
 
 def _difference(first: Tensor, second: Tensor) -> Difference:
-    """Over the tokens of which the second says something."""
+    """Compare on the tokens of which the second says something."""
     return difference(first[None], second[None], ~second.isnan()[None])
 
 

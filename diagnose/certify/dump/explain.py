@@ -1,4 +1,4 @@
-"""What would explain that a side is far from the model: the usual mistakes, each tried on the same tokens.
+"""Explanations of a side that is far from the model: the usual mistakes, each tried on the same tokens.
 
 A mistake is another reading of the log-probabilities (another temperature, the token beside, another beginning), or a
 part of the tokens without which nothing is left.
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
+from fp8rl.diagnose.attribution.compare import TemperatureFit, fit_temperature
 from fp8rl.diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.diagnose.certify.dump.tokens import Tokens, flat
 from fp8rl.numerics.sampling import Truncation
 
@@ -32,7 +32,7 @@ CLEARLY = 0.5
 UNEXPLAINED = 0.1
 """A mistake is the cause if no more than this part of the difference beyond rounding is left with it made good."""
 FAR = 5.0
-"""How many times as far as our own FP8 a side must be for its rounding to be taken for that of FP8."""
+"""Multiple of our own FP8's distance at which the rounding of a side is taken for that of FP8."""
 SAME_TEMPERATURE = 0.02
 HARDLY = 1.05
 OUTSTANDING = 10.0
@@ -58,7 +58,7 @@ class Explanation:
 
 @dataclass
 class Looks:
-    """What is taken of the logits while they are there, of N rows; see `Tokens`.
+    """Other readings of the logits of N rows, taken while they are there; see `Tokens`.
 
     earlier, later: log-probabilities of the token before and after each, by row, NaN where there is none. plain: among
     all tokens, where some are left out. raw: that, at temperature 1. bos: with the text's first token in front, or
@@ -140,7 +140,8 @@ def explanations(
 
 
 def _explains(each: Explanation, rounding: Sequence[float]) -> bool:
-    """Whether hardly more than rounding is left: that of BF16, or where the difference is far beyond it, of FP8."""
+    """Return whether hardly more than rounding is left: that of BF16, or where the difference is far beyond it, of
+    FP8."""
     bf16, *others = rounding
     least = max([bf16, *(other for other in others if each.before >= FAR * other)])
     return each.before > bf16 and each.after - least <= UNEXPLAINED * (each.before - least)
@@ -200,7 +201,7 @@ def _named(cut: Truncation) -> str:
 
 
 def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor) -> Explanation | None:
-    """How much is left with another reading; None where it says nothing of too many tokens."""
+    """Measure what is left with another reading; None where it says nothing of too many tokens."""
     known = said.isfinite() & ~other.isnan()
     if not known.any() or (known & other.isinf()).sum() > LEFT_OUT * known.sum():
         return None

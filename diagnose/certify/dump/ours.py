@@ -1,4 +1,4 @@
-"""What our exact ops say of tokens: the trainer's forward pass, one rank of it in this process."""
+"""Scores tokens with our exact ops: the trainer's forward pass, one rank of it in this process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
-from fp8rl.diagnose.one_rank import one_rank
+from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
+from fp8rl.diagnose.one_rank import one_rank, one_trainer
 from fp8rl.models import read_model
 from fp8rl.models.stored import check_stored
 from fp8rl.numerics.config import NumericsConfig
@@ -27,7 +28,7 @@ _CHUNK = 64
 
 
 def numerics_of(preset: str) -> dict[str, NumericsConfig]:
-    """What a dump is scored in that does not say its numerics: BF16, and a preset."""
+    """Return the numerics to score a dump in that does not say its own: BF16, and a preset."""
     spec = QuantSpec.preset(preset)
     plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
     coded = {f"ours, FP8 ({preset})": NumericsConfig(spec=spec)} if spec.quantized else {}
@@ -35,7 +36,7 @@ def numerics_of(preset: str) -> dict[str, NumericsConfig]:
 
 
 def numerics_of_run(numerics: NumericsConfig) -> dict[str, NumericsConfig]:
-    """What a run in exact mode computed in: one thing, or another on each side."""
+    """Return the numerics that a run in exact mode computed in: one, or another on each side."""
     if numerics.trainer_spec == numerics.rollout_spec:
         return {"ours, in the run's numerics": numerics}
     engine = replace(numerics, trainer=numerics.rollout)
@@ -68,16 +69,12 @@ def scored(
 
 @contextmanager
 def exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | None) -> Iterator[Path]:
-    """The weights of a checkpoint as a Hugging Face directory, for a block; without one, the model's own."""
+    """Write the weights of a checkpoint as a Hugging Face directory, for a block; without one, take the model's own."""
     if checkpoint is None or numerics is None:
         yield model
         return
-    config = TrainerConfig(micro_batch_tokens=_MICRO_BATCH)
     with TemporaryDirectory(prefix="fp8rl-certify-") as folder:
-        with one_rank(config, numerics) as layout:
-            from fp8rl.trainer.trainer import Trainer
-
-            trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=1)
+        with one_trainer(model, numerics, micro_batch_tokens=_MICRO_BATCH, longest=1) as trainer:
             trainer.load(checkpoint)
             trainer.export_hf(Path(folder) / "model")
         yield Path(folder) / "model"
@@ -86,25 +83,21 @@ def exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | No
 def _of_all(
     score: Callable[[TokenBatch], tuple[list[int], Tensor]], rows: Sequence[DumpRow], samplings: Sequence[Sampling]
 ) -> dict[int, Tensor]:
-    """Rows of one sampling are scored together."""
+    """Score the rows of one sampling together, right-padded; float64 [T] of each answer, by row."""
     found = {}
     for sampling in dict.fromkeys(samplings):
         numbers = [number for number, each in enumerate(samplings) if each == sampling]
         for at in range(0, len(numbers), _CHUNK):
             some = numbers[at : at + _CHUNK]
-            order, logprobs = score(_batch([rows[number] for number in some], sampling))
+            lengths = torch.tensor([len(rows[number].tokens) for number in some])
+            prompts = torch.tensor([[rows[number].prompt_length] for number in some])
+            padded = pad_sequence([torch.tensor(rows[number].tokens) for number in some], batch_first=True)
+            places = torch.arange(padded.shape[1])
+            answers = (places >= prompts) & (places < lengths[:, None])
+            batch = TokenBatch(padded, lengths, answers, temperature=sampling.divisor)
+            order, logprobs = score(replace(batch, truncation=sampling.truncation))
             for row, said in zip(order, logprobs, strict=True):
                 number = some[row]
                 answer = slice(rows[number].prompt_length, len(rows[number].tokens))
                 found[number] = said[answer].double().cpu()
     return found
-
-
-def _batch(rows: Sequence[DumpRow], sampling: Sampling) -> TokenBatch:
-    """[B, S], right-padded; the answers' tokens count."""
-    lengths = torch.tensor([len(row.tokens) for row in rows])
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True)
-    places = torch.arange(tokens.shape[1])
-    mask = (places >= torch.tensor([[row.prompt_length] for row in rows])) & (places < lengths[:, None])
-    batch = TokenBatch(tokens, lengths, mask, temperature=sampling.divisor)
-    return replace(batch, truncation=sampling.truncation)

@@ -1,16 +1,22 @@
-"""Which way a file is read, by what it is: rows of our schema, a run of ours, slime's dump, or verl's batch."""
+"""Reads a dump, by what it is: rows of our schema, a run of ours, slime's dump, or verl's batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8rl.diagnose.certify.dump import own_run, slime, verl
-from fp8rl.diagnose.certify.dump.source import Dump, whole
+from fp8rl.diagnose.certify.dump import slime_verl
+from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
 from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_file, check_path, read_bytes
+from fp8rl.numerics.io.reading import check_file, check_path, read_bytes, whole_json_lines
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
+from fp8rl.rl.record.run_dir import RunDir
 
 
 def read_dump(path: Path, model: Path | None = None) -> Dump:
@@ -22,14 +28,14 @@ def read_dump(path: Path, model: Path | None = None) -> Dump:
     check_path(path, "DUMP")
     if not path.exists():
         raise user_error("DUMP", found=str(path), expected="a file, or the folder of a run", remedy="Correct the path.")
-    if path.is_dir() or own_run.is_rollouts(path):
-        return own_run.read(path, model)
+    if path.is_dir() or is_rollouts(path):
+        return read_run(path, model)
     check_file(path, "DUMP", "a dump")
     match path.suffix:
         case ".pt" | ".pth":
-            return slime.read(path)
+            return slime_verl.read_slime(path)
         case ".safetensors" | ".npz":
-            return verl.read(path)
+            return slime_verl.read_verl(path)
         case ".parquet":
             return whole(path, "rows in parquet", _parquet(path))
         case ".pkl" | ".pickle" | ".dp":
@@ -94,3 +100,109 @@ def _pickle(path: Path) -> UserError:
         expected="JSON lines, safetensors, npz, parquet, or what torch.save wrote of plain values",
         remedy="Have the trainer save its batch as safetensors; docs/certify.md has the line.",
     )
+
+
+# A run of ours: the answers of a step, with the weights, the temperature and the numerics that they came from.
+
+_KEY = b'"rollout_logprobs"'
+
+
+def is_rollouts(path: Path) -> bool:
+    """Return whether a file is one of `rollouts/` of a run."""
+    return path.is_file() and path.suffix == ".jsonl" and _KEY in read_bytes(path, "DUMP", "a dump").split(b"\n", 1)[0]
+
+
+def read_run(path: Path, model: Path | None = None) -> Dump:
+    """The answers of one step: of the file, or of the newest step of a run whose weights are still there.
+
+    Tokens of other weights than most of the step's are left out. model: has these weights; the run's own are not looked
+    for.
+
+    Raises:
+        UserError: there is no such run or step, or its weights are gone.
+    """
+    run = RunDir((path if path.is_dir() else path.parents[1]).absolute())
+    if not run.experiment.is_file():
+        raise user_error(
+            "DUMP",
+            found=f"{path}, and no spec.yaml in {run.path}",
+            expected="a run, with its spec.yaml",
+            remedy="Give the folder of a run, such as runs/demo, or a file in its rollouts/.",
+        )
+    experiment = read_resolved(run.experiment)
+    if experiment.adapter is not None:
+        raise user_error(
+            "DUMP",
+            found=f"{run.path}, which trains adapters",
+            expected="a run that trains the weights themselves",
+            remedy="Use fp8rl rescore on one of its capsules.",
+        )
+    files = [path] if path.is_file() else [run.rollouts(step) for step in reversed(run.rollout_steps())]
+    missing: UserError | None = None
+    for file in files:
+        records = whole_json_lines(file, "DUMP", parse_rollout)
+        version = _version(records)
+        try:
+            found, checkpoint = (model, None) if model else _weights(run, experiment, version)
+        except UserError as error:
+            missing = missing or error
+            continue
+        step = None if checkpoint is None else version
+        numerics = Standing.of_checkpoint(run, step).numerics(experiment.numerics_config())
+        sampling = Sampling(experiment.rollout.temperature, experiment.rollout.truncation)
+        rows = whole(
+            file, f"{file.stem.replace('_', ' ')} of the run {run.name}", _run_rows(records, version), sampling
+        )
+        return dataclasses.replace(rows, unread=[], model=found, checkpoint=checkpoint, numerics=numerics)
+    raise missing or user_error(
+        "DUMP",
+        found=f"{run.path} without rollouts",
+        expected="at least one step",
+        remedy="Let the run complete a step.",
+    )
+
+
+def _version(records: list[RolloutRecord]) -> int:
+    """The version of most of the tokens; 0 where there are none."""
+    counts = Counter(version for record in records for version in record.weight_versions)
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, Path | None]:
+    """Directory of the model, and the checkpoint that is loaded over it."""
+    if version == 0:
+        return experiment.model.directory, None
+    if version in run.checkpoint_steps():
+        return experiment.model.directory, run.checkpoint(version)
+    kept = ", ".join(map(str, run.checkpoint_steps())) or "none"
+    raise user_error(
+        "DUMP",
+        found=f"answers of weight version {version}, and checkpoints of versions {kept}",
+        expected="the weights that sampled them",
+        remedy="Give them with --model DIR, or give rollouts/step_1.jsonl, whose weights are those that the run began "
+        "with, or the step behind a checkpoint.",
+    )
+
+
+def _run_rows(records: list[RolloutRecord], version: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, record in enumerate(records, start=1):
+        length = len(record.token_ids)
+        told = {place for begin, end in record.told for place in range(begin, end)}
+        sampled = [place for place in range(length) if place not in told]
+        versions: list[int | None] = [None] * length
+        values: dict[str, list[float | None]] = {"logprobs": [None] * length, "trainer_logprobs": [None] * length}
+        for index, place in enumerate(sampled):
+            versions[place] = record.weight_versions[index]
+            values["logprobs"][place] = record.rollout_logprobs[index]
+            values["trainer_logprobs"][place] = record.train_logprobs[index]
+        if length:
+            yield (
+                f"line {number}",
+                {
+                    "tokens": record.prompt_ids + record.token_ids,
+                    "prompt_length": len(record.prompt_ids),
+                    "mask": [each == version for each in versions],
+                    "version": version,
+                    **values,
+                },
+            )

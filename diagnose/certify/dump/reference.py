@@ -1,4 +1,4 @@
-"""What the model itself says of tokens: its own code in transformers, one row at a time, in FP32 and in BF16."""
+"""The model's own log-probabilities of tokens: its code in transformers, one row at a time, in FP32 and in BF16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.row import DumpRow, Sampling
+from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.models.stored import weight_files
 from fp8rl.models.stored_fp8 import WeightFiles, is_scales
 from fp8rl.numerics.errors import UserError, user_error
@@ -25,13 +25,13 @@ from fp8rl.trainer import device
 
 _BLOCK_FP8 = "fp8"
 Attention = Literal["eager"] | None
-"""How transformers computes attention: None leaves it its own choice, which is a fused kernel where it has one."""
+"""The attention of transformers: None leaves it its own choice, which is a fused kernel where it has one."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's directory says, whatever its architecture.
+    """Facts from a model's directory, whatever its architecture.
 
     vocabulary: ids that it has an embedding for. positions: tokens of a row, None if it does not say. bos: id that its
     texts begin with, if any. special: ids that are no text.
@@ -113,7 +113,7 @@ def untruncated(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def facts(path: Path) -> ModelFacts:
-    """What `config.json` and the tokenizer's files say.
+    """Read `config.json` and the tokenizer's files.
 
     Raises:
         UserError: there is no model that transformers knows.
@@ -198,7 +198,7 @@ def _unknown(path: Path, error: Exception) -> UserError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and warnings of transformers, whose errors are kept."""
+    """Silence the bars and warnings of transformers, whose errors are kept."""
     from transformers.utils import logging as theirs
 
     before = theirs.get_verbosity()

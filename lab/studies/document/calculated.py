@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from fp8rl.diagnose.plan.decode import decode_step
 from fp8rl.diagnose.plan.efficiency import assumed
 from fp8rl.diagnose.plan.subject import CONFIGS
-from fp8rl.diagnose.plan.time import StepTime, product_bytes, step_time
-from fp8rl.diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
+from fp8rl.diagnose.plan.time import (
+    StepTime,
+    decode_step,
+    expert_bytes,
+    gathered_and_summed_bytes,
+    product_bytes,
+    step_time,
+)
 from fp8rl.diagnose.plan.verdict import fp8_over_bf16
 from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape

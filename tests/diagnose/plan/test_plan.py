@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose.plan import Plan, assumed, fitted_plan, gpu_named, make_plan, measured, read_subject, rendered
-from fp8rl.diagnose.plan.in_spec import with_table
+from fp8rl.diagnose.written_tables import with_plan
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment.budget.gpus import GPUS
 from fp8rl.rl.experiment.budget.memory import (
@@ -307,9 +307,9 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
 @pytest.mark.slow
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
-    """`python -m fp8rl.diagnose.plan.in_spec SPEC...` writes it."""
+    """`python -m fp8rl.diagnose.written_tables SPEC...` writes it."""
     path = EXAMPLES / f"{example}.yaml"
-    assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_table(path)
+    assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_plan(path)
 
 
 @pytest.mark.slow

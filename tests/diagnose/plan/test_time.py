@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.diagnose.plan.decode import decode_step, experts_read
 from fp8rl.diagnose.plan.efficiency import Rates, assumed
 from fp8rl.diagnose.plan.subject import CONFIGS
-from fp8rl.diagnose.plan.time import kernels, step_time
-from fp8rl.diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
+from fp8rl.diagnose.plan.time import (
+    decode_step,
+    expert_bytes,
+    experts_read,
+    gathered_and_summed_bytes,
+    kernels,
+    step_time,
+)
 from fp8rl.diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterConfig

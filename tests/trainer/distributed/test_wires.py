@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.diagnose.audit.report import differences_of
-from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit.sightings import Sighting
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.quantize import fake_quantize

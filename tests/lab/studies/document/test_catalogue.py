@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from fp8rl.diagnose.audit.claims import answers as audit_answers
+from fp8rl.diagnose.audit.audit_report import answers as audit_answers
 from lab.studies.document.catalogue import CATALOGUE, Listed
 from lab.studies.document.findings import AUDIT, PLAN, ClaimFinding, Outcome, findings, number_of
 from lab.studies.document.standings import standings

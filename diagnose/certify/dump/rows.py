@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 
@@ -22,14 +24,14 @@ Version = int | str | None
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer were drawn. temperature: 0 is greedy, whose log-probabilities are those at 1."""
+    """The sampler's settings for an answer. temperature: 0 is greedy, whose log-probabilities are those at 1."""
 
     temperature: float = 1.0
     truncation: Truncation = EVERY_TOKEN
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by."""
+        """The divisor of the logits."""
         return self.temperature or 1.0
 
 
@@ -93,7 +95,7 @@ class DumpRow(BaseModel):
         return list(places) if self.mask is None else [place for place in places if self.mask[place]]
 
     def sampling(self, default: Sampling) -> Sampling:
-        """How it was drawn, by what it says itself and else by `default`."""
+        """Return its settings, those that it does not say itself from `default`."""
 
         def said(name: str, otherwise: Any) -> Any:
             value = getattr(self, name)
@@ -151,3 +153,47 @@ _MEANING = {
     "prompt_length": "how many of the tokens are the prompt's",
     "logprobs": "the engine's log-probability of each token of the answer",
 }
+
+# What the rows of a dump are read into, and how each way of reading checks them.
+
+SCHEMA_KEYS = frozenset(DumpRow.model_fields)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The rows of a file, and what it knows of their model.
+
+    kind: what wrote it, in words. rows: with at least one token that the model has sampled. places: of each row in its
+        file, in words.
+    sampling: of rows that do not say theirs, where the file or its run does.
+    unread: keys that were not looked at.
+    model: directory of the weights, where the dump knows it. checkpoint: whose weights are loaded over those of the
+        directory. numerics: of the run that it is from.
+    """
+
+    kind: str
+    rows: list[DumpRow]
+    places: list[str]
+    sampling: Sampling | None = None
+    unread: list[str] = field(default_factory=list)
+    model: Path | None = None
+    checkpoint: Path | None = None
+    numerics: NumericsConfig | None = None
+
+
+def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sampling: Sampling | None = None) -> Dump:
+    """The dump of plain rows, each with its place in words."""
+    every: list[tuple[str, DumpRow]] = []
+    unread: dict[str, None] = {}
+    for place, values in found:
+        every.append((place, checked_row(values, f"{place} of {path}")))
+        unread |= dict.fromkeys(key for key in values if key not in SCHEMA_KEYS)
+    used = [(place, row) for place, row in every if row.sampled]
+    if not used:
+        raise user_error(
+            "DUMP",
+            found=f"{path} with {len(every)} rows" + (", and no token that was sampled" if every else ""),
+            expected="at least one answer",
+            remedy="Write rows of token ids and log-probabilities; docs/certify.md has the schema.",
+        )
+    return Dump(kind, [row for _, row in used], [place for place, _ in used], sampling, list(unread))

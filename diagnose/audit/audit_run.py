@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fp8rl.diagnose.audit.engine import engine_sightings
-from fp8rl.diagnose.audit.report import AuditReport, Deviation, differences_of, rows_of
-from fp8rl.diagnose.audit.sighting import Sighting
+from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rows_of
+from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
 from fp8rl.models import Model
@@ -56,8 +55,8 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
 def examine(
     stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
 ) -> tuple[int, list[Sighting]]:
-    """How many tokens the step had, and all that was seen. The trainer has learnt from it; its engine holds the weights
-    from before."""
+    """Return the tokens of the step, and all that was seen. The trainer has learnt from it; its engine holds the
+    weights from before."""
     say("syncing the weights")
     stack.syncing.sync()
     say("sampling answers and learning from them, uncompiled")

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 from fp8rl.diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
 from fp8rl.diagnose.difference import Difference
-from fp8rl.diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
-from fp8rl.diagnose.preflight.check import Check
-from fp8rl.diagnose.preflight.observed import Observed, observe
-from fp8rl.diagnose.preflight.report import PreflightReport
-from fp8rl.diagnose.preflight.static import block_alignment, same_precision
+from fp8rl.diagnose.preflight import same_logprobs, same_spec
+from fp8rl.diagnose.preflight.preflight_report import Check, PreflightReport
+from fp8rl.diagnose.preflight.same_spec import Observed, block_alignment, observe, same_precision
 from fp8rl.models.stored import check_stored
 from fp8rl.numerics.errors import user_error
 from fp8rl.rl.experiment import Experiment
@@ -28,7 +26,7 @@ BF16 = "BF16 on both sides"
 
 @dataclass
 class SoFar:
-    """What a preflight has looked at so far; see Report."""
+    """The findings of a preflight so far; see `PreflightReport`."""
 
     checks: list[Check] = field(default_factory=list)
     quantized: dict[str, list[str]] = field(default_factory=lambda: {"trainer": [], "engine": []})
@@ -83,9 +81,9 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
 def _examine(stack: Stack, so_far: SoFar, quick: bool, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     try:
-        so_far.checks.append(same_bytes.manifest_of(stack.syncing.sync()))
+        so_far.checks.append(same_spec.manifest_of(stack.syncing.sync()))
     except SyncError as error:
-        so_far.checks.append(same_bytes.refused_sync(error))
+        so_far.checks.append(same_spec.refused_sync(error))
         return  # generation stays paused
     say("sampling and scoring the calibration batch")
     prompts = calibration_prompts(stack)
@@ -119,18 +117,18 @@ def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
 
 def _examine_logprobs(stack: Stack, batch: TokenBatch, so_far: SoFar, quick: bool, say: Callable[[str], None]) -> None:
     numerics, differences = stack.numerics, so_far.differences
-    measured = differences["trainer against engine"] = floor.against_trainer(stack, batch)
+    measured = differences["trainer against engine"] = same_logprobs.against_trainer(stack, batch)
     temperature = same_logprobs.sampler_temperature(stack, batch, measured)
 
     prompts = calibration_prompts(stack)
     plain = batch if batch.temperature == 1.0 else sampled_batch(stack, prompts, ANSWERS, 1.0)
     floors = {
-        "prefill against decode": floor.prefill_against_decode(stack, plain),
-        "alone against together": floor.alone_against_together(stack, plain),
+        "prefill against decode": same_logprobs.prefill_against_decode(stack, plain),
+        "alone against together": same_logprobs.alone_against_together(stack, plain),
     }
     if not quick and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
         say("starting a BF16 engine for the noise floor")
-        floors[BF16] = floor.bf16_on_both_sides(stack, prompts, ANSWERS)
+        floors[BF16] = same_logprobs.bf16_on_both_sides(stack, prompts, ANSWERS)
     differences |= floors
     so_far.checks += [
         same_logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)),

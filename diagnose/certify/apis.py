@@ -1,4 +1,4 @@
-"""OpenAI's API: `/v1/completions` with log-probabilities, and what vLLM, SGLang and llama.cpp add to it."""
+"""SGLang's own API: `/generate` with token ids."""
 
 from __future__ import annotations
 
@@ -8,10 +8,106 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from fp8rl.diagnose.certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
-from fp8rl.diagnose.certify.http import Http, Refused, ServerFailed
-from fp8rl.diagnose.certify.said import Count, Logprob, Said, TokenId
+from fp8rl.diagnose.certify.http import Count, Http, Logprob, Name, Refused, Said, Scored, ServerFailed, TokenId
 
-PATH = "/v1/completions"
+GENERATE = "/generate"
+
+
+class _ModelInfo(Said):
+    model_path: Name
+    served_model_name: Name | None = None
+
+
+class _ServerInfo(Said):
+    chunked_prefill_size: int | None = None
+
+
+class _Reason(Said):
+    type: str = ""
+    message: str = "no reason given"
+
+
+class _MetaInfo(Said):
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[Scored] | None = None
+    output_top_logprobs: list[list[Scored] | None] | None = None
+    input_token_logprobs: list[Scored] | None = None
+    cached_tokens: Count | None = None
+
+
+class _Generated(Said):
+    meta_info: _MetaInfo
+
+
+_MODEL_INFO, _SERVER_INFO = TypeAdapter(_ModelInfo), TypeAdapter(_ServerInfo)
+_GENERATED = TypeAdapter(list[_Generated])
+
+
+class SGLang(Server):
+    """A server with `/generate`."""
+
+    api = "SGLang"
+
+    @classmethod
+    def found(cls, http: Http, model: str | None) -> SGLang | None:
+        """The server behind `http`, if it is one.
+
+        Raises:
+            UserError: it has another model.
+        """
+        try:
+            said = http.get("/model_info", _MODEL_INFO)
+        except (Refused, ServerFailed):
+            return None
+        server = cls(http, named(model, [said.served_model_name or said.model_path]))
+        server.context = next((row.context for row in models(http) or ()), None)
+        try:
+            chunk = http.get("/server_info", _SERVER_INFO).chunked_prefill_size
+        except (Refused, ServerFailed):  # closed in an engine of ours: it would show a key
+            return server
+        server.chunk = chunk if chunk is not None and 0 < chunk < 1 << 20 else None
+        return server
+
+    def ask(self, prompts: Sequence[Prompt], tokens: int, salt: str, *, temperature: float = 0.0) -> list[Answer]:
+        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+        said = self._generate(prompts, sampling, salt, top_logprobs_num=OTHERS)
+        return [fitting(_sglang_answer(each), tokens, GENERATE) for each in said]
+
+    def score(self, prompts: Sequence[list[int]], salt: str) -> list[Answer] | None:
+        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        answers = [_sglang_answer(each) for each in self._generate(prompts, sampling, salt, logprob_start_len=0)]
+        whole = all(len(a.scored or ()) == len(p) - 1 for a, p in zip(answers, prompts, strict=True))
+        return answers if whole else None
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any], salt: str, **more: Any
+    ) -> list[_Generated]:
+        key = "text" if isinstance(prompts[0], str) else "input_ids"
+        body = {key: list(prompts), "sampling_params": sampling, "return_logprob": True, "extra_key": salt, **more}
+        answers = self.http.post(GENERATE, body, _GENERATED)
+        if len(answers) != len(prompts):
+            raise ServerFailed(f"{GENERATE} answered {len(answers)} times to {len(prompts)} prompts")
+        return answers
+
+
+def _sglang_answer(found: _Generated) -> Answer:
+    meta = found.meta_info
+    if meta.finish_reason is not None and meta.finish_reason.type == "abort":
+        raise ServerFailed(f"{GENERATE} gave up: {meta.finish_reason.message[:200]!r}")
+    if meta.output_token_logprobs is None:
+        raise no_logprobs(f"answers of {GENERATE} without output_token_logprobs", "Start it with log-probabilities.")
+    return Answer(
+        tokens=tuple(token for _, token in meta.output_token_logprobs),
+        logprobs=tuple(logprob for logprob, _ in meta.output_token_logprobs),
+        others=tuple(tuple(logprob for logprob, _ in top or ()) for top in meta.output_top_logprobs or ()),
+        cached=meta.cached_tokens,
+        scored=tuple(logprob for logprob, _ in meta.input_token_logprobs[1:]) if meta.input_token_logprobs else None,
+    )
+
+
+# OpenAI's API: `/v1/completions` with log-probabilities, and what vLLM, SGLang and llama.cpp add to it.
+
+COMPLETIONS = "/v1/completions"
 _EXTRAS: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"return_token_ids": True}, {"cache_salt": "1"})
 """Settings that are not OpenAI's own. Each is used where a server takes it."""
 
@@ -93,14 +189,14 @@ class OpenAI(Server):
         extras = self._extras | ({"cache_salt": salt} if "cache_salt" in self._extras else {})
         said = self._complete(prompts, max_tokens=tokens, temperature=temperature, **extras)
         cached = said.cached if len(prompts) == 1 else None
-        return [fitting(_answer(each, cached), tokens, PATH) for each in said.choices]
+        return [fitting(_openai_answer(each, cached), tokens, COMPLETIONS) for each in said.choices]
 
     def score(self, prompts: Sequence[list[int]], salt: str) -> list[Answer] | None:
         try:
             said = self._complete(prompts, max_tokens=1, temperature=0.0, echo=True)
         except Refused:
             return None
-        answers = [_answer(each, None) for each in said.choices]
+        answers = [_openai_answer(each, None) for each in said.choices]
         if any(len(a.logprobs) != len(p) + 1 for a, p in zip(answers, prompts, strict=True)):
             return None  # it leaves `echo` aside
         return [
@@ -128,13 +224,13 @@ class OpenAI(Server):
         """An answer with as many choices as prompts, in their order."""
         prompt: Any = prompts[0] if len(prompts) == 1 else list(prompts)
         body = {"model": self.model, "prompt": prompt, "logprobs": OTHERS} | settings
-        said = self.http.post(PATH, body, _COMPLETION)
+        said = self.http.post(COMPLETIONS, body, _COMPLETION)
         if len(said.choices) != len(prompts):
-            raise ServerFailed(f"{PATH} answered {len(said.choices)} choices to {len(prompts)} prompts")
+            raise ServerFailed(f"{COMPLETIONS} answered {len(said.choices)} choices to {len(prompts)} prompts")
         return said.model_copy(update={"choices": sorted(said.choices, key=lambda choice: choice.index)})
 
 
-def _answer(choice: _Choice, cached: int | None) -> Answer:
+def _openai_answer(choice: _Choice, cached: int | None) -> Answer:
     said = choice.logprobs or _Logprobs()
     names: list[int] | list[str] | list[int | str]
     if said.content is not None:
@@ -146,7 +242,7 @@ def _answer(choice: _Choice, cached: int | None) -> Answer:
         tops = [list((top or {}).values()) for top in said.top_logprobs or ()]
     if not values:
         raise no_logprobs(
-            f"answers of {PATH} without log-probabilities", "Ask a server that gives them for `logprobs`."
+            f"answers of {COMPLETIONS} without log-probabilities", "Ask a server that gives them for `logprobs`."
         )
     if choice.token_ids is not None and len(choice.token_ids) == len(values):
         names = choice.token_ids

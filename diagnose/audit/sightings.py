@@ -1,0 +1,170 @@
+"""The sightings of an audit: tensors of one class at one place, in one format, on the engine and on the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8rl.diagnose.audit.sites import Part, Sites
+from fp8rl.models import Model
+from fp8rl.models.tensors import base_name
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.holdings import Holding, format_of
+from fp8rl.numerics.precision_map import Planned, precision_map
+from fp8rl.numerics.quantize import fake_quantize
+from fp8rl.numerics.spec import QuantSpec, Role, TensorSpec
+from fp8rl.rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
+
+if TYPE_CHECKING:
+    from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Tensors of one class at one place, in one format.
+
+    Attributes:
+        key: of their class in the precision map. name: of the module, the parameter, the tensor or the collective.
+        found: their format. planned: those that will do there. calls: how often they were seen.
+        bytes: of what is held or sent; 0 for what passes.
+    """
+
+    key: str
+    name: str
+    found: str
+    planned: tuple[str, ...]
+    calls: int = 1
+    bytes: int = 0
+
+
+# What the engine holds, class by class of the precision map.
+
+
+def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
+    """held: one rank's inventory (`rollout.plugin.inventory`). numerics: as planned."""
+    plan = precision_map(numerics)
+    kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache"}
+    found = []
+    for each in held:
+        key = kinds.get(each.kind)
+        if key is None:
+            row = model.tensors[base_name(each.name)[0]]
+            key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
+        # A router or an expert's bias may be in FP32.
+        formats = (format_of(row.served),) if key == "engine.leftover" else plan[key].formats
+        found.append(Sighting(key, each.name, each.format, formats, bytes=each.bytes))
+    return found
+
+
+# What stands in a rank's memory between two ops of a step, class by class of the precision map.
+
+_WEIGHTS: dict[Part, str] = {
+    "embedding": "embedding.weight",
+    "head": "head.weight",
+    "router": "router.weight",
+    "norm": "gain.weight",
+    "product": "product.shadow",
+    "experts": "product.shadow",
+}
+
+
+def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+    """Yield what is held after a backward: weights, what products have made of them, and gradients."""
+    from fp8rl.trainer.inventory import inventory
+
+    for each in inventory(trainer):
+        part = sites.parameters.get(each.name)
+        if part is not None:  # not padding
+            keys = {
+                "parameters": _WEIGHTS[part],
+                "operands": "product.cached",
+                "gradients": "gradient.buffer",
+            }
+            if key := keys.get(each.kind):
+                yield Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes)
+
+
+def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+    """Yield what the optimizer holds after an update, judged by value: before it, masters are what a checkpoint holds.
+
+    A master whose moments are zero was never updated, and is taken for what its dtype says.
+    """
+    from fp8rl.trainer.inventory import optimizer_state
+
+    held = [(name.partition(":")[0], name, kind, tensor) for name, kind, tensor in optimizer_state(trainer)]
+    updated = {parameter for parameter, _, kind, tensor in held if kind == "moments" and tensor.any()}
+    for parameter, name, kind, tensor in held:
+        if kind != "rest":
+            gain = sites.parameters[parameter] == "norm"
+            key = "moment" if kind == "moments" else "gain.master" if gain else "master"
+            found = stored(tensor) if parameter in updated else format_of(tensor.dtype)
+            yield Sighting(key, name, found, plan[key].formats, bytes=tensor.nbytes)
+
+
+# Tells the format of a tensor by its values: FP8 arithmetic that is emulated leaves BF16 tensors of FP8 values.
+
+ROWS = 256
+"""Rows of a larger matrix that are looked at."""
+FEWEST = 64
+"""Numbers, below which values say nothing: any few of them may be on a grid by chance."""
+SAME_CODE = 2.0**-18
+"""Relative difference of two FP32 numbers that stand for the same code: scales that are not powers of two round."""
+
+
+class Grids:
+    """The FP8 grids on which the operands of one run may lie, coarse ones first."""
+
+    def __init__(self, numerics: NumericsConfig) -> None:
+        default = QuantSpec.preset("fp8_block_pow2")
+        self._specs: dict[Role, list[TensorSpec]] = {}
+        for role in ("weight", "activation", "gradient"):
+            planned: TensorSpec = getattr(numerics.spec, role)
+            basis = planned if planned.quantized else getattr(default, role)
+            scales = dict.fromkeys((basis.scale, "pow2"))
+            self._specs[role] = [
+                replace(basis, format=f, scale=s, rounding="nearest") for f in ("e5m2", "e4m3") for s in scales
+            ]
+
+    def format(self, x: Tensor, role: Role) -> str | None:
+        """The narrowest format that holds a matrix [.., R, C] as it is, in groups along either axis.
+
+        None where too few numbers are there to say.
+        """
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            return format_of(x.dtype)
+        matrix = x.detach().reshape(-1, x.shape[-1])
+        ways = [_sample(way, block=role == "weight") for way in (matrix, matrix.t())]
+        specs = self._specs[role]
+        telling = [way for way in ways if _evidence(way, specs[0]) >= FEWEST]
+        on_grid = (spec.format for spec in specs for way in telling if _unchanged(way, spec))
+        return next(on_grid, format_of(x.dtype) if len(telling) == len(ways) else None)
+
+
+def _evidence(x: Tensor, spec: TensorSpec) -> int:
+    """Count the numbers that say something: those that are not zero, without one of each group, whose scale fits it."""
+    width = spec.block_shape(*x.shape)[1]
+    full = F.pad(x, (0, -x.shape[1] % width)).reshape(-1, width).count_nonzero(1)
+    return int((full - 1).clamp(min=0).sum())
+
+
+def _sample(x: Tensor, *, block: bool) -> Tensor:
+    """Rows of a matrix: the fullest, as what is not learnt from has gradients of zero, or whole blocks of them."""
+    if block or len(x) <= ROWS:
+        return x[:ROWS].contiguous()
+    return x[(x != 0).sum(1).topk(ROWS).indices]
+
+
+def stored(x: Tensor) -> str:
+    """The format of what is kept from step to step: BF16 if FP32 numbers are all of them BF16 ones, and not too few."""
+    judged = x.dtype is torch.float32 and int(x.count_nonzero()) >= FEWEST
+    return "bf16" if judged and torch.equal(x.bfloat16().float(), x) else format_of(x.dtype)
+
+
+def _unchanged(x: Tensor, spec: TensorSpec) -> bool:
+    again, x = fake_quantize(x, spec, torch.float32), x.float()
+    return bool(((again - x).abs() <= SAME_CODE * x.abs()).all())

@@ -1,0 +1,202 @@
+"""The report on a dump: how far engine and trainer are from the model, which of them, where, and why; its page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fp8rl.diagnose.certify.dump.explain import Explanation
+from fp8rl.diagnose.certify.dump.tokens import Part
+from fp8rl.diagnose.difference import Difference, shown_number
+from fp8rl.diagnose.report import Grade, Report, graded, grid
+from fp8rl.rl.report import page
+
+Verdict = Literal["equal", "within the floor", "above the floor", "broken"]
+VERDICTS: tuple[Verdict, ...] = ("equal", "within the floor", "above the floor", "broken")
+_GRADES: dict[Verdict, Grade] = dict(zip(VERDICTS, ("good", "good", "warning", "bad"), strict=True))
+
+
+@dataclass(frozen=True)
+class SideReport:
+    """The engine, or the trainer."""
+
+    name: str
+    verdict: Verdict
+    reference: Difference
+    """From the model in FP32."""
+    ours: dict[str, Difference]
+    """From our exact ops, by their numerics."""
+    explanations: list[Explanation]
+    """Mistakes that explain nearly all of the difference, the likeliest first."""
+    unrelated: bool
+    """It hardly follows the model at all."""
+    tried: list[Explanation] = field(default_factory=list)
+    """All mistakes that were looked for, those that leave least first."""
+
+
+@dataclass(frozen=True)
+class WorstRow:
+    """An answer that differs most from the model."""
+
+    place: str
+    """In the dump."""
+    tokens: int
+    means: dict[str, float | None]
+    """Of abs(d), by side."""
+
+
+@dataclass(frozen=True)
+class DumpReport(Report):
+    """The findings on a dump. Its JSON has these keys, and `schema`, `ok` and `verdict`."""
+
+    dump: str
+    kind: str
+    """The program that wrote it, in words."""
+    model: str
+    """Directory of the weights."""
+    rows: int
+    """Rows that were scored."""
+    of_rows: int
+    tokens: int
+    """Sampled ones that were compared."""
+    temperatures: list[float]
+    """The divisors of the logits."""
+    floor: Difference
+    """The model in BF16 from the model in FP32, both by transformers."""
+    ours: dict[str, Difference]
+    """Our exact ops from the model in FP32, by their numerics."""
+    why_not_ours: str
+    """Why our ops have not scored all of it, if so."""
+    sides: list[SideReport]
+    """The engine, and the trainer if the dump has one."""
+    between: Difference | None
+    """Engine from trainer."""
+    parts: list[Part]
+    """Of the tokens, by place in the answer, length and more."""
+    histogram: dict[str, dict[str, int]]
+    """Counts of abs(d) by power of ten, by side."""
+    worst: list[WorstRow]
+    notes: list[str]
+    """Assumptions, and what looks odd."""
+    unread: list[str]
+    """Keys of the dump that were not looked at."""
+    seconds: float
+    """Of all."""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict in ("equal", "within the floor")
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the side that is worst."""
+        return max((side.verdict for side in self.sides), key=VERDICTS.index)
+
+    def derived(self) -> dict[str, Any]:
+        return {"verdict": self.verdict}
+
+
+def differences(report: DumpReport) -> list[tuple[str, Difference]]:
+    """Name each comparison, in the order in which they are shown."""
+    found = [(f"{side.name} from the model in FP32", side.reference) for side in report.sides]
+    found.append(("floor: the model in BF16 from the model in FP32", report.floor))
+    found += [(f"{name}, from the model in FP32", each) for name, each in report.ours.items()]
+    if report.between is not None:
+        found.append(("the engine from the trainer", report.between))
+    return found + [(f"{side.name} from {name}", each) for side in report.sides for name, each in side.ours.items()]
+
+
+def sentence(side: SideReport, report: DumpReport) -> str:
+    """Say what was found of a side."""
+    mean, floor = side.reference.mean, report.floor.mean
+    far = f"mean |d| {shown_number(mean)} from the model in FP32, and the model in BF16 {shown_number(floor)}"
+    if side.verdict == "equal":
+        name = next(name for name, each in side.ours.items() if each.zero)
+        return f"{side.name}: equal to {name}, bit for bit, on {side.reference.tokens:,} tokens"
+    if side.explanations:
+        first = side.explanations[0]
+        left = f"mean |d| {shown_number(first.before)}, and {shown_number(first.after)} with that made good"
+        return f"{side.name}: broken: {first.text} ({left})"
+    times = f", {mean / floor:.1f} times as far" if mean is not None and floor else ""
+    if side.verdict == "within the floor":
+        return f"{side.name}: within the floor: {far}{times}"
+    hardly = "; it hardly follows this model, as with other weights or other tokens" if side.unrelated else ""
+    like = ""
+    if side.verdict == "above the floor" and mean:  # our own numerics may be about as far from the model
+        near = [name for name, each in report.ours.items() if each.mean and 0.5 <= mean / each.mean <= 2.0]
+        like = f"; {near[-1]}, is about as far" if near else ""
+    best: dict[str, Explanation] = {}
+    for each in side.tried:
+        best.setdefault(each.name, each)
+    shares = [f"{name} {max(0.0, 1 - each.after / each.before):.0%}" for name, each in best.items() if each.before]
+    tried = f". Tried, and how much of it each explains: {', '.join(shares)}" if best else ""
+    return f"{side.name}: off, cause unknown: {far}{times}{hardly}{like}{tried}"
+
+
+def rendered(report: DumpReport) -> RenderableType:
+    """Render the comparisons, the notes, and the verdict on each side."""
+    compared = []
+    for name, each in differences(report):
+        numbers = (each.mean, each.p50, each.p99, each.max, each.k3_kl)
+        share = "" if each.exact_frac is None else f"{100 * each.exact_frac:.3g}%"
+        compared.append((name, *map(shown_number, numbers), share))
+    rows = f"{report.rows:,} of {report.of_rows:,} rows" if report.rows < report.of_rows else f"{report.rows:,} rows"
+    return Group(
+        f"{report.dump}, {report.kind}: {rows}, {report.tokens:,} sampled tokens; weights of {report.model}",
+        Text(),
+        grid(("log-probabilities", "|d| mean", "p50", "p99", "max", "KL (k3)", "equal"), compared, numbers=1),
+        Text(),
+        *map(Text, report.notes),
+        *(graded(sentence(side, report), _GRADES[side.verdict]) for side in report.sides),
+    )
+
+
+Chart = dict[str, Any]
+"""`title`, `note`, `unit` of the values, `x` labels, and `series` of `name` and `y`."""
+_NOTES = {
+    "place in the answer": "A difference that grows along the answer adds up: a cache, or a beginning that is another.",
+    "length of the answer": "Tokens of all answers of such a length.",
+    "temperature": "A temperature that is treated wrongly stands out.",
+    "probability of the token": "By the model in FP32. Rare tokens differ most wherever numbers are rounded.",
+    "kind of token": "Special tokens, such as the end of an answer, against text.",
+    "weight version": "The version whose weights were scored should differ least.",
+}
+
+
+def write_page(report: DumpReport, path: Path) -> None:
+    """Write the page to `path`."""
+    page.write_page(
+        path,
+        "certify",
+        _charts(report),
+        kind="certify",
+        name=Path(report.dump).name,
+        verdict=[sentence(side, report) for side in report.sides],
+        report=report,
+        rows=differences(report),
+    )
+
+
+def _charts(report: DumpReport) -> list[Chart]:
+    names = [side.name for side in report.sides] + ["floor"]
+    sizes = list(report.histogram["floor"])
+    spread: Chart = {
+        "title": "How large differences are",
+        "note": "Tokens by |d| from the model in FP32: exactly 0, and from each power of ten up to the next.",
+        "unit": "tokens",
+        "x": sizes,
+        "series": [{"name": name, "y": [report.histogram[name][size] for size in sizes]} for name in names],
+    }
+    charts = [spread]
+    for by in dict.fromkeys(part.by for part in report.parts):
+        some = [part for part in report.parts if part.by == by]
+        if len(some) > 1:
+            series = [{"name": name, "y": [part.means[name] for part in some]} for name in names]
+            x = [f"{part.label} ({part.tokens:,})" for part in some]
+            title = f"By {by}"
+            charts.append({"title": title, "note": _NOTES[by], "unit": "mean |d| in nats", "x": x, "series": series})
+    return charts

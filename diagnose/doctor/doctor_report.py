@@ -1,0 +1,139 @@
+"""The doctor's report: what is installed, what the GPUs can do, where both sides run, and what is in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fp8rl.diagnose.doctor.machine import Machine
+from fp8rl.diagnose.report import Remark, Report, graded, grid
+
+Blocks = Literal["native", "by MX", "no"]
+ENDS = 1000
+"""Characters of a longer text that are shown at its beginning and at its end."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a run: trainer or engine."""
+
+    name: str
+    precision: str
+    """Of its products."""
+    device: str
+    """cpu or cuda."""
+    ops: str
+    """The implementation that computes them."""
+    attention: str = ""
+    """The engine's attention backend."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Formats that a GPU multiplies by itself."""
+
+    fp8: bool
+    blocks: Blocks
+    """Products with 128 x 128 and 1 x 128 scales."""
+    mx: bool
+
+
+@dataclass(frozen=True)
+class DataFound:
+    """A source of problems, and its first problem."""
+
+    key: str
+    """Of the spec."""
+    path: str
+    problems: int
+    prompt: str
+    """As the model is given it."""
+    prompt_tokens: int
+    reference: str
+    """The answer of the data."""
+    rewards: Mapping[str, str]
+    """By each function's name, its reward for the reference as an answer, or why that is not known."""
+
+
+@dataclass(frozen=True)
+class Diagnosis(Report):
+    """The machine, where both sides run on it, what is in the way, what a start would note, and the data."""
+
+    machine: Machine
+    mode: str
+    spec_digest: str
+    sides: tuple[Side, Side]
+    features: tuple[Features, ...]
+    remarks: tuple[Remark, ...]
+    notes: tuple[str, ...] = ()
+    data: tuple[DataFound, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not any(remark.blocks for remark in self.remarks)
+
+
+def rendered(diagnosis: Diagnosis) -> RenderableType:
+    """Render the tables, then obstacles, warnings and notes, then the verdict."""
+    machine = diagnosis.machine
+    sides = [(side.name, side.precision, side.device, side.ops, side.attention) for side in diagnosis.sides]
+    parts: list[RenderableType] = [
+        _installed(machine),
+        _gpus(diagnosis) if machine.gpus else Text("no GPU"),
+        grid(("side", "precision", "device", "ops", "attention backend"), sides),
+        *map(_data, diagnosis.data),
+    ]
+    problems = [remark.shown("obstacle", "warning") for remark in diagnosis.remarks]
+    problems += [Text.assemble(("note      ", "bold"), note) for note in diagnosis.notes]
+    verdict = "can run here" if diagnosis.ok else "cannot run here yet"
+    if diagnosis.ok and not machine.probed:
+        verdict += ", as far as was looked: no op has been tried (--quick)"
+    end = f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}"
+    lines = [line for part in parts for line in (part, Text())]
+    return Group(*lines, *problems, graded(end, "good" if diagnosis.ok else "bad"))
+
+
+def _installed(machine: Machine) -> RenderableType:
+    rows: list[tuple[RenderableType, ...]] = [("python", f"{machine.python}, {machine.system}", "")]
+    cuda = f", built for CUDA {machine.torch_cuda}" if machine.torch_cuda else ", CPU build"
+    for name, version in machine.libraries.items():
+        if version is not None or name in machine.wanted:
+            text = "" if version is None else version + (cuda if name == "torch" else "")
+            rows.append((name, text or Text("no", style="dim"), machine.wanted.get(name, "any")))
+    for name in ("driver", "cublaslt", "cudnn", "nccl", "nvcc", "cc", "cxx"):
+        if value := getattr(machine, name):
+            rows.append((name, value, f"CUDA up to {machine.driver_cuda}" if name == "driver" else ""))
+    return grid(("installed", "version", "this release is written for"), rows)
+
+
+def _gpus(diagnosis: Diagnosis) -> RenderableType:
+    rows = []
+    for gpu, can in zip(diagnosis.machine.gpus, diagnosis.features, strict=True):
+        fp8, mx = ("yes" if each else "no" for each in (can.fp8, can.mx))
+        capability = ".".join(map(str, gpu.capability))
+        rows.append((gpu.name, f"{gpu.memory / 2**30:.0f} GiB", capability, fp8, can.blocks, mx))
+    return grid(("GPU", "memory", "compute capability", "FP8", "128-blocks", "MX"), rows)
+
+
+def _data(data: DataFound) -> Text:
+    """Render a source's first prompt, and what rewards give to its reference."""
+    problems, tokens = (
+        f"{number:,} {what}{'s' * (number != 1)}"
+        for number, what in ((data.problems, "problem"), (data.prompt_tokens, "token"))
+    )
+    text = Text.assemble((data.key, "bold"), f"  {problems} in {data.path}\n")
+    text.append(f"the first prompt, {tokens}:\n")
+    text.append("".join(f"  | {line}\n" for line in _shortened(data.prompt).splitlines()), style="dim")
+    text.append(f"its reference: {_shortened(data.reference)}")
+    for name, reward in data.rewards.items():
+        text.append(f"\nthe reward {name} gives to the reference as an answer: {reward}")
+    return text
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - 2 * ENDS
+    return text if left_out <= 0 else f"{text[:ENDS]} [... {left_out:,} characters ...] {text[-ENDS:]}"
