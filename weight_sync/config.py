@@ -1,4 +1,4 @@
-"""What the `sync:` section of an experiment spec may say."""
+"""The `sync:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_WITHIN_S = 600.0
 
 
 class SyncConfig(Section):
-    """How weights travel from the trainer to the engines."""
+    """The way of weights from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
     """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
@@ -42,14 +42,14 @@ class SyncConfig(Section):
 
     @property
     def engines_own_gpus(self) -> bool:
-        """Whether each engine needs a GPU that nobody else uses, where there are GPUs."""
+        """True if each engine needs a GPU of its own, on a machine with GPUs."""
         return self.transport == "distributed"
 
 
 def reason_to_send(transport: str, engine_ranks: int, served: QuantSpec, trained: QuantSpec) -> str | None:
-    """Why engines cannot read frozen weights where the trainer has them, and have to be sent them; None: they can.
+    """Return why engines cannot read frozen weights in the trainer's memory, and must be sent them; None: they can.
 
-    served, trained: what either side computes in.
+    served, trained: the specs that the two sides compute in.
     """
     if transport != "tensor":
         return f"sync.transport is {transport}: engines do not map memory of the trainer"
