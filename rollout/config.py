@@ -1,4 +1,4 @@
-"""What the `rollout:` section of an experiment spec may say."""
+"""The `rollout:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class RolloutConfig(Section):
 
     @property
     def limit(self) -> str:
-        """What bounds an answer, as messages name it."""
+        """The key that bounds an answer, as messages name it."""
         return f"rollout.max_new_tokens={self.max_new_tokens}"
 
     @property
@@ -153,26 +153,26 @@ class RolloutConfig(Section):
 
     @property
     def cache_tokens(self) -> int:
-        """`max_total_tokens`, or what an engine has where nobody has decided it."""
+        """`max_total_tokens`, or an engine's own default."""
         return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.row_tokens)
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the cache that the longest row takes, with what is kept free behind it."""
+        """Tokens of the cache that the longest row takes, with the reserve behind it."""
         return self.context_length + (0 if self.speculation is None else self.speculation.reserve)
 
     @property
     def updates_in_flight(self) -> bool:
-        """`in_flight`, decided."""
+        """`in_flight`, or the default that follows from `staleness`."""
         return self.staleness > 1 if self.in_flight is None else self.in_flight
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens of a training answer may be drawn."""
+        """The limits on the tokens of a training answer."""
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     def sampling(self, temperature: float, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """How answers are drawn at a temperature of the caller's; 0 is greedy, and then nothing else counts."""
+        """Return the sampling parameters at a temperature of the caller's; 0 is greedy, and the rest is ignored."""
         greedy = SamplingParams(self.max_new_tokens, temperature, stop_token_ids)
         if temperature == 0:
             return greedy

@@ -1,20 +1,21 @@
-"""A question and its answer: the environment of a run that names none."""
+"""Environments of ours that need no process: `single_turn`, the default, `guess` and `calculator`."""
 
-from fp8rl.rollout.environments.conversation import Conversation
 import re
 from operator import add, mul, sub
 
+from fp8rl.rollout.environments.conversation import Conversation
+
+
 async def single_turn(conversation: Conversation) -> None:
-    """Let the model answer."""
+    """Let the model answer the question."""
     await conversation.sample()
 
-# A number to be guessed: the data's answer is hidden, and after each guess the model hears the direction.
 
 HIGHER, LOWER, UNREAD = ">,", "<,", "?,"
 
 
 async def guess(conversation: Conversation, tries: int = 3, tokens: int = 1) -> dict[str, float]:
-    """Answer each guess with `>,` if the hidden number is higher, `<,` if it is lower, and `?,` if it is no number.
+    """Hide the data's answer, a number, and answer each guess with `>,` if it is higher, `<,` if lower, `?,` if unread.
 
     A guess is a turn of at most `tokens` tokens. Returns `reward` (1 if the number was found), and `guesses`, the
     number of turns.
@@ -32,7 +33,6 @@ async def guess(conversation: Conversation, tries: int = 3, tokens: int = 1) -> 
             conversation.tell(UNREAD if guessed is None else HIGHER if hidden > guessed else LOWER)
     return {"reward": 0.0, "guesses": tries}
 
-# A calculator in the middle of an answer: it works out what the model writes between `(` and `=`.
 
 OPEN, CALL, CLOSE = "(", "=", ")"
 _SUM = re.compile(r"(-?\d{1,9})([-+*])(-?\d{1,9})")

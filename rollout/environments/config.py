@@ -1,4 +1,4 @@
-"""What the `environment:` section of an experiment spec may say."""
+"""The `environment:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HarnessConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """What owns the conversation of an answer. A text stands for `function` alone."""
+    """The environment that owns the conversation of an answer. A text stands for `function` alone."""
 
     shorthand: ClassVar[str] = "function"
 
@@ -87,10 +87,10 @@ class EnvironmentConfig(Section):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.function.rpartition(":")[2]
 
 
 def _program(name: Any, directory: Path) -> Any:
-    """A program as a file in `directory` names it: a path where it has a slash, else a name in PATH."""
+    """Return a program as a file in `directory` names it: a path if it has a slash, else a name in PATH."""
     return located_as(SpecPath, name, directory) if isinstance(name, str) and os.sep in name else name

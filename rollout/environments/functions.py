@@ -1,4 +1,4 @@
-"""Finds the function of an environment by its name."""
+"""Loads the function of an environment by its name."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fp8rl.rollout.named_functions import named_object, signature_of
 Environment = Callable[[Conversation], Awaitable[Any]]
 
 BUILT_IN = {
-    "single_turn": "fp8rl.rollout.environments.single_turn:single_turn",
-    "calculator": "fp8rl.rollout.environments.calculator:calculator",
+    "single_turn": "fp8rl.rollout.environments.builtin:single_turn",
+    "calculator": "fp8rl.rollout.environments.builtin:calculator",
     "python": "fp8rl.rollout.environments.python:python",
-    "guess": "fp8rl.rollout.environments.guess:guess",
+    "guess": "fp8rl.rollout.environments.builtin:guess",
     "openenv": "fp8rl.rollout.environments.openenv:openenv",
 }
 
 
 def load_environment(config: EnvironmentConfig, key: str = "environment") -> Environment:
-    """The function that `config` names, with its `kwargs`; a harness, with its program.
+    """Load the function that `config` names, with its `kwargs`; a harness, with its program.
 
     Raises:
         UserError: naming `key`: there is no such function, its module cannot be imported, it is not `async`, or it
@@ -73,7 +73,7 @@ def _harness(config: EnvironmentConfig, key: str) -> Harness:
 
 
 def _verifiers(config: EnvironmentConfig, key: str) -> Harness:
-    """The endpoint for what verifiers plays; `config.harness` has its settings alone."""
+    """Return the endpoint for verifiers; `config.harness` has its settings alone."""
     harness = config.harness or HarnessConfig()
     if harness.command or harness.program is not None:
         raise user_error(
@@ -141,7 +141,7 @@ def _check_command(harness: HarnessConfig, key: str) -> None:
 def _callable(
     call: Callable[..., Any], name: str, key: str, given: list[str], kwargs: dict[str, Any]
 ) -> Callable[..., Awaitable[Any]]:
-    """The async function itself, once it is known to take what it will be given."""
+    """Return the async function itself, once it is known to take its arguments."""
     label = name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(call):
         raise user_error(

@@ -1,4 +1,4 @@
-"""What the `rewards:` section of an experiment spec may say."""
+"""The `rewards:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8rl.rollout.rewards.builtin import BUILT_IN
 
 
 class RewardConfig(Section):
-    """One function and how much it counts."""
+    """One reward function and its weight."""
 
     function: SpecFunction
     """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
@@ -39,12 +39,12 @@ class RewardConfig(Section):
 
     @property
     def label(self) -> str:
-        """What metrics and messages call it."""
+        """The name in metrics and messages."""
         return self.name or self.function.rpartition(":")[2]
 
 
 class RewardsConfig(Section):
-    """The reward of an answer: the weighted sum of what these functions say. A list stands for `functions` alone.
+    """The reward of an answer: the weighted sum of these functions. A list stands for `functions` alone.
 
     Evaluation goes by the first one, unweighted.
     """

@@ -1,4 +1,4 @@
-"""Finds a reward function by its name, imports it and looks at its signature.
+"""Loads a reward function by its name, and inspects its signature.
 
 A function names what it wants to see as its parameters:
 
@@ -29,11 +29,12 @@ OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """asks: its parameters out of `OFFERED`. of_group: it judges all answers of a prompt in one call."""
+    """A reward function with its settings."""
 
     config: RewardConfig
     call: Callable[..., Any]
     asks: tuple[str, ...]
+    """Its parameters out of `OFFERED`."""
 
     @property
     def of_group(self) -> bool:
@@ -44,15 +45,15 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.call)
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """What it wants to see of all that it could ask for."""
+        """Pick the function's arguments from all that are offered."""
         return {name: offered[name] for name in self.asks}
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
-        """What it returns, of all that it could ask for."""
+        """Call the function with its part of what is offered."""
         return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Numbers]:
-        """Its verdict on each of the answers that a call was about. Raises ReturnError."""
+        """Return the rewards of each answer of a call. Raises ReturnError."""
         if not self.of_group:
             return [named_numbers(returned)]
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != answers:
@@ -61,7 +62,7 @@ class RewardFunction:
 
 
 def load_function(config: RewardConfig, key: str) -> RewardFunction:
-    """The function that `config` names.
+    """Load the function that `config` names.
 
     Raises:
         UserError: naming `key`: there is no such function, its module cannot be imported, or it cannot be called with

@@ -1,9 +1,10 @@
-"""The reward `integer`: the exact integer at the end of an answer."""
+"""Rewards by rule: `integer`, `format`, `length`, and `environment`, a number of the answer's environment."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+
 from fp8rl.rollout.named_functions import ReturnError
 
 INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
@@ -23,23 +24,19 @@ def final_integer(text: str) -> int | None:
         return None
     return int(tail.replace(",", ""))
 
-# The reward `format`: answers of a certain form.
 
 def format(answer: str, finished: bool, pattern: str) -> float:
-    """Return 1 if the model ended the answer and all of it matches the regular expression `pattern` (`.` is any
-    character).
+    """Return 1 if the model ended the answer and all of it matches the regular expression `pattern`, else 0.
 
-    Else return 0.
+    In the pattern, `.` is any character.
     """
     return float(finished and re.fullmatch(pattern, answer, re.DOTALL) is not None)
 
-# The reward `length`: a price on long answers.
 
 def length(answer: str, tokens: int, free: int) -> float:
     """Return 0 up to `free` tokens, and less by 1 for each `free` tokens more."""
     return min(0.0, 1.0 - tokens / free)
 
-# The reward `environment`: a number that the answer's environment returned.
 
 def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:
     """Return the number `part` of the environment's result (a number without a name is `reward`).

@@ -1,17 +1,18 @@
-"""The reward `http`: the response of a service."""
+"""Rewards from services: `http`, any service of the user's, and `model`, a reward model that SGLang serves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
-import httpx
-from fp8rl.rollout.loopback import is_loopback
 import functools
 import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import httpx
+
 from fp8rl.rollout.chat import render
+from fp8rl.rollout.loopback import is_loopback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,6 @@ async def posted(url: str, body: Any, headers: dict[str, str] | None = None) -> 
     response.raise_for_status()
     return response.json()
 
-# The reward `model`: the logit of a reward model that SGLang serves.
 
 async def model(
     question: str,

@@ -25,7 +25,7 @@ from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
-from fp8rl.rollout.rewards.integer import integer
+from fp8rl.rollout.rewards.rules import integer
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness.subjects import EXAMPLES, MODEL, TRAIN

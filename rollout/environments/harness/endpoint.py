@@ -28,14 +28,10 @@ _HEADERS_S = 60.0
 
 
 class Endpoint:
-    """The server. Its handlers run in the event loop that opens it.
-
-    Attributes:
-        url: base URL, once it is open.
-    """
+    """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
 
     def __init__(self, tool_parser: str | None, override: Collection[str], same_keys: bool = False) -> None:
-        """same_keys: the key of a conversation that is over may be that of a later one."""
+        """same_keys: a later conversation may have the key of one that is over."""
         self._tool_parser, self._override = tool_parser, override
         self._keys: list[str] | None = [] if same_keys else None
         self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
@@ -69,7 +65,7 @@ class Endpoint:
 
     @contextmanager
     def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
-        """A key whose requests are answered and recorded there, for as long as the block lasts."""
+        """Open a key whose requests are answered and recorded in `recording`, as long as the block lasts."""
         key = self._keys.pop() if self._keys else secrets.token_urlsafe(24)
         self._open[key] = recording, sampling, vocabulary
         try:
@@ -130,7 +126,7 @@ _NO_KEY = RefusedError(
 
 @web.middleware
 async def _in_openais_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A refusal of the library's, as OpenAI would say it."""
+    """Give a refusal of the library OpenAI's form."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -138,7 +134,7 @@ async def _in_openais_form(request: web.Request, handler: Handler) -> web.Stream
 
 
 def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
-    """A body without its compression; of one that is longer, at most `most` bytes and one more.
+    """Decompress a body; of a longer one, return at most `most` bytes and one more.
 
     Raises RefusedError: it cannot be unpacked.
     """
@@ -186,7 +182,7 @@ def _whole(said: Said, chat: bool) -> dict[str, Any]:
 
 
 async def _streamed(request: web.Request, said: Said, ask: Ask, chat: bool) -> web.StreamResponse:
-    """The turn as events, all at once: it is there, and a call of a tool can only be read whole."""
+    """Return the turn as events, all at once: it is complete, and a call of a tool can only be read whole."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         await response.prepare(request)

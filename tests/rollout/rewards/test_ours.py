@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from fp8rl.rollout.rewards.config import RewardConfig
-from fp8rl.rollout.rewards.form import format
 from fp8rl.rollout.rewards.functions import load_function
-from fp8rl.rollout.rewards.length import length
 from fp8rl.rollout.rewards.mathematics import math
+from fp8rl.rollout.rewards.rules import format, length
 from fp8rl.rollout.server.launcher import _import_one_model_only
 from fp8rl.rollout.server.server import _free_port
 from tests.support.paths import EXAMPLES
