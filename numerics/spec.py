@@ -40,10 +40,10 @@ _ALL_ONCE = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
 )
-"""How files and digests said `all` before it was a value. It never grows: a kind that comes later changes no digest."""
+"""The spelling of `all` in old files and digests. It never grows: a kind that comes later changes no digest."""
 _ONCE_UNSAID = {"fixed": None, "rounding": "nearest"}
-"""What every spec had before there were these keys. Said by nothing, it leaves older digests as they are; a key that
-comes later is entered here with the value that it had in effect."""
+"""The values that every spec had before there were these keys. A key at this value is left out of a digest, so that
+older digests stay as they are; a key that comes later is entered here with the value that it had in effect."""
 
 # Of a static range: where scales and their inverses are normal FP32 numbers.
 _SMALLEST_RANGE, _LARGEST_RANGE = 1e-30, 1e30

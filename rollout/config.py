@@ -26,8 +26,8 @@ class Speculation(Section):
     drafts: int = Field(default=4, ge=1, le=16)
     """Most tokens that are drafted for an answer in a forward pass; fewer or none where they would not pay."""
     source: Source = Field(default="history", alias="from")
-    """Whose tokens are drafted. `siblings`: of answers to the same prompt at the same weights. `history`: of all that
-    the engine has answered, to the same prompt first, also at earlier weights."""
+    """The source of drafts. `siblings`: answers to the same prompt at the same weights. `history`: all that the engine
+    has answered, to the same prompt first, also at earlier weights."""
 
     @property
     def width(self) -> int:
@@ -68,8 +68,8 @@ class RolloutConfig(Section):
     """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: at most S + 1 steps' groups are
     admitted and not trained on yet, and are trained on in their order."""
     in_flight: bool | None = None
-    """Whether weights change while answers are under way, which then carry several versions. False: what is admitted is
-    answered before the update, so that the spec alone fixes which weights sample what. Null: from a staleness of 2
+    """Weights may change while answers are under way, which then carry several versions. False: all that is admitted is
+    answered before the update, so that the spec alone fixes which weights sample what. Null: true from a staleness of 2
     on, where it cannot be false."""
     oversample: float = Field(default=1.0, ge=1.0, le=8.0)
     """Groups that are admitted for each that a step trains on. Above 1, a step takes the oldest that are answered and
@@ -83,10 +83,10 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
     """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw from the most probable tokens of together so much probability; 1 is off. Log-probabilities, entropy and
-    gradients are those of what is left ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
+    """Draw from the most probable tokens whose probabilities add up to this; 1 is off. Log-probabilities, entropy and
+    gradients are those of the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
-    """Draw from so many of the most probable tokens, and from those as probable as the last of them; -1 is off."""
+    """Draw from this number of the most probable tokens, and from those as probable as the last of them; -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Draw from tokens at least so probable as this share of the most probable one; 0 is off."""
     context_length: int = Field(default=1024, ge=1)

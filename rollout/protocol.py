@@ -164,16 +164,16 @@ class Pong(_Message):
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 RELEASED = (WEIGHTS, CACHE, GRAPHS)
-"""What an engine gives up while it sleeps, as SGLang names it."""
+"""The memory that an engine gives up while it sleeps, as SGLang names it."""
 ADAPTER_SCALE = "adapter.scale"
 """The name, among those of tensors, under which an engine with adapters says what it multiplies them with."""
 DELTA = "delta:"
 """Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
 (`numerics.delta`)."""
 LIBRARIES = ("sglang", "torch", "fp8rl")
-"""Whose versions are reported."""
+"""The libraries whose versions are reported."""
 ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
-"""What the plugin imports."""
+"""The packages that the plugin imports."""
 
 
 def to_action(call: Call) -> str:

@@ -10,7 +10,7 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Completion, Group, SamplingParams, Trajectory
 
 _MOST_CUTS = 1000
-"""How often one answer may be cut: an engine that cuts more often than it is updated would keep its caller forever."""
+"""The most cuts of one answer: an engine that cuts more often than it is updated would keep its caller forever."""
 _NOTHING = Completion([], [], [], finished=False, cut=True)
 """An answer before it is first asked for."""
 

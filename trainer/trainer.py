@@ -36,7 +36,7 @@ from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 from fp8rl.trainer.step.result import NonFiniteLossError, PassResult, RankPassResult
-from fp8rl.trainer.step.router_bias import move_biases
+from fp8rl.trainer.step.routing import move_biases
 
 
 class Trainer(Scorer):

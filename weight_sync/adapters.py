@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Contents = Literal["weights", "adapters", "weights and adapters", "adapters beside a base"]
-"""What a sync sends. `weights`: what the model serves, with adapters merged into it if it has any. `adapters beside a
-base`: and of the weights what is not in the memory that engines read with the trainer (`weight_sync.base`)."""
+"""The part of the model that a sync sends. `weights`: those that are served, with adapters merged into them if there
+are any. `adapters beside a base`: with those weights that are not in the memory that engines read with the trainer
+(`weight_sync.base`)."""
 _NAMED = 20
 
 

@@ -19,10 +19,10 @@ class SyncConfig(Section):
     """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
     (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
-    """What becomes of answers that are under way when weights change, so that each token is one of weights that it
-    names. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and asked for again,
-    which takes a second longer. `in_place`: they go on with the KV cache of the old weights, and no weights alone have
-    sampled the rest; native mode only."""
+    """The treatment of answers that are under way when weights change, so that each token belongs to one weight
+    version. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and retried, which
+    takes a second longer. `in_place`: they go on with the KV cache of the old weights, so that the rest comes from a
+    mixture of weights; native mode only."""
     delta: bool = False
     """Send only the bytes that have changed, where every engine holds what was sent last; else, and where the proof
     finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""

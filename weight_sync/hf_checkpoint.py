@@ -21,7 +21,7 @@ from fp8rl.weight_sync.manifest import Recorder
 from fp8rl.weight_sync.quantized import served_tensors
 
 ADAPTER = "--adapter"
-"""What messages call an adapter that is merged."""
+"""The name of a merged adapter in messages."""
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 RELATIVE = (
     "a relative one is relative to the spec file that it is written in, on the command line to the current directory"
 )
-"""What messages say of a path that leads nowhere."""
+"""The hint in messages on a path that leads nowhere."""
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:

@@ -27,7 +27,7 @@ class HarnessConfig(Section):
     """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
     key and the problem. It runs in the run's own process."""
     directory: SpecPath | None = None
-    """Where a command runs. Null: where the run was started."""
+    """The working directory of a command. Null: that of the run."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
     """Names of environment variables of the run that a command is given beside the usual ones."""
     tool_parser: str | None = None

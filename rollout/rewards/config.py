@@ -20,7 +20,7 @@ class RewardConfig(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
     """The name in metrics, `rollout/reward/NAME`. Null: that of the function."""
     weight: float = 1.0
-    """What its number counts times, in the sum that is the reward."""
+    """The factor of its number in the sum that is the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
     """A call that takes longer has failed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -54,7 +54,7 @@ class RewardsConfig(Section):
     functions: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)] = (
         RewardConfig(function="integer"),
     )
-    """What judges an answer."""
+    """The functions that judge an answer."""
     max_failures: int = Field(default=32, ge=0)
     """Calls of a run that may raise, take too long or return no number, before the run ends. Each counts as a reward of
     0 until then."""

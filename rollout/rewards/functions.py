@@ -23,7 +23,7 @@ from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.config import RewardConfig
 
 EACH = ("finished", "tokens", "turns", "outcome")
-"""What each answer has of its own, besides its text."""
+"""The arguments that each answer has of its own, besides its text."""
 OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 
 

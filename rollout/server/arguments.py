@@ -21,7 +21,7 @@ from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
 from fp8rl.rollout.types import IDLE_S, LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
-"""What an engine has no use for."""
+"""Variables that an engine has no use for."""
 
 PLUGIN = "fp8rl"
 """Name of our `sglang.srt.plugins` entry point."""

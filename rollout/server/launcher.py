@@ -38,8 +38,9 @@ ENDPOINTS = {
     "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
     "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
-"""What `rollout.server.client` uses, and what SGLang itself calls at the end of a start: it keeps the garbage collector
-from walking through all that the imports have made, which would take 0.3 s in each flush of a sync."""
+"""The endpoints that `rollout.server.client` uses, and one that SGLang itself calls at the end of a start: it keeps
+the garbage collector from walking through all that the imports have made, which would take 0.3 s in each flush of a
+sync."""
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
-"""What is opened besides what the engine's owner uses, and besides the list of models (`open_models`)."""
+"""The endpoints that are opened besides those of the engine's owner, and besides the list of models (`open_models`)."""
 MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
 MOST_BYTES, LONGEST_SALT = 32 << 20, 256
 _COMMON = {
@@ -37,8 +37,8 @@ SETTINGS = {
     | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"}
     | {"tools", "tool_choice", "parallel_tool_calls", "response_format"},
 }
-"""What a request may set. SGLang takes a hundred settings more: some would be left aside in silence, some let a client
-run code or take another's answer, and some end the engine."""
+"""The settings that a request may have. SGLang takes a hundred more: some would be ignored in silence, some let a
+client run code or take another's answer, and some end the engine."""
 
 
 async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any) -> Any:

@@ -19,7 +19,7 @@ from fp8rl.numerics.io.files import write_atomically
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
 """Prefixes by owner."""
 SHARED = Path("/dev/shm")
-"""Where processes share memory."""
+"""The directory of shared memory."""
 _LOCK = "lock"
 _SHARED_MEMORY = "shared_memory"
 

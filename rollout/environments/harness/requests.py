@@ -12,7 +12,7 @@ from fp8rl.rollout.lengths import text_size
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
-"""What the model is called, whatever it is."""
+"""The name of the model for programs, whatever it is."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
 _COMMON = _IGNORED | {
@@ -33,7 +33,7 @@ _MEANINGLESS: dict[str, tuple[Any, ...]] = {
 }
 """Settings, and all the values that they may have."""
 _OF_A_FUNCTION = {"description": (str, "a text"), "parameters": (dict, "an object"), "strict": (bool, "true or false")}
-"""What a function of `tools` may have beside its name."""
+"""The keys of a function of `tools` beside its name."""
 MOST_STOPS = 128
 
 

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig, optimizer_config
 
 from fp8rl.numerics.errors import UserError
 from fp8rl.trainer.config import OptimizerMemory
-from fp8rl.trainer.megatron.optimizer_memory import lower_optimizer
+from fp8rl.trainer.megatron.lowering import lower_optimizer
 
 
 def test_offload_moves_masters_and_moments(monkeypatch: pytest.MonkeyPatch) -> None:
