@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 
 
 @contextmanager
-def one_rank(config: TrainerConfig, numerics: NumericsConfig) -> Iterator[Layout]:
+def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
     """The place of a trainer that is alone, on `numerics`; they may carry the reduction order of a larger layout.
 
     Raises:

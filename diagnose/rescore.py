@@ -19,7 +19,7 @@ from fp8rl.numerics.io.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from fp8rl.rl.guard.evidence import Evidence
 from fp8rl.rl.record.console import format_difference
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.adapters import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
@@ -135,7 +135,7 @@ def print_rescored(result: Rescored, console: Console) -> None:
 @contextmanager
 def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
     """One rank in this process, on the capsule's numerics; they carry the reduction order of the run's layout."""
-    config = TrainerConfig(micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens)
+    config = TrainerSection(micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens)
     with one_rank(config, capsule.numerics) as layout:
         from fp8rl.trainer.trainer import Trainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import fp8rl.models.architectures as ours
-from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
+from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
@@ -69,7 +69,7 @@ class Model:
 
     architecture: Architecture
     sizes: ModelSizes
-    adapter: AdapterConfig | None = None
+    adapter: AdapterSection | None = None
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -88,7 +88,7 @@ class Model:
         assert self.architecture.forward is not None
         return self.architecture.forward(self.sizes)
 
-    def adapted(self, adapter: AdapterConfig | None) -> Model:
+    def adapted(self, adapter: AdapterSection | None) -> Model:
         """The same model with these adapters.
 
         Raises:
@@ -148,7 +148,7 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     return _read(path, key, trained, served)
 
 
-def read_shape(path: Path, key: str = "model.path", adapter: AdapterConfig | None = None) -> Shape:
+def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:
     """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
     adapter: trained in place of its weights.
 

@@ -19,7 +19,7 @@ GREEDY = -1
 
 @dataclass(frozen=True)
 class Truncation:
-    """The limits of top-p, top-k and min-p on the tokens that may be drawn (`numerics.ops.support_floors`)."""
+    """The limits of top-p, top-k and min-p on the tokens that may be drawn (`numerics.ops.truncation_floors`)."""
 
     top_p: float = 1.0
     top_k: int = -1

@@ -17,7 +17,7 @@ from fp8rl.rollout.types import SamplingParams, some_or_all
 Source = Literal["siblings", "history"]
 
 
-class Speculation(Section):
+class SpeculationSection(Section):
     """Draft tokens that other answers said, have the model compute several of them in one forward pass, and keep those
     that are drawn anyway. No token and no log-probability changes."""
 
@@ -40,7 +40,7 @@ class Speculation(Section):
         return 2 * self.width
 
 
-def check_drafts(speculation: Speculation | None, cuda: bool) -> None:
+def check_drafts(speculation: SpeculationSection | None, cuda: bool) -> None:
     """Raise `UserError` if an engine with drafts is to run on a GPU."""
     if speculation is not None and cuda:
         raise user_error(
@@ -54,7 +54,7 @@ def check_drafts(speculation: Speculation | None, cuda: bool) -> None:
 CPU_CACHE_TOKENS = 32768
 
 
-class RolloutConfig(Section):
+class RolloutSection(Section):
     """Sampling parameters and the size of one SGLang engine."""
 
     engines: int = Field(default=1, ge=1, le=4096)
@@ -112,7 +112,7 @@ class RolloutConfig(Section):
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
-    speculation: Speculation | None = None
+    speculation: SpeculationSection | None = None
     """Draft tokens and keep those that are drawn anyway; null: one token of an answer in a forward pass."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
     """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     """Port of the server on the loopback interface; null takes a free one."""
 
     @model_validator(mode="after")
-    def _updates_land_where_something_runs(self) -> RolloutConfig:
+    def _updates_land_where_something_runs(self) -> RolloutSection:
         if self.in_flight is not None and self.in_flight != (self.staleness > 1) and self.staleness != 1:
             raise ValueError(
                 f"found in_flight={str(self.in_flight).lower()} with staleness={self.staleness}, expected "

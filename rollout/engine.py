@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from fp8rl.models import load_architecture, read_model
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.routes import route_shape
@@ -55,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: RolloutSection,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
         expected: EngineReport | None = None,

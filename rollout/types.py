@@ -14,7 +14,7 @@ from fp8rl.rollout.data.tasks import Problem
 
 
 @dataclass(frozen=True)
-class Supports:
+class KeptTokens:
     """The tokens that truncation kept for each of M draws, where top-p, top-k or min-p left some out."""
 
     counts: Tensor
@@ -23,17 +23,17 @@ class Supports:
     """int32 [counts.sum()], one draw's after the other's."""
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> Supports:
+    def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
         ids = torch.tensor([token for each in lists for token in each], dtype=torch.int32)
         return cls(torch.tensor([len(each) for each in lists], dtype=torch.int32), ids)
 
-    def then(self, rest: Supports) -> Supports:
-        return Supports(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
+    def then(self, rest: KeptTokens) -> KeptTokens:
+        return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
 
-    def first(self, count: int) -> Supports:
+    def first(self, count: int) -> KeptTokens:
         """Return those of the first `count` tokens."""
         counts = self.counts[:count]
-        return Supports(counts, self.ids[: int(counts.sum())])
+        return KeptTokens(counts, self.ids[: int(counts.sum())])
 
     def lists(self) -> list[list[int]]:
         """Return the ids by token."""
@@ -129,7 +129,7 @@ class Completion:
     None if they were not requested."""
     cut: bool = False
     """A pause for an update ended it."""
-    supports: Supports | None = field(default=None, repr=False)
+    supports: KeptTokens | None = field(default=None, repr=False)
     """Of the T tokens; None if they were not requested."""
     decoding: Decoding = Decoding()
     """Of an engine that drafts."""
@@ -176,7 +176,7 @@ class Trajectory:
     """Its environment failed, so that nothing can be learnt from it."""
     branch: int = 0
     """Its number among the rows of one conversation; row 0 ended it."""
-    supports: Supports | None = field(default=None, repr=False)
+    supports: KeptTokens | None = field(default=None, repr=False)
     """Of the M tokens, if they were requested."""
     decoding: Decoding = Decoding()
     """As in a Completion."""

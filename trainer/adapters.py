@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import digest_of_all
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
@@ -36,7 +36,7 @@ def attach(
     model: GPTModel,
     weights: HFWeights,
     cache: WeightCache,
-    config: AdapterConfig,
+    config: AdapterSection,
     seed: int,
     stays: Callable[[str], bool] = lambda name: False,
     start: Mapping[str, Tensor] | None = None,
@@ -93,7 +93,7 @@ def _made(
     held: nn.Parameter,
     names: Sequence[str],
     weights: HFWeights,
-    config: AdapterConfig,
+    config: AdapterSection,
     seed: int,
     in_parts: bool,
     start: Mapping[str, Tensor] | None,
@@ -132,7 +132,7 @@ def _made(
     )
 
 
-def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterConfig, axis: int) -> Fused | None:
+def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, axis: int) -> Fused | None:
     """Return the places of B's rows among those of a weight; None if they are the same."""
     adapted = [row.name for row in weights.rows_of(name) if config.adapts(row)]
 

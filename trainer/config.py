@@ -13,7 +13,7 @@ WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
 
 
-class RateConfig(Section):
+class RateSection(Section):
     """The learning rate over a run's steps."""
 
     lr: float = Field(default=1e-4, gt=0.0, le=100.0)
@@ -34,7 +34,7 @@ class RateConfig(Section):
         return self
 
 
-class OptimizerMemory(Section):
+class OptimizerSection(Section):
     """The place and the width of the FP32 masters and Adam's moments. Both keys count on a GPU."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
@@ -53,7 +53,7 @@ class OptimizerMemory(Section):
         return self
 
 
-class TrainerConfig(RateConfig):
+class TrainerSection(RateSection):
     """Parallel layout, optimizer, learning-rate schedule and micro-batch size of the Megatron trainer."""
 
     tp: int = Field(default=1, ge=1)
@@ -82,7 +82,7 @@ class TrainerConfig(RateConfig):
     packing: bool = False
     """Lay the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
     Gradients of weights are added up over the tokens in another order. Native mode needs TransformerEngine for it."""
-    optimizer: OptimizerMemory = OptimizerMemory()
+    optimizer: OptimizerSection = OptimizerSection()
     """The memory of the optimizer on a GPU."""
     recompute: Recompute = "none"
     """Activations that the forward does not keep and the backward computes once more, with the same bits. `attention`:

@@ -16,7 +16,7 @@ from fp8rl.models.shape import Shape, WeightGroup, overlap
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import scale_shape
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import by_mx
 
@@ -65,7 +65,7 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 
 def state_bytes(
     shape: Shape,
-    config: TrainerConfig,
+    config: TrainerSection,
     numerics: NumericsConfig,
     storage: Storage,
     rank: int = 0,
@@ -113,7 +113,7 @@ class Buffer:
     """Bytes of scales within."""
 
 
-def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
+def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
     """Yield the buffers of one rank of a pipeline stage.
 
     Parameters in FP8 have a buffer of their own, and with several stages so has an embedding that is the output
@@ -137,7 +137,7 @@ def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Stora
             yield Buffer(False, each.elements)
 
 
-def _of_adapters(shape: Shape, config: TrainerConfig, stage: int) -> Iterator[Buffer]:
+def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[Buffer]:
     """Yield the buffers of adapters on a rank of a stage: experts' own adapters are in another one."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     sizes: dict[tuple[bool, str], int] = {}
@@ -192,7 +192,7 @@ class _Held:
         return spec.scale_dtype.itemsize * math.prod(scale_shape((rows, self.weight.columns), spec)) * self.count
 
 
-def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) -> Iterator[_Held]:
+def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int) -> Iterator[_Held]:
     """Yield the weights of each rank of a stage."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     first, last = stage == 0, stage == config.pp - 1

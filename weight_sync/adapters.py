@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -48,7 +48,7 @@ class HeldBase:
         known = self.sent is not None and held is not None and held == self.version
         return "adapters" if known else "weights and adapters"
 
-    def completed(self, parts: Sequence[Sent], adapter: AdapterConfig, contents: Contents) -> list[Sent]:
+    def completed(self, parts: Sequence[Sent], adapter: AdapterSection, contents: Contents) -> list[Sent]:
         """Return what engines must hold after a sync whose ranks have sent these parts: the base too, and the adapters'
         scale.
 
@@ -92,7 +92,7 @@ def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent
     return replace(sent, digests=sent.digests | scale_of(adapter).digests) if rank() == 0 else sent
 
 
-def scale_of(adapter: AdapterConfig) -> Sent:
+def scale_of(adapter: AdapterSection) -> Sent:
     """Return an engine's entry for the scale of its adapters, beside the tensors."""
     return Sent({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
 

@@ -89,7 +89,7 @@ def write_base(trainer: Ranks, spec: QuantSpec) -> list[Sent]:
     return trainer.apply(_written, spec)
 
 
-def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], patience_s: float) -> list[Sent]:
+def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[Sent]:
     """Let engines read the base of a trainer, which places it if it has not; `commit` follows.
 
     Return what each rank has written of it.
@@ -101,7 +101,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], pa
     addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
 
     async def read(endpoint: Endpoint, address: str) -> None:
-        async with EngineClient(endpoint, timeout_s=patience_s) as engine:
+        async with EngineClient(endpoint, timeout_s=timeout_s) as engine:
             await engine.map_base(address)
 
     async def all_of_them() -> None:

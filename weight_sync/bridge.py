@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.ranks import exhaust
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.errors import EngineError
@@ -29,7 +29,7 @@ from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.weight_sync.adapters import Contents, HeldBase, check_frozen, exported
 from fp8rl.weight_sync.base import give_base, reads
 from fp8rl.weight_sync.buckets import Named, changes
-from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncConfig
+from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
 from fp8rl.weight_sync.hf_checkpoint import write_served_checkpoint
 from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
 from fp8rl.weight_sync.quantized import served_tensors
@@ -77,14 +77,14 @@ class Bridge:
     trainer: TrainerGroup
     spec: QuantSpec
     """The spec that the engines serve."""
-    config: SyncConfig
+    config: SyncSection
     model_path: Path
     """Source of configuration files."""
     scratch: Path
     """Directory for written checkpoints."""
     wakes: bool = False
     """The engines may be asleep; a sync wakes them."""
-    adapter: AdapterConfig | None = None
+    adapter: AdapterSection | None = None
     """The adapters beside the weights; a sync sends them alone if the engines hold the weights."""
     base: HeldBase = dataclasses.field(default_factory=HeldBase)
     """The weights that the engines hold beside adapters."""
@@ -107,20 +107,20 @@ class Bridge:
         """
         config, version = self.config, self.trainer.weight_version
         transport = make_transport(config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
-        patience_s, since = config.answer_within_s, None
+        timeout_s, since = config.answer_within_s, None
         if (config.delta or self.adapter) and not whole:
             with _as_sync_error(version):
-                held = set(asyncio.run(_each(endpoints, lambda engine: engine.ping(), patience_s)))
+                held = set(asyncio.run(_each(endpoints, lambda engine: engine.ping(), timeout_s)))
             common = held.pop() if len(held) == 1 else None
             since = None if common is None else int(common)
         contents: Contents = self.base.contents(since) if self.adapter else "weights"
         if contents == "weights and adapters" and config.shared_base and all(self.trainer.apply(reads, self.spec)):
             contents = "adapters beside a base"
-        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s, contents)
+        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, timeout_s, contents)
 
         def send() -> Sequence[Sent]:
             shared = contents == "adapters beside a base"
-            parts = give_base(self.trainer, self.spec, endpoints, patience_s) if shared else []
+            parts = give_base(self.trainer, self.spec, endpoints, timeout_s) if shared else []
             parts += self.trainer.apply(send_share, share)
             return self.base.completed(parts, self.adapter, contents) if self.adapter else parts
 
@@ -131,7 +131,7 @@ class Bridge:
             endpoints,
             version,
             config.pause,
-            patience_s,
+            timeout_s,
             wakes=self.wakes,
         )
         if manifest_path is not None:
@@ -160,7 +160,7 @@ class Share:
     """Keep a copy, and send only what has changed since `since`."""
     since: int | None = None
     """The version that all engines hold; None: none. It counts if it was the last to be sent."""
-    patience_s: float = ANSWER_WITHIN_S
+    timeout_s: float = ANSWER_WITHIN_S
     """Timeout of one response of an engine."""
     contents: Contents = "weights"
     """The part of the model to send."""
@@ -172,13 +172,13 @@ def send_and_verify(
     endpoints: Sequence[Endpoint],
     version: int,
     pause: PauseMode = "retract",
-    patience_s: float = ANSWER_WITHIN_S,
+    timeout_s: float = ANSWER_WITHIN_S,
     wakes: bool = False,
 ) -> tuple[Manifest, SyncReport, list[str]]:
     """Run a sync: pause, send, commit, compare, and resume if nothing differs. Return also the lines that name
     differences.
 
-    send: lets every rank send its shard of what is served under `spec`. pause: see `SyncConfig.pause`. patience_s:
+    send: lets every rank send its shard of what is served under `spec`. pause: see `SyncSection.pause`. timeout_s:
     timeout of one response of an engine. wakes: give sleeping engines memory for their weights before these come, and
     for the rest once they are proven.
     """
@@ -200,18 +200,18 @@ def send_and_verify(
 
     start = time.perf_counter()
     with _as_sync_error(version):
-        asyncio.run(_each(endpoints, stop, patience_s))
+        asyncio.run(_each(endpoints, stop, timeout_s))
         parts = send()
         sent = time.perf_counter()
         manifest = Manifest.merged(version, spec, parts)
-        held = asyncio.run(_each(endpoints, commit, patience_s))
+        held = asyncio.run(_each(endpoints, commit, timeout_s))
         problems = [
             f"engine {endpoint.url}: {line}"
             for endpoint, entries in zip(endpoints, held, strict=True)
             for line in manifest.differences(entries)
         ]
         if not problems:
-            asyncio.run(_each(endpoints, go_on, patience_s))
+            asyncio.run(_each(endpoints, go_on, timeout_s))
         end = time.perf_counter()
     bad = set().union(*(manifest.mismatched(entries) for entries in held))
     report = SyncReport(
@@ -245,7 +245,7 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
             yield name, tensor
 
     async def send() -> None:
-        async with _clients(share.endpoints, share.patience_s) as engines:
+        async with _clients(share.endpoints, share.timeout_s) as engines:
             await share.transport.send(to_send(), engines, share.version)
 
     try:
@@ -259,17 +259,17 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
 
 
 async def _each(
-    endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]], patience_s: float
+    endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]], timeout_s: float
 ) -> list[Result]:
     """Call `use` with a client of each engine, and return the results."""
-    async with _clients(endpoints, patience_s) as engines:
+    async with _clients(endpoints, timeout_s) as engines:
         return await asyncio.gather(*(use(engine) for engine in engines))
 
 
 @asynccontextmanager
-async def _clients(endpoints: Sequence[Endpoint], patience_s: float) -> AsyncIterator[list[EngineClient]]:
+async def _clients(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[EngineClient]]:
     """Open a client of each engine, for the block."""
-    engines = [EngineClient(endpoint, timeout_s=patience_s) for endpoint in endpoints]
+    engines = [EngineClient(endpoint, timeout_s=timeout_s) for endpoint in endpoints]
     try:
         yield engines
     finally:

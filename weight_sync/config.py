@@ -12,7 +12,7 @@ from fp8rl.numerics.spec import QuantSpec
 ANSWER_WITHIN_S = 600.0
 
 
-class SyncConfig(Section):
+class SyncSection(Section):
     """The way of weights from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"

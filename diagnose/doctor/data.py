@@ -12,7 +12,7 @@ from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.rewards.functions import EACH, RewardFunction, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
 
@@ -57,7 +57,7 @@ _LONGEST = 100_000
 """Characters."""
 
 
-def _sources(experiment: Experiment) -> Iterator[tuple[Source, RewardsConfig | None]]:
+def _sources(experiment: Experiment) -> Iterator[tuple[Source, RewardsSection | None]]:
     rewarded = experiment.algorithm.samples
     for source in experiment.data.training:
         yield source, experiment.rewards if rewarded else None
@@ -65,7 +65,7 @@ def _sources(experiment: Experiment) -> Iterator[tuple[Source, RewardsConfig | N
         yield source, rewards
 
 
-def _rewards(config: RewardsConfig, problem: Problem, tokens: int) -> dict[str, str]:
+def _rewards(config: RewardsSection, problem: Problem, tokens: int) -> dict[str, str]:
     """Return what each function gives to the reference answer, as text."""
     answer = problem.answer
     offered: dict[str, Any] = {

@@ -17,7 +17,7 @@ from fp8rl.diagnose.plan.time import StepTime
 from fp8rl.diagnose.plan.verdict import by
 from fp8rl.diagnose.report import SCHEMA
 from fp8rl.rl.experiment.budget.memory import PHASES
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 
 _PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
 
@@ -201,7 +201,7 @@ def _gpus_that_would_do(plan: Plan) -> str:
     return f"as it stands {layout.world_size} GPUs would do for the trainer{beside}{look or f' (for example {sizes})'}"
 
 
-def _sizes(layout: TrainerConfig) -> dict[str, int]:
+def _sizes(layout: TrainerSection) -> dict[str, int]:
     return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
 
 

@@ -21,7 +21,7 @@ from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, 
 from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.quantized import served_bytes
 
 DECODED = (1, 32, 256)
@@ -68,7 +68,7 @@ class Plan:
     decides: Literal["colocated", "trainer"]
     slack: float
     needed_slack: float
-    fewest: TrainerConfig | None
+    fewest: TrainerSection | None
     fewest_apart: bool
     assumed: str
     keys: tuple[str, ...] | None

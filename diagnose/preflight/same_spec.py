@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fp8rl.diagnose.preflight.check import Check, judged
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.forms import TOPK
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
@@ -28,7 +28,7 @@ _SHOWN = 5
 
 
 def handshake(
-    numerics: NumericsConfig, adapter: AdapterConfig | None, report: EngineReport, architecture: str | None = None
+    numerics: NumericsConfig, adapter: AdapterSection | None, report: EngineReport, architecture: str | None = None
 ) -> Check:
     """The engine's report on itself against what the trainer runs. adapter: beside the engine's weights. architecture:
     the user's file that has it."""

@@ -28,7 +28,7 @@ _EXP2 = tl.constexpr(EXP2)
 _DEGREE = tl.constexpr(len(EXP2) - 1)
 
 
-def support_floors(
+def truncation_floors(
     logits: torch.Tensor, temperatures: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Return FP32 [B], the lowest logit of each row of logits [B, V] that stays."""

@@ -27,7 +27,7 @@ _ANY_FLOOR_BLOCK = 1 << 25
 
 
 @op
-def support_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     """Return the lowest logit of each row that stays, FP32 [B]: a token may be drawn if and only if its logit is not
     below.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fp8rl.rollout.types import Supports, Trajectory
+from fp8rl.rollout.types import KeptTokens, Trajectory
 
 
 class ConversationOverError(Exception):
@@ -34,7 +34,7 @@ class Branch:
     _weight_versions: list[int] = field(default_factory=list)
     _told: list[tuple[int, int]] = field(default_factory=list)
     _routes: Tensor | None = None
-    _supports: Supports | None = None
+    _supports: KeptTokens | None = None
     _stopped: bool = False
 
     @property

@@ -16,7 +16,7 @@ HARNESS = "harness"
 VERIFIERS = "verifiers"
 
 
-class HarnessConfig(Section):
+class HarnessSection(Section):
     """The program of `function: harness`; [agents.md](agents.md) says what it is given."""
 
     # Strictness would refuse the lists that YAML gives.
@@ -56,7 +56,7 @@ class HarnessConfig(Section):
         return values
 
 
-class EnvironmentConfig(Section):
+class EnvironmentSection(Section):
     """The environment that owns the conversation of an answer. A text stands for `function` alone."""
 
     shorthand: ClassVar[str] = "function"
@@ -65,7 +65,7 @@ class EnvironmentConfig(Section):
     """One of ours (`single_turn`, `calculator`, `python`, `guess`, `openenv`, `verifiers`),
     `harness` for a program that speaks OpenAI's API,
     `package.module:name` or `path/to/file.py:name`."""
-    harness: HarnessConfig | None = None
+    harness: HarnessSection | None = None
     """The program of `function: harness`; of `function: verifiers`, what its endpoint takes."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """An environment that takes longer between two turns of the model, or before the first or after the last, has

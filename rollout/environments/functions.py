@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fp8rl.numerics.errors import user_error
-from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentConfig, HarnessConfig
+from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.harness.harness import Harness
 from fp8rl.rollout.environments.harness.tools import parsers
@@ -29,7 +29,7 @@ BUILT_IN = {
 }
 
 
-def load_environment(config: EnvironmentConfig, key: str = "environment") -> Environment:
+def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
     """Load the function that `config` names, with its `kwargs`; a harness, with its program.
 
     Raises:
@@ -53,8 +53,8 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
     )
 
 
-def _harness(config: EnvironmentConfig, key: str) -> Harness:
-    harness = config.harness or HarnessConfig()
+def _harness(config: EnvironmentSection, key: str) -> Harness:
+    harness = config.harness or HarnessSection()
     if config.kwargs or bool(harness.command) == (harness.program is not None):
         found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
         raise user_error(
@@ -72,9 +72,9 @@ def _harness(config: EnvironmentConfig, key: str) -> Harness:
     return Harness(harness, None)
 
 
-def _verifiers(config: EnvironmentConfig, key: str) -> Harness:
+def _verifiers(config: EnvironmentSection, key: str) -> Harness:
     """Return the endpoint for verifiers; `config.harness` has its settings alone."""
-    harness = config.harness or HarnessConfig()
+    harness = config.harness or HarnessSection()
     if harness.command or harness.program is not None:
         raise user_error(
             f"{key}.harness",
@@ -106,7 +106,7 @@ def _verifiers(config: EnvironmentConfig, key: str) -> Harness:
     return Harness(harness, program, program.close, same_keys=True)
 
 
-def _check_parser(harness: HarnessConfig, key: str) -> None:
+def _check_parser(harness: HarnessSection, key: str) -> None:
     if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
         raise user_error(
             f"{key}.harness.tool_parser",
@@ -116,7 +116,7 @@ def _check_parser(harness: HarnessConfig, key: str) -> None:
         )
 
 
-def _check_command(harness: HarnessConfig, key: str) -> None:
+def _check_command(harness: HarnessSection, key: str) -> None:
     if harness.directory is not None and not os.path.isdir(harness.directory):
         raise user_error(
             f"{key}.harness.directory", found=harness.directory, expected="a folder", remedy="Correct the path."

@@ -11,7 +11,7 @@ from fp8rl.numerics.io.section import Section, SpecFunction, SpecPath, located_a
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 
 
-class RewardConfig(Section):
+class RewardSection(Section):
     """One reward function and its weight."""
 
     function: SpecFunction
@@ -43,7 +43,7 @@ class RewardConfig(Section):
         return self.name or self.function.rpartition(":")[2]
 
 
-class RewardsConfig(Section):
+class RewardsSection(Section):
     """The reward of an answer: the weighted sum of these functions. A list stands for `functions` alone.
 
     Evaluation goes by the first one, unweighted.
@@ -51,8 +51,8 @@ class RewardsConfig(Section):
 
     shorthand: ClassVar[str] = "functions"
 
-    functions: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)] = (
-        RewardConfig(function="integer"),
+    functions: Annotated[tuple[RewardSection, ...], Field(min_length=1, strict=False)] = (
+        RewardSection(function="integer"),
     )
     """The functions that judge an answer."""
     max_failures: int = Field(default=32, ge=0)
@@ -63,7 +63,7 @@ class RewardsConfig(Section):
     the same time."""
 
     @model_validator(mode="after")
-    def _labels_differ(self) -> RewardsConfig:
+    def _labels_differ(self) -> RewardsSection:
         labels = [function.label for function in self.functions]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"found two functions called {', '.join(twice)}, expected one. Give them a name each")

@@ -20,7 +20,7 @@ from typing import Any
 from fp8rl.numerics.errors import user_error
 from fp8rl.rollout.named_functions import Numbers, ReturnError, brief, named_numbers, named_object, signature_of
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 
 EACH = ("finished", "tokens", "turns", "outcome")
 """The arguments that each answer has of its own, besides its text."""
@@ -31,7 +31,7 @@ OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 class RewardFunction:
     """A reward function with its settings."""
 
-    config: RewardConfig
+    config: RewardSection
     call: Callable[..., Any]
     asks: tuple[str, ...]
     """Its parameters out of `OFFERED`."""
@@ -61,7 +61,7 @@ class RewardFunction:
         return [named_numbers(value) for value in returned]
 
 
-def load_function(config: RewardConfig, key: str) -> RewardFunction:
+def load_function(config: RewardSection, key: str) -> RewardFunction:
     """Load the function that `config` names.
 
     Raises:

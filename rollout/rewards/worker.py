@@ -1,6 +1,6 @@
 """The main module of a process that calls plain reward functions; see `rollout.rewards.workers`.
 
-Its first line of standard input is a JSON list of `RewardConfig`. Each further line is `[index of a function, offered,
+Its first line of standard input is a JSON list of `RewardSection`. Each further line is `[index of a function, offered,
 answers]`; each is answered by a line of standard output: `{"parts": ...}` or `{"error": traceback}`. What a function
 prints, or reads, goes nowhere.
 """
@@ -16,7 +16,7 @@ import sys
 import traceback
 from typing import Any
 
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 from fp8rl.rollout.rewards.functions import load_function
 
 MEMORY_LIMIT = 4 * 2**30
@@ -33,7 +33,7 @@ def main() -> None:
         os.dup2(nowhere, descriptor)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     own = os.getpid()
-    configs = [RewardConfig(**values) for values in json.loads(requests.readline())]
+    configs = [RewardSection(**values) for values in json.loads(requests.readline())]
     functions = [load_function(config, f"rewards.functions.{index}") for index, config in enumerate(configs)]
     for function in functions:
         getattr(sys.modules[function.call.__module__], "prepare", lambda: None)()

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fp8rl.rollout.named_functions import Numbers
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 
 START_SECONDS = 120.0
 """Seconds in which sympy is imported on a busy machine with cold caches."""
@@ -27,7 +27,7 @@ class RewardFailure(Exception):
 class Workers:
     """A pool of processes, each of which calls one function at a time. They end with this one, or at `close`."""
 
-    def __init__(self, configs: Sequence[RewardConfig], count: int) -> None:
+    def __init__(self, configs: Sequence[RewardSection], count: int) -> None:
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="reward")
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._all = [_Worker(configs) for _ in range(count)]
@@ -52,7 +52,7 @@ class Workers:
 class _Worker:
     """One process, started when it is first needed and again after it was killed."""
 
-    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+    def __init__(self, configs: Sequence[RewardSection]) -> None:
         self._configs = [config.model_dump() for config in configs]
         self._process: subprocess.Popen[str] | None = None
 

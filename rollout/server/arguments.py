@@ -15,7 +15,7 @@ import torch
 
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import Mode
-from fp8rl.rollout.config import RolloutConfig, check_drafts
+from fp8rl.rollout.config import RolloutSection, check_drafts
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
 from fp8rl.rollout.types import IDLE_S, LOOPBACK
@@ -104,7 +104,7 @@ def has_cuda() -> bool:
 
 def server_arguments(
     model_path: Path,
-    config: RolloutConfig,
+    config: RolloutSection,
     *,
     host: str = LOOPBACK,
     port: int,

@@ -36,7 +36,7 @@ from fp8rl.rollout.protocol import (
     to_action,
 )
 from fp8rl.rollout.routes import RouteShape, parse_routes
-from fp8rl.rollout.types import IDLE_S, Completion, Decoding, Endpoint, Load, SamplingParams, Supports
+from fp8rl.rollout.types import IDLE_S, Completion, Decoding, Endpoint, KeptTokens, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -355,7 +355,7 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
     )
 
 
-def _supports(meta: dict[str, Any], token_ids: list[int]) -> Supports:
+def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
     masks = meta.get("output_token_sampling_mask", [])
     said = len(masks) == len(token_ids) == len(meta.get("output_token_sampling_logprobs", []))
     if not said or any(mask is None or token not in mask for mask, token in zip(masks, token_ids)):
@@ -363,7 +363,7 @@ def _supports(meta: dict[str, Any], token_ids: list[int]) -> Supports:
             f"request {meta['id']}: found {len(masks)} sets of tokens to draw from, expected one for each of the "
             f"{len(token_ids)} generated tokens, with the token in it"
         )
-    return Supports.of(masks)
+    return KeptTokens.of(masks)
 
 
 def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:

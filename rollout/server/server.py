@@ -23,7 +23,7 @@ import psutil
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.errors import user_error
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
 from fp8rl.rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
@@ -50,7 +50,7 @@ class SGLangServer:
     def start(
         cls,
         model_path: str | Path,
-        config: RolloutConfig,
+        config: RolloutSection,
         *,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,

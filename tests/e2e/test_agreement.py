@@ -17,7 +17,7 @@ import torch
 
 from fp8rl.diagnose.attribution import attribute
 from fp8rl.diagnose.attribution.result import Finding
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.mismatch import token_versions
@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Tests and cases stand in an order in which neighbours share an engine.
 TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
 BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
-MERGED = AdapterConfig(rank=8, alpha=256.0, mode="merged")
-SEPARATE = AdapterConfig(rank=8, alpha=256.0)
+MERGED = AdapterSection(rank=8, alpha=256.0, mode="merged")
+SEPARATE = AdapterSection(rank=8, alpha=256.0)
 EXACT = {
     "moe-both-tp2": BOTH_TWO_RANKS,
     "moe-adapters-both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
@@ -370,7 +370,7 @@ def tampered(fault: Callable[..., Any]) -> Callable[..., None]:
 
 def another_scale(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
     """The trainer has another one than the engine was started with."""
-    patch.setattr(type(pipeline.setup), "beside", AdapterConfig(rank=SEPARATE.rank, alpha=SEPARATE.alpha / 2))
+    patch.setattr(type(pipeline.setup), "beside", AdapterSection(rank=SEPARATE.rank, alpha=SEPARATE.alpha / 2))
 
 
 def changed_base(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:

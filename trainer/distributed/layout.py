@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 
 CHUNKS = 2
 """Chunks of a row that each of the ranks has that share it."""
@@ -38,7 +38,7 @@ class Layout:
     expert_dp_size: int
 
     @classmethod
-    def of(cls, rank: int, config: TrainerConfig) -> Layout:
+    def of(cls, rank: int, config: TrainerSection) -> Layout:
         """Calculate the place of rank 0 to `config.world_size` - 1."""
         stage_size = config.stage_size
         stage, inside = divmod(rank, stage_size)

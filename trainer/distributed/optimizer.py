@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import wires
 from fp8rl.trainer.distributed.gathering import Aside, GatheredInPieces
 from fp8rl.trainer.megatron.lowering import Lowering, lower_optimizer
@@ -39,7 +39,7 @@ class Optimizer:
     def __init__(
         self,
         model: GPTModel,
-        config: TrainerConfig,
+        config: TrainerSection,
         lowering: Lowering,
         total_steps: int,
         experts: Iterable[torch.nn.Parameter],
@@ -174,7 +174,7 @@ def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Paramet
     return DataParallel(model.config, config, model)
 
 
-def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:
+def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: int) -> OptimizerParamScheduler:
     """Make a schedule of linear warm-up, then constant, linear or cosine over the last `decay_steps` of `total_steps`.
 
     The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero. A

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import LOOPBACK
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches
@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=10)
 TURN = timedelta(minutes=5)
 
 
-def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:
+def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:
     """Join the world and build Megatron's process groups.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.spec import ALL, QuantSpec, Scale, TensorSpec
-from fp8rl.trainer.config import OptimizerMemory
+from fp8rl.trainer.config import OptimizerSection
 
 BLOCKS, MX = "Float8BlockScaling", "MXFP8BlockScaling"
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -166,7 +166,7 @@ def _refusal(key: str, found: object, expected: str, recipe: str) -> UserError:
 
 
 def lower_optimizer(
-    memory: OptimizerMemory, fp8_parameters: bool, cuda: bool, transformer_engine: bool
+    memory: OptimizerSection, fp8_parameters: bool, cuda: bool, transformer_engine: bool
 ) -> dict[str, Any]:
     """Return keywords of OptimizerConfig; none if masters and moments are in FP32 on the device.
 

@@ -20,7 +20,7 @@ NOT_CARRIED = 0
 
 
 @dataclass(frozen=True)
-class Supports:
+class KeptTokenPool:
     """The tokens that truncation kept for each draw, at weights which the trainer may have no more."""
 
     at: Tensor
@@ -29,7 +29,7 @@ class Supports:
     """int32 [N]: at a token's place the number of ids, and then the ids. It begins with 0, that of no token."""
 
     @classmethod
-    def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> Supports:
+    def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> KeptTokenPool:
         """Build the pool. carried: bool [B, S]. counts: [M], of these in row-major order. ids: [counts.sum()]."""
         counts, ids = counts.int(), ids.int()
         starts = 1 + torch.arange(len(counts)) + counts.cumsum(0) - counts
@@ -41,10 +41,10 @@ class Supports:
         at[carried] = starts
         return cls(at, pool)
 
-    def followed_by(self, other: Supports) -> Supports:
+    def followed_by(self, other: KeptTokenPool) -> KeptTokenPool:
         """Append those of further rows."""
         moved = torch.where(other.at == NOT_CARRIED, NOT_CARRIED, other.at + len(self.pool))
-        return Supports(torch.cat([self.at, moved]), torch.cat([self.pool, other.pool]))
+        return KeptTokenPool(torch.cat([self.at, moved]), torch.cat([self.pool, other.pool]))
 
     def kept(self, vocabulary: int) -> Tensor:
         """Return bool [n, V], the kept tokens, where `at` is [n]."""
@@ -57,7 +57,7 @@ class Supports:
 
 
 def left_out(
-    logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: Supports | None
+    logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: KeptTokenPool | None
 ) -> Tensor:
     """Return bool [n, V], the tokens that truncation left out for the token behind each of logits [n, V].
 
@@ -71,7 +71,7 @@ def left_out(
         torch.full((rows,), truncation.min_p, device=device),
     )
     temperatures = torch.full((rows,), temperature, device=device)
-    floors = ops.support_floors(logits, temperatures, *settings).masked_fill(~drawn, -torch.inf)
+    floors = ops.truncation_floors(logits, temperatures, *settings).masked_fill(~drawn, -torch.inf)
     out = logits < floors.unsqueeze(-1)
     if supports is not None:
         carried = (supports.at != NOT_CARRIED).nonzero().flatten()
@@ -113,7 +113,7 @@ class TokenBatch:
     none."""
     truncation: Truncation = EVERY_TOKEN
     """The limits under which the tokens with a loss were drawn; they are scored among the tokens that these leave."""
-    supports: Supports | None = None
+    supports: KeptTokenPool | None = None
     """The tokens that truncation kept, [B, S], where the trainer's own logits cannot tell."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.linear import add_weight_gradient
 from fp8rl.numerics.sampling import GREEDY, Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, Supports, left_out
+from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, left_out
 from fp8rl.trainer.step.microbatches import MicroBatch
 
 # The output projection of a model, which final hidden states meet in a `Reading`.
@@ -140,7 +140,7 @@ class _Sought:
     """bool, True where the token that follows was drawn."""
     truncation: Truncation
     """The limits under which it was drawn."""
-    supports: Supports | None
+    supports: KeptTokenPool | None
     """Of the tokens that follow."""
 
     @classmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.transports.distributed import DistributedTransport
 from fp8rl.weight_sync.transports.tensor import DiskTransport, TensorTransport
 
@@ -34,7 +34,7 @@ class Transport(Protocol):
         """Load this rank's `tensors` (HF names) into every engine, under a weight version. All ranks call it."""
 
 
-def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
+def make_transport(config: SyncSection, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
     """Return the transport that the spec names.
 
     model_path: source of configuration and tokenizer files; scratch: directory for the disk transport's checkpoint.

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from fp8rl.rollout.environments.harness.recording import Recording, Said
+from fp8rl.rollout.environments.harness.recording import RecordedTurn, Recording
 from fp8rl.rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
 from fp8rl.rollout.loopback import reach_loopback
 from fp8rl.rollout.types import LOOPBACK, SamplingParams
@@ -27,7 +27,7 @@ _HEADERS_S = 60.0
 """Seconds that a connection may be open without a whole request's headers, the first or a next one."""
 
 
-class Endpoint:
+class ProgramEndpoint:
     """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
 
     def __init__(self, tool_parser: str | None, override: Collection[str], same_keys: bool = False) -> None:
@@ -158,11 +158,11 @@ def _error(error: RefusedError) -> web.Response:
     return web.json_response({"error": body}, status=error.status)
 
 
-def _about(said: Said, chat: bool, kind: str) -> dict[str, Any]:
+def _about(said: RecordedTurn, chat: bool, kind: str) -> dict[str, Any]:
     return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{said.number}", "object": kind, "created": 0, "model": MODEL}
 
 
-def _usage(said: Said) -> dict[str, int]:
+def _usage(said: RecordedTurn) -> dict[str, int]:
     return {
         "prompt_tokens": said.prompt,
         "completion_tokens": said.tokens,
@@ -170,7 +170,7 @@ def _usage(said: Said) -> dict[str, int]:
     }
 
 
-def _whole(said: Said, chat: bool) -> dict[str, Any]:
+def _whole(said: RecordedTurn, chat: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": said.reason, "logprobs": None}
     if chat:
         message: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not said.calls else None}
@@ -181,7 +181,7 @@ def _whole(said: Said, chat: bool) -> dict[str, Any]:
     return {**_about(said, chat, kind), "choices": [choice], "usage": _usage(said)}
 
 
-async def _streamed(request: web.Request, said: Said, ask: Ask, chat: bool) -> web.StreamResponse:
+async def _streamed(request: web.Request, said: RecordedTurn, ask: Ask, chat: bool) -> web.StreamResponse:
     """Return the turn as events, all at once: it is complete, and a call of a tool can only be read whole."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
@@ -194,7 +194,7 @@ async def _streamed(request: web.Request, said: Said, ask: Ask, chat: bool) -> w
     return response
 
 
-def _events(said: Said, ask: Ask, chat: bool) -> Iterator[str]:
+def _events(said: RecordedTurn, ask: Ask, chat: bool) -> Iterator[str]:
     about = _about(said, chat, "chat.completion.chunk" if chat else "text_completion")
 
     def event(part: dict[str, Any], reason: str | None) -> str:

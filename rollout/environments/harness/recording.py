@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Said:
+class RecordedTurn:
     """One turn of the model."""
 
     text: str
@@ -79,7 +79,7 @@ class Recording:
         self._idle.set()
         self.over, self.lost = False, asyncio.Event()
 
-    async def answer(self, ask: Ask) -> Said:
+    async def answer(self, ask: Ask) -> RecordedTurn:
         """Sample the model's turn after a request.
 
         Raises RefusedError: there is no room for it, or nothing can be said there.
@@ -129,7 +129,7 @@ class Recording:
         async with self._tokenizing:
             return begin(ask) if ask.size <= _AT_ONCE else await asyncio.to_thread(begin, ask)
 
-    def _recorded(self, point: _Point, ask: Ask, text: str) -> Said:
+    def _recorded(self, point: _Point, ask: Ask, text: str) -> RecordedTurn:
         """Record a turn under the keys of the requests that may continue it."""
         calls: tuple[dict[str, Any], ...] = ()
         if ask.calls and self._tool_parser is not None:
@@ -151,7 +151,7 @@ class Recording:
             before = ask.prompt if isinstance(ask.prompt, str) else self._conversation.tokenizer.decode(ask.prompt)
             self._written += [(before + shown, at) for shown, at in self._shown(point, text)]
         reason = "tool_calls" if calls else "length" if point.cut else "stop"
-        return Said(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
+        return RecordedTurn(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
     def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
         """Yield a completion as later prompts may begin with it: with the stop that ended it, or without, as sent."""
