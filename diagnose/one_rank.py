@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def one_rank(config: TrainerConfig, numerics: NumericsConfig) -> Iterator[Layout]:
+def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
     """Hold the place of a trainer that is alone, on `numerics`; they may carry the reduction order of a larger layout.
 
     Raises:
@@ -44,10 +44,10 @@ def one_trainer(
     *,
     micro_batch_tokens: int,
     longest: int,
-    adapter: AdapterConfig | None = None,
+    adapter: AdapterSection | None = None,
 ) -> Iterator[Trainer]:
     """Hold a trainer of one rank with these weights, which scores and exports; see `one_rank`. longest: of a row."""
-    config = TrainerConfig(micro_batch_tokens=micro_batch_tokens)
+    config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
     with one_rank(config, numerics) as layout:
         from fp8rl.trainer.trainer import Trainer
 

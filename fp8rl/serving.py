@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8rl.models import load_architecture
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Model
 from fp8rl.models.hub import model_directory
 from fp8rl.models.peft import read_adapter, read_config
@@ -30,7 +30,7 @@ from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, loa
 from fp8rl.rl.experiment.sections import NumericsSection
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.environments.harness.tools import parsers
 from fp8rl.rollout.server import handshake
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda
@@ -58,7 +58,7 @@ class Served:
     path: Path
     name: str
     numerics: NumericsConfig
-    rollout: RolloutConfig
+    rollout: RolloutSection
     adapter: StoredAdapter | None = None
     tool_parser: str | None = None
     chat_template: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class StoredAdapter:
     """An adapter as a run leaves it. path: a directory in PEFT's format."""
 
     path: Path
-    config: AdapterConfig
+    config: AdapterSection
 
 
 def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None = None) -> Served:
@@ -95,7 +95,7 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
         sizes = _check_model(subject).sizes
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
-        rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
+        rollout = RolloutSection(context_length=min(sizes.max_positions, LONGEST))
         return Served(subject, files.name, section.config(tp=1), rollout, architecture=architecture)
     experiment = read_resolved(files.experiment)
     beside = engine_adapter(experiment)

@@ -18,7 +18,7 @@ from fp8rl.numerics.io.section import Section, SpecPath
 WEIGHT = "weight"
 
 
-class AdapterConfig(Section):
+class AdapterSection(Section):
     """Train low-rank adapters beside the weights, which stay as they are. Null: all weights are trained."""
 
     rank: int = Field(default=16, ge=1)
@@ -56,7 +56,7 @@ def matrix(row: TensorRow) -> str:
     return row.name.split(".")[-2]
 
 
-def adapter_rows(rows: Iterable[TensorRow], config: AdapterConfig) -> Iterator[TensorRow]:
+def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[TensorRow]:
     """The rows of the adapters beside those of the weights: `X.lora_A.weight` and `X.lora_B.weight` of `X.weight`.
 
     A parameter that fuses several matrices has the A of each, one after the other, beside it in `lora_a`, and the rows
@@ -100,7 +100,7 @@ def _beside(weight: Location, letter: str) -> Location:
     )
 
 
-def check_adapter(rows: Iterable[TensorRow], config: AdapterConfig) -> None:
+def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
     """Check an adapter against the rows of the model's weights.
 
     Raises:

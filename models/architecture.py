@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import fp8rl.models.architectures as ours
-from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
+from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import Family
 from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
@@ -87,7 +87,7 @@ class Model:
 
     architecture: Architecture
     sizes: ModelSizes
-    adapter: AdapterConfig | None = None
+    adapter: AdapterSection | None = None
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -108,7 +108,7 @@ class Model:
         """The families of a layer, counted from 0."""
         return self.shape.of_layer(layer)
 
-    def adapted(self, adapter: AdapterConfig | None) -> Model:
+    def adapted(self, adapter: AdapterSection | None) -> Model:
         """The same model with these adapters.
 
         Raises:
@@ -184,7 +184,7 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     return Model(architecture, sizes)
 
 
-def read_shape(path: Path, key: str = "model.path", adapter: AdapterConfig | None = None) -> Shape:
+def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:
     """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
     adapter: trained in place of its weights.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, equal
 
-from fp8rl.models.adapters import WEIGHT, AdapterConfig, matrix
+from fp8rl.models.adapters import WEIGHT, AdapterSection, matrix
 from fp8rl.models.architecture import Model
 from fp8rl.models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
 from fp8rl.models.stored import FLOAT_DTYPES, check_finite, starting_weights
@@ -32,7 +32,7 @@ BASE = "base_digest"
 _PREFIX = "base_model.model."
 
 
-def pair_of(row: TensorRow, config: AdapterConfig) -> tuple[str, str]:
+def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
     """The names of A and B beside a weight."""
     name = row.name.removesuffix(f".{WEIGHT}")
     if row.expert is not None and config.experts == "shared":
@@ -83,7 +83,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
         (partial / CONFIG).write_text(json.dumps(described, indent=1))
 
 
-def read_config(path: Path, model: Model, key: str) -> AdapterConfig:
+def read_config(path: Path, model: Model, key: str) -> AdapterSection:
     """What the adapters of a PEFT directory are: which matrices have one, how wide, and how much it counts.
 
     Raises:
@@ -91,7 +91,7 @@ def read_config(path: Path, model: Model, key: str) -> AdapterConfig:
     """
     described = read_peft_config(path, key)
     found = _adapted(path, model, described, key)
-    config = AdapterConfig(
+    config = AdapterSection(
         rank=described.r,
         alpha=described.lora_alpha,
         targets=tuple(dict.fromkeys(map(matrix, found))),

@@ -1,1 +1,2 @@
-"""The ground floor: the quantization spec, the quantizers, the shared ops and tensor digests. Imports torch only."""
+"""The ground floor: the quantization spec, quantizers, shared ops and tensor digests. Imports no other package of
+ours."""

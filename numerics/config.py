@@ -1,4 +1,4 @@
-"""What each side of one run computes with: the spec, and the precision in which each side runs it."""
+"""The numerics of one run: the spec, and the precision in which each side runs it."""
 
 from __future__ import annotations
 
@@ -24,29 +24,27 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumericsConfig:
-    """The numerics of one run, handed unchanged to the trainer and to the engine's plugin.
-
-    mode: `exact`: both sides call the ops of `numerics.ops`, so that their logprobs are equal. `native`: each side
-        calls its library's own ops, and on a CPU, for which neither library has FP8 products, those alone are ours.
-    spec: the quantization spec.
-    trainer: `bf16`, `fp8_forward` (quantized forward, BF16 gradients) or `fp8` (quantized forward and backward).
-    rollout: `bf16` or `fp8`.
-    k_splits: into how many slices of K a row-parallel product is cut before its FP32 partials are added in order. It is
-        the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order. Exact mode
-        only.
-    router_replay: `record`: the engine reports the experts of each token, and the trainer its own choice beside them.
-        `replay`: the trainer takes the engine's (R3).
-    deepgemm: FP8 products run on DeepGEMM, on both sides, and neither starts where its bits are not those of our
-        kernels. Exact mode only.
-    """
+    """The numerics of one run, handed unchanged to the trainer and to the engine's plugin."""
 
     mode: Mode = "exact"
+    """`exact`: both sides call the ops of `numerics.ops`, so that their logprobs are equal. `native`: each side calls
+    its library's own ops; on a CPU, for which neither library has FP8 products, these alone are ours."""
     spec: QuantSpec
+    """The quantization spec."""
     trainer: TrainerPrecision = "fp8"
+    """`bf16`, `fp8_forward` (quantized forward, BF16 gradients) or `fp8` (quantized forward and backward)."""
     rollout: RolloutPrecision = "fp8"
+    """`bf16` or `fp8`."""
     k_splits: int = 1
+    """The number of slices of K that a row-parallel product is cut into; their FP32 partials are added in order. It
+    is the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order. Exact mode
+    only."""
     router_replay: RouterReplay = "off"
+    """`record`: the engine reports the experts of each token, and the trainer its own choice beside them. `replay`: the
+    trainer takes the engine's (R3)."""
     deepgemm: bool = False
+    """Run FP8 products on DeepGEMM, on both sides; neither starts if its bits differ from those of our kernels. Exact
+    mode only."""
 
     def __post_init__(self) -> None:
         for key, kind in _CHOICES.items():
@@ -107,8 +105,7 @@ class NumericsConfig:
 
     @property
     def blocks_spec(self) -> QuantSpec:
-        """The spec whose blocks a layout must keep whole, on both sides where one of them quantizes: the bytes are the
-        same."""
+        """The spec whose blocks a layout must keep whole. Where one side alone quantizes, the other keeps them too."""
         return self.rollout_spec if self.rollout_spec.quantized else self.trainer_spec
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What changed between two tensors of the same shape: positions and new values of the bytes that differ."""
+"""Deltas between two tensors of the same shape: positions and new values of the bytes that differ."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _ENTRY_BYTES = 3
 
 @dataclasses.dataclass
 class LastSent:
-    """A copy of what a process has sent, by name, from one time to the next. version: None while it is not whole.
-
-    frozen: digests of its parameters that are not trained, by name, when they were sent for the first time.
-    """
+    """A copy of the tensors that a process has sent, by name, from one sync to the next."""
 
     version: int | None = None
+    """None while the copy is not whole."""
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     frozen: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the parameters that are not trained, by name, when they were first sent."""
 
 
 def encode(new: Tensor, old: Tensor) -> Tensor | None:
-    """The delta uint8 [3 n] that makes `old` into `new`; None where it would be no shorter than `new` itself.
+    """Return the delta uint8 [3 n] that makes `old` into `new`; None where it would be no shorter than `new` itself.
 
     n is the number of bytes that differ, and one in 65,535 of the others, so that a distance fits into two bytes.
     """
@@ -40,8 +39,11 @@ def encode(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 def apply(delta: Tensor, held: Tensor) -> None:
-    """Change `held`, contiguous, in place as :func:`encode` says, wherever it lies. Raises ValueError for a delta of a
-    longer tensor."""
+    """Change `held`, a contiguous tensor on any device, in place as :func:`encode` says.
+
+    Raises:
+        ValueError: the delta belongs to a longer tensor.
+    """
     low, high, values = delta.view(_ENTRY_BYTES, -1)
     places = (low.long() | high.long() << 8).cumsum(0)
     target = as_bytes(held)
@@ -51,5 +53,5 @@ def apply(delta: Tensor, held: Tensor) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as uint8 [bytes]."""
+    """Return a contiguous tensor's memory as uint8 [bytes]."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -25,12 +25,12 @@ _AT_ONCE = 64  # chunks in one step of the torch version, whose products take 8 
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """32 hex digits over dtype, shape and bytes of a tensor of any dtype on any device."""
+    """Return 32 hex digits over dtype, shape and bytes of a tensor of any dtype on any device."""
     return tensor_digests([tensor])[0]
 
 
 def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """`tensor_digest` of each, where they are: one pass over all, and one wait for the device."""
+    """Return the `tensor_digest` of each tensor, in one pass over all and with one wait for the device."""
     if not tensors:
         return []
     words = [_as_words(tensor) for tensor in tensors]
@@ -48,10 +48,10 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 @op
 def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of word * weight over every chunk of every tensor, int64 [2, chunks of all tensors].
+    """Return the sum of word * weight over every chunk of every tensor, int64 [2, chunks of all tensors].
 
-    words: int32 [n] each; its chunks are CHUNK words, the last one what is left. Both sets of weights begin anew in
-    each chunk.
+    words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin anew in each
+    chunk.
     """
     sums = [words[0].new_zeros(2, 0, dtype=torch.int64)]
     for tensor in words:
@@ -65,7 +65,7 @@ def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _weigh(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sums [2, chunks] over words [chunks, n] with weights [2, n]."""
+    """Return the sums [2, chunks] over words [chunks, n] with weights [2, n]."""
     wide = words.long()
     return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
 
@@ -85,7 +85,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def odd_weights(count: int, device: torch.device, start: int = 1) -> torch.Tensor:
-    """Odd int64 weights [2, count], the same on every machine: splitmix64 of a counter (Steele, Lea and Flood)."""
+    """Return odd int64 weights [2, count], equal on every machine: splitmix64 of a counter (Steele, Lea and Flood)."""
     x = torch.arange(start, start + 2 * count, dtype=torch.int64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _logical_shift(x, shift)) * (factor - 2**64)

@@ -1,7 +1,7 @@
-"""Operands of weights that do not change: codes and scales alone, wherever they lie.
+"""Operands of frozen weights: codes and scales alone, wherever they lie.
 
-Whoever trains a weight keeps beside it what its products and its gradients take. A frozen weight is multiplied from
-its codes; every other form is made in the call that needs it, and forgotten.
+A trained weight has copies beside it, which its products and its gradients take. A frozen weight is multiplied from its
+codes; every other form is made in the call that needs it, and dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ATTRIBUTE = "frozen_operand"
 
 
 def freeze(parameter: torch.nn.Parameter, frozen: Frozen) -> None:
-    """Let a parameter stand for its shape and dtype alone, and be multiplied as `frozen`.
+    """Reduce a parameter to its shape and dtype, and let products take `frozen` in its place.
 
-    Its memory is given up: to whoever still reads it, it is NaN.
+    The parameter's memory is given up: a read of it gives NaN.
     """
     parameter.requires_grad_(False)
     parameter.data = parameter.data.new_full((), math.nan).expand(parameter.shape)
@@ -28,7 +28,7 @@ def freeze(parameter: torch.nn.Parameter, frozen: Frozen) -> None:
 
 
 def frozen_of(parameter: torch.Tensor) -> Frozen | None:
-    """What a parameter that was frozen multiplies as."""
+    """Return the operand of a frozen parameter; None for a parameter that is not frozen."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
@@ -36,21 +36,19 @@ def frozen_of(parameter: torch.Tensor) -> Frozen | None:
 class Frozen:
     """The operand of a frozen weight [N, K], or of a stack of them [experts, N, K].
 
-    Another holder of the same memory may have the rows in another order, or have more of them.
-
-    Attributes:
-        held: the codes and scales, of which the product may take a part.
-        order: which blocks of rows the product takes, one after the other; None: all, as they stand.
-        block: rows in a block of `order`.
+    The codes may belong to somebody else, who has the rows in another order or has more of them.
     """
 
     held: QuantizedTensor
+    """The codes and scales, of which the product may take a part."""
     order: torch.Tensor | None = None
+    """The blocks of rows that the product takes, one after the other; None: all, as they stand."""
     block: int = 1
+    """Rows in a block of `order`."""
 
     @property
     def codes(self) -> QuantizedTensor:
-        """The weight as the product takes it: what is held, where that is in order."""
+        """Return the weight as the product takes it, without a copy if its rows are in order."""
         if self.order is None:
             return self.held
         data = _rows(self.held.data.view(torch.uint8), self.order, self.block).view(self.held.data.dtype)
@@ -60,38 +58,38 @@ class Frozen:
 
     @property
     def transposed(self) -> QuantizedTensor:
-        """[..., K, N], for a gradient of the input in FP8."""
+        """Return [..., K, N], for a gradient of the input in FP8."""
         codes = self.codes
         data = codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(codes.data.dtype)
         return QuantizedTensor(data, codes.scale_inv.transpose(-1, -2).contiguous(), codes.spec)
 
     def dequantized(self) -> torch.Tensor:
-        """[..., N, K], exact."""
+        """Return [..., N, K], exact."""
         return self.codes.dequantize()
 
     def __len__(self) -> int:
         return len(self.held.data)
 
     def __iter__(self) -> Iterator[Frozen]:
-        """The operand of each matrix of a stack."""
+        """Yield the operand of each matrix of a stack."""
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Frozen:
-        """The operand of one matrix of a stack, or of a part of it."""
+        """Return the operand of one matrix of a stack, or of a part of the stack."""
         held = QuantizedTensor(self.held.data[index], self.held.scale_inv[index], self.held.spec)
         return dataclasses.replace(self, held=held)
 
     def columns(self, part: int, parts: int) -> Frozen:
-        """One of so many equal slices of K, each of whole blocks of scales."""
+        """Return slice `part` of `parts` equal slices of K, each of whole blocks of scales."""
         data, scales = (x.chunk(parts, -1) for x in (self.held.data, self.held.scale_inv))
         return dataclasses.replace(self, held=QuantizedTensor(data[part], scales[part], self.held.spec))
 
     def chunk(self, parts: int, axis: int) -> list[Frozen]:
-        """All slices of K (axis -1), as torch cuts a tensor."""
+        """Return all slices of K (axis -1), as torch cuts a tensor."""
         assert axis == -1, axis
         return [self.columns(part, parts) for part in range(parts)]
 
 
 def _rows(x: torch.Tensor, order: torch.Tensor, block: int) -> torch.Tensor:
-    """The blocks of rows of x [..., N, K] that `order` names."""
+    """Return the blocks of rows of x [..., N, K] that `order` names."""
     return x.unflatten(-2, (-1, block)).index_select(-3, order).flatten(-3, -2)

@@ -24,36 +24,33 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """One tensor, or what stands for it, in a process's memory.
-
-    Attributes:
-        name: of the parameter that it belongs to, as its owner calls it, or of the buffer.
-        kind: what it is for: `parameters`, `masters`, …; see the inventory that lists it.
-        format: `fp32`, `bf16`, `e4m3`, `e5m2`, or as torch names the dtype.
-        shape: of what this process has of it.
-        bytes: with its scales and transposed copies, where it has any.
-    """
+    """One tensor in a process's memory, or an object that holds its bytes."""
 
     name: str
+    """The name of its parameter, as the owner calls it, or of the buffer."""
     kind: str
+    """Its purpose: `parameters`, `masters`, …; see the inventory that lists it."""
     format: str
+    """`fp32`, `bf16`, `e4m3`, `e5m2`, or the dtype as torch names it."""
     shape: tuple[int, ...]
+    """The shape of this process's part."""
     bytes: int
+    """Its size, with its scales and transposed copies."""
 
 
 def format_of(dtype: torch.dtype) -> str:
-    """A dtype as specs and inventories name it."""
+    """Return a dtype as specs and inventories name it."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def holding(name: str, kind: str, *tensors: torch.Tensor) -> Holding:
-    """The holding of one or several tensors, of which the first says the format and the shape."""
+    """Return the holding of one or several tensors; the first gives the format and the shape."""
     first = tensors[0]
     return Holding(name, kind, format_of(first.dtype), tuple(first.shape), sum(tensor.nbytes for tensor in tensors))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an operand (`numerics.ops.weight_operand`), in whatever form an implementation gives it."""
+    """Yield the tensors of an operand (`numerics.ops.weight_operand`), in whatever form an implementation gives it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
@@ -68,8 +65,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def give_back() -> None:
-    """Have the C library return what was freed: it would keep blocks that are no larger than those it has been given
-    back before. And torch what was freed on the GPU, for other processes there."""
+    """Return freed memory to the system: the C library's blocks, and torch's on the GPU, for other processes there.
+
+    By itself the C library keeps blocks up to the size of those that it has given back before.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -87,7 +86,7 @@ ZEROS, NAN = 0x00, 0xFF
 
 @contextmanager
 def placeholders(fill: int) -> Iterator[None]:
-    """Have the parameters that modules get within the block share their memory, of bytes `fill` at its end."""
+    """Let the parameters that modules get within the block share their memory, of bytes `fill` at its end."""
     shared = _Shared()
     hook = register_module_parameter_registration_hook(shared.take)
     try:
@@ -103,14 +102,14 @@ def own_memory(parameter: Tensor) -> None:
 
 
 class _Shared:
-    """The largest memory that a parameter came with so far, on each device, and all who came."""
+    """The largest memory that a parameter came with so far, on each device, and all parameters that share it."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.device, Tensor] = {}
         self._taken: list[nn.Parameter] = []
 
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Called by torch before a module gets a parameter."""
+        """Replace a parameter's memory by the shared one. torch calls it before a module gets a parameter."""
         known = self._memory.get(parameter.device)
         if known is None or known.numel() < parameter.nbytes:
             self._memory[parameter.device] = parameter.data.contiguous().view(-1).view(torch.uint8)
@@ -143,7 +142,7 @@ T = TypeVar("T", bound=Sized)
 
 
 def shards(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[list[tuple[str, T]]]:
-    """Consecutive tensors, as many as stay within `limit` bytes; a larger tensor is a shard of its own."""
+    """Yield runs of consecutive tensors of at most `limit` bytes; a larger tensor is a shard of its own."""
     shard: list[tuple[str, T]] = []
     size = 0
     for name, tensor in tensors:

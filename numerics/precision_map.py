@@ -20,41 +20,41 @@ from fp8rl.numerics.holdings import format_of
 class TensorClass:
     """One class of tensors and its plan.
 
-    A format is `fp32`, `bf16`, `e4m3` or `e5m2`; several that will do stand with a bar between them. In braces stands
-    what a spec says: `{weight}`, `{activation}`, `{gradient}` of the trainer's products, `{served}` of the engine's
-    weights, `{wire}` and `{gather}` between data-parallel ranks; `{operand}` and `{dequantized}` are the narrowest
-    formats that hold what the codes of either side's weights stand for.
-
-    Attributes:
-        key: by which audits name it. row: of the map. tensors: which they are, in words.
-        exact, native: the format in each mode. kernels: in exact mode where the ops are Triton kernels.
-        document: the format of the published map; empty where it says nothing.
-        why: the reason for the format. remedy: where to look if another is found.
+    A format is `fp32`, `bf16`, `e4m3` or `e5m2`; a bar separates several that will do. Braces refer to the spec:
+    `{weight}`, `{activation}`, `{gradient}` of the trainer's products, `{served}` of the engine's weights, `{wire}` and
+    `{gather}` between data-parallel ranks; `{operand}` and `{dequantized}` are the narrowest formats that hold the
+    dequantized weights of either side.
     """
 
     key: str
+    """The name in audits."""
     row: str
+    """The row of the map."""
     tensors: str
+    """The tensors, in words."""
     exact: str
+    """The format in exact mode."""
     native: str
+    """The format in native mode."""
     kernels: str
+    """The format in exact mode where the ops are Triton kernels."""
     document: str
+    """The format of the published map; empty where it says nothing."""
     why: str
+    """The reason for the format."""
     remedy: str
+    """The place to look if another is found."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A class of tensors under one run's numerics.
-
-    Attributes:
-        formats: those that will do.
-        hidden: whether a kernel computes it in another format than the definition that an audit can watch.
-    """
+    """A class of tensors under one run's numerics."""
 
     tensor_class: TensorClass
     formats: tuple[str, ...]
+    """The formats that will do."""
     hidden: bool = False
+    """A kernel computes it in another format than the definition that an audit can watch."""
 
 
 def precision_map(
@@ -65,10 +65,10 @@ def precision_map(
     weight_gather: str = "bf16",
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Planned]:
-    """What a run plans for each class, by key.
+    """Return a run's plan for each class, by key.
 
-    implementation: of the ops on its device. gradient_wire, weight_gather: between its data-parallel ranks. own: the
-        formats that a model's own ops have instead, by key.
+    implementation: of the ops on its device. gradient_wire, weight_gather: the formats between its data-parallel ranks.
+    own: the formats of a model's own ops, by key, where they differ.
     """
     spec, served = numerics.trainer_spec, numerics.rollout_spec.weight
     # A backward in BF16 takes gradients as they are.
@@ -93,7 +93,7 @@ def precision_map(
 
 
 def unquantized(planned: Planned) -> Planned:
-    """The plan of the same tensors where a layer or a module kind is left in BF16."""
+    """Return the plan of the same tensors for a layer or a module kind that is left in BF16."""
     return replace(planned, formats=("bf16",))
 
 
@@ -109,7 +109,7 @@ _LOSS = "Look at ops.token_logprobs and at the algorithm's objective."
 def _row(
     row: str, remedy: str, *classes: tuple[str, str, str, str, str], **other: dict[str, str]
 ) -> tuple[TensorClass, ...]:
-    """The classes of a row: (key, tensors, format, published format, why); other: by key, what differs otherwise."""
+    """Return the classes of a row: (key, tensors, format, published format, why); other: by key, what differs."""
     made = []
     for key, tensors, planned, published, why in classes:
         formats = {"exact": planned, "native": planned, "remedy": remedy} | other.get(key.replace(".", "_"), {})

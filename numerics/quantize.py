@@ -22,7 +22,7 @@ from fp8rl.numerics.spec import Scale, TensorSpec
 
 
 def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """x [T, K] quantized along K: the operand of fprop and dgrad. Returns [T, K] in `spec.dequantized_dtype`."""
+    """Quantize x [T, K] along K: the operand of fprop and dgrad. Return [T, K] in `spec.dequantized_dtype`."""
     if not spec.quantized or x.numel() == 0:
         return x
     if _is_fast(x, spec) and x.shape[1] % spec.group == 0:
@@ -31,7 +31,7 @@ def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def fake_quantize_columns(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """x [T, K] quantized along the tokens: an operand of wgrad, which sums over them. Returns [T, K]."""
+    """Quantize x [T, K] along the tokens: an operand of wgrad, which sums over them. Return [T, K]."""
     if not spec.quantized or x.numel() == 0:
         return x
     if _is_fast(x, spec):
@@ -47,7 +47,7 @@ def _is_fast(x: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def _of_groups(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Groups lie along axis 1."""
+    """Quantize groups that lie along axis 1."""
     return _round(x, *_scales(x, 1, spec.dtype, spec.scale, spec.fixed), spec.dtype)
 
 
@@ -55,7 +55,7 @@ def _of_groups(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def _scales(
     x: torch.Tensor, dim: int, dtype: torch.dtype, kind: Scale, fixed: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and its inverse, FP32, of each group of x along `dim`, which stays as 1.
+    """Return scale and inverse scale, FP32, of each group of x along `dim`, which stays as 1.
 
     Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
     """
@@ -65,30 +65,28 @@ def _scales(
 
 @compilable
 def _round(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """BF16 x rounded to the FP8 grid under its scales, BF16."""
+    """Round BF16 x to the FP8 grid under its scales, BF16."""
     return (round_to_grid(x.float() * scale, dtype) * scale_inv).to(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """An FP8 tensor and its scales.
-
-    data: FP8, the shape of the tensor that was quantized.
-    scale_inv: FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is
-        [..., ceil(rows / block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu.
-    spec: how it was quantized.
-    """
+    """An FP8 tensor and its scales."""
 
     data: torch.Tensor
+    """FP8, in the shape of the tensor that was quantized."""
     scale_inv: torch.Tensor
+    """FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is [..., ceil(rows /
+    block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu."""
     spec: TensorSpec
+    """The spec that it was quantized by."""
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale_inv.nbytes
 
     def dequantize(self, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
+        """Return data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
         return dequantize(self.data, self.scale_inv, self.spec, dtype, out)
 
 
@@ -111,7 +109,8 @@ def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = No
 
 
 def block_amax(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """What scales are made of, FP32 in the shape of `scale_inv`: the largest |x| of each block, or the static range.
+    """Return the largest |x| of each block, or the static range, FP32 in the shape of `scale_inv`: scales are made of
+    it.
 
     A block of which several ranks hold parts has the largest of theirs.
     """
@@ -121,7 +120,7 @@ def block_amax(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def quantize_by(x: torch.Tensor, spec: TensorSpec, amax: torch.Tensor) -> QuantizedTensor:
-    """`quantize` with the scales of these `block_amax`."""
+    """Compute `quantize` with the scales of these `block_amax`."""
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
     scale = scale_from_amax(amax, spec.dtype, spec.scale, x.dtype)
@@ -135,7 +134,7 @@ def quantize_by(x: torch.Tensor, spec: TensorSpec, amax: torch.Tensor) -> Quanti
 def quantize_many(
     weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
-    """`quantize` of each. A kernel takes all in one launch: the matrices of experts are many and small."""
+    """Compute `quantize` of each tensor. A kernel takes all in one launch: experts' matrices are many and small."""
     if outs is None:
         return [quantize(weight, spec) for weight in weights]
     return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
@@ -152,7 +151,7 @@ def check_quantizable(x: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
-    """Shape of the `scale_inv` of a tensor of this shape."""
+    """Return the shape of the `scale_inv` of a tensor of this shape."""
     if spec.granularity == "tensor":
         return (1, 1)
     blocks = -(-shape[-1] // spec.block_shape(1, shape[-1])[1])
@@ -168,7 +167,7 @@ def dequantize(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec).
+    """Return data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec).
 
     out: contiguous, of data's shape, to write into; it is returned. New memory takes longer to get than to fill.
     """
@@ -185,7 +184,7 @@ def dequantize(
 
 
 def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What the tensor becomes by being stored in the spec's format: dequantize(quantize(x)).
+    """Return dequantize(quantize(x)), the values of a tensor that was stored in the spec's format.
 
     A bf16 spec returns x unchanged. `dtype` defaults to the narrowest that is exact for the spec.
     """
@@ -222,12 +221,12 @@ def _write_scaled(blocks: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) 
 
 
 def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Blocks span rows only in `block` granularity; otherwise leading dimensions are just more rows."""
+    """Fold leading dimensions into rows, unless blocks span rows."""
     return x if spec.granularity == "block" else x.reshape(-1, x.shape[-1])
 
 
 def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """[..., R, C] -> [rows of blocks, r, C/c, c], padded with zeros, which change no amax.
+    """Cut [..., R, C] into [rows of blocks, r, C/c, c], padded with zeros, which change no amax.
 
     Of one rank, whatever the tensor's: fewer variants to compile.
     """
@@ -241,7 +240,7 @@ def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The inverse, without the padding; contiguous."""
+    """Undo `_to_blocks`, without the padding; contiguous."""
     rows, columns = shape[-2:]
     _, r, across, c = blocks.shape
     whole = blocks.reshape(*shape[:-2], -(-rows // r) * r, across * c)

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do together, and what they then know of each other. Alone where there is one process."""
+"""Collective actions of a trainer's ranks on Python values. A single process is alone in them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """The rank of this process."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def all_gathered(value: T) -> list[T]:
-    """Every rank's value, in rank order."""
+    """Return every rank's value, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -25,7 +25,7 @@ def all_gathered(value: T) -> list[T]:
 
 
 def together(action: Callable[[], T]) -> list[T]:
-    """What `action` returns on each rank, in rank order.
+    """Run `action` on each rank, and return all results in rank order.
 
     Raises on all ranks what it raises on one, so that nobody waits for a rank that has failed.
     """
@@ -41,6 +41,6 @@ def together(action: Callable[[], T]) -> list[T]:
 
 
 def exhaust(stream: Iterable[object]) -> None:
-    """Take the rest of what ranks make together: one that leaves early keeps the others waiting for its part."""
+    """Take the rest of a stream that ranks make together: a rank that leaves early keeps the others waiting."""
     for _ in stream:
         pass

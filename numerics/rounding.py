@@ -25,12 +25,12 @@ _PLACES = 128  # a multiple of it divides a tensor that is split
 
 
 def fp8_max(dtype: torch.dtype) -> float:
-    """Largest finite value of an FP8 dtype."""
+    """Return the largest finite value of an FP8 dtype."""
     return _GRIDS[dtype][0]
 
 
 def group_amax(x: torch.Tensor, dims: tuple[int, ...], fixed: float | None = None) -> torch.Tensor:
-    """Largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out.
+    """Return the largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out.
 
     fixed: a static range, which takes its place.
     """
@@ -43,7 +43,7 @@ def group_amax(x: torch.Tensor, dims: tuple[int, ...], fixed: float | None = Non
 
 
 def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, kind: Scale, input_dtype: torch.dtype) -> torch.Tensor:
-    """The factor that a block is multiplied with before the cast to FP8 `dtype`.
+    """Return the factor that a block is multiplied with before the cast to FP8 `dtype`.
 
     amax: FP32, of what is held in `input_dtype`. FP32 out, in its shape.
     """
@@ -60,13 +60,12 @@ def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, kind: Scale, input_d
 
 
 def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values rounded to the nearest value of an FP8 dtype: ties to even, saturating, NaN kept. FP32 in and out.
+    """Round values to the nearest value of an FP8 dtype: ties to even, saturating, NaN kept. FP32 in and out.
 
     x holds BF16 numbers times powers of two, so at most 8 significant bits. Then with k = 23 - mantissa bits, x * 2^k
     is an even multiple of the grid's step at x, and FP32's own rounding in (x * 2^k + x) - x * 2^k rounds x to the
     grid. Below the smallest normal number the step is fixed, and adding 1.5 * 2^k times that number's power does the
-    same.
-    No casts and no bit operations, so that a compiler vectorizes all of it.
+    same. No casts and no bit operations, so that a compiler vectorizes all of it.
     """
     largest, mantissa_bits, smallest_exponent = _GRIDS[dtype]
     shift = 23 - mantissa_bits
@@ -77,7 +76,7 @@ def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_stochastically(x: torch.Tensor, column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values rounded to one of the two values of an FP8 dtype around them, the nearer the likelier: x in the mean.
+    """Round values to one of the two values of an FP8 dtype around them, the nearer the likelier: x in the mean.
 
     Saturating, NaN kept. FP32 in and out. column: int64, of x's last axis before it was cut into blocks; it broadcasts.
 

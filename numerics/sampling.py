@@ -1,4 +1,4 @@
-"""The seeds of what is sampled.
+"""The seeds of sampled tokens.
 
 Every answer has a seed, and the token that follows position p of it is drawn with the noise that belongs to (seed, p,
 token id): `numerics.ops.draw`. So an answer comes out the same alone or in a batch, on any engine, after a retraction,
@@ -19,7 +19,7 @@ GREEDY = -1
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that may be drawn, as `numerics.ops.support_floors` finds them in the logits; by itself all."""
+    """The limits of top-p, top-k and min-p on the tokens that may be drawn (`numerics.ops.truncation_floors`)."""
 
     top_p: float = 1.0
     top_k: int = -1
@@ -27,7 +27,7 @@ class Truncation:
 
     @property
     def cuts(self) -> bool:
-        """Whether it leaves any token out."""
+        """True if it leaves any token out."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
@@ -35,32 +35,36 @@ EVERY_TOKEN = Truncation()
 
 
 def answer_seed(run_seed: int, step: int, prompt: int, answer: int) -> int:
-    """The seed of an answer, 0 to 2^62 - 1.
+    """Return the seed of an answer, 0 to 2^62 - 1.
 
-    step: that the answer was first asked for. prompt: the number of its prompt in that step. answer: its place among
-    the answers to this prompt.
+    step: the step that first asked for the answer. prompt: the number of its prompt in that step. answer: its place
+    among the answers to this prompt.
     """
     return _hash62(f"{run_seed}:{step}:{prompt}:{answer}")
 
 
 def evaluation_seed(run_seed: int, name: str, problem: int, answer: int) -> int:
-    """The seed of an answer to a held-out problem, 2^62 to 2^63 - 1, where none of training is.
+    """Return the seed of an answer to a held-out problem, 2^62 to 2^63 - 1, where none of training is.
 
-    name: of the set. problem: its number in it. answer: its place among the answers to this problem.
+    name: the evaluation set. problem: its number in the set. answer: its place among the answers to this problem.
     """
     return 1 << 62 | _hash62(f"{run_seed}:{name}:{problem}:{answer}")
 
 
 def canary_seed(run_seed: int) -> int:
-    """The seed of an answer that is known before it is asked for, below `GREEDY`: such seeds are drawn at an infinite
-    temperature, so that the noise alone chooses their tokens, whatever the logits are."""
+    """Return the seed of an answer that is known before it is sampled, below `GREEDY`.
+
+    Such seeds are drawn at an infinite temperature, so that the noise alone chooses their tokens, whatever the logits
+    are.
+    """
     return GREEDY - 1 - _hash62(f"{run_seed}:canary")
 
 
 def branch_seed(seed: int, prompt_ids: Sequence[int], same: int) -> int:
-    """The seed of a row that a conversation with `seed` opens beside its first, in the same range.
+    """Return the seed of a row that a conversation with `seed` opens beside its first, in the same range.
 
-    prompt_ids: that it begins with. same: how many rows before it began so. A greedy conversation stays greedy.
+    prompt_ids: the row's prompt. same: the number of earlier rows with the same prompt. A greedy conversation stays
+    greedy.
     """
     if seed == GREEDY:
         return GREEDY
@@ -80,12 +84,12 @@ MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 def mix(x: Tensor) -> Tensor:
-    """splitmix64's finalizer: a bijection of int64 in which each bit depends on every bit. Products wrap around."""
+    """Compute splitmix64's finalizer, a bijection of int64 in which each bit depends on every bit; products wrap."""
     x = (x ^ shifted(x, 30)) * MIX[0]
     x = (x ^ shifted(x, 27)) * MIX[1]
     return x ^ shifted(x, 31)
 
 
 def shifted(x: Tensor, bits: int) -> Tensor:
-    """int64 x >> bits with zeros shifted in."""
+    """Compute int64 x >> bits with zeros shifted in."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -40,10 +40,10 @@ _ALL_ONCE = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
 )
-"""How files and digests said `all` before it was a value. It never grows: a kind that comes later changes no digest."""
+"""The spelling of `all` in old files and digests. It never grows: a kind that comes later changes no digest."""
 _ONCE_UNSAID = {"fixed": None, "rounding": "nearest"}
-"""What every spec had before there were these keys. Said by nothing, it leaves older digests as they are; a key that
-comes later is entered here with the value that it had in effect."""
+"""The values that every spec had before there were these keys. A key at this value is left out of a digest, so that
+older digests stay as they are; a key that comes later is entered here with the value that it had in effect."""
 
 # Of a static range: where scales and their inverses are normal FP32 numbers.
 _SMALLEST_RANGE, _LARGEST_RANGE = 1e-30, 1e30
@@ -51,29 +51,27 @@ _SMALLEST_RANGE, _LARGEST_RANGE = 1e-30, 1e30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """How one role's tensors are stored.
-
-    format: `e4m3` (largest value 448), `e5m2` (57344), or `bf16`, which means not quantized.
-    granularity: what shares a scale: the whole `tensor`, a `channel` (one row), a `token_group` (1 x n elements of a
-        row), or a `block` (n x n).
-    group: n of `token_group` and `block`, in elements.
-    scale: `pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does
-        not. `e8m0` is the MX formats' (OCP MX 1.0): a power of two in one byte, chosen by the largest value's exponent
-        alone, so that a block's values above 1.75 times a power of two saturate, which `pow2` does not let happen.
-        TransformerEngine's MXFP8 is `pow2` in groups of 32.
-    fixed: a static range: scales are those of a block whose largest absolute value is this, whatever the block holds,
-        and values outside saturate. None: each block's own largest value, which is dynamic. Qwix's `fixed,-224,224` is
-        224: codes are twice the values, and every scale_inv is 0.5.
-    rounding: to the `nearest` value of the format, ties to even; or `stochastic`: to one of the two around it, the
-        nearer the likelier, so that the error is 0 in the mean. See `numerics.rounding.round_stochastically`.
-    """
+    """The storage of one role's tensors: format, granularity and kind of scales, rounding."""
 
     format: Format = "e4m3"
+    """`e4m3` (largest value 448), `e5m2` (57344), or `bf16`, which means not quantized."""
     granularity: Granularity = "token_group"
+    """The elements that share a scale: the whole `tensor`, a `channel` (one row), a `token_group` (1 x n elements of a
+    row), or a `block` (n x n)."""
     group: int = 128
+    """n of `token_group` and `block`, in elements."""
     scale: Scale = "pow2"
+    """`pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does not.
+    `e8m0` is the MX formats' (OCP MX 1.0): a power of two in one byte, chosen by the largest value's exponent alone, so
+    that a block's values above 1.75 times a power of two saturate, which `pow2` does not let happen.
+    TransformerEngine's MXFP8 is `pow2` in groups of 32."""
     fixed: float | None = None
+    """A static range: scales are those of a block whose largest absolute value is this, whatever the block holds, and
+    values outside saturate. None: each block's own largest value, which is dynamic. Qwix's `fixed,-224,224` is 224:
+    codes are twice the values, and every scale_inv is 0.5."""
     rounding: Rounding = "nearest"
+    """To the `nearest` value of the format, ties to even; or `stochastic`: to one of the two around it, the nearer the
+    likelier, so that the error is 0 in the mean. See `numerics.rounding.round_stochastically`."""
 
     def __post_init__(self) -> None:
         choices = {"format": FORMATS, "granularity": GRANULARITIES, "scale": SCALES, "rounding": ROUNDINGS}
@@ -100,7 +98,7 @@ class TensorSpec:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """What a scale is stored in."""
+        """The dtype that a scale is stored in."""
         return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
 
     @property
@@ -110,7 +108,7 @@ class TensorSpec:
 
     @property
     def mx(self) -> bool:
-        """Whether this is OCP's MXFP8: 1 x 32 with E8M0 scales, without a static range."""
+        """True for OCP's MXFP8: 1 x 32 with E8M0 scales, without a static range."""
         return self == _MX
 
     @property
@@ -119,7 +117,7 @@ class TensorSpec:
         return self.group if self.granularity == "block" else 1
 
     def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """(rows, columns) of one scale's block in a [rows, columns] matrix."""
+        """Return (rows, columns) of one scale's block in a [rows, columns] matrix."""
         return {
             "tensor": (max(rows, 1), max(columns, 1)),
             "channel": (1, max(columns, 1)),
@@ -130,21 +128,22 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantSpec:
-    """The numerical contract of a run. Immutable, hashable, and the same for every side that works together.
-
-    weight, activation, gradient: the format of each operand role of a quantized GEMM.
-    scope: the module kinds whose GEMMs are quantized, by the exact names that a model's architecture gives them, or
-        `all`. What is of no kind (embeddings, lm_head, norms, router) stays in BF16. Names are checked where
-        architectures are known: `models.architecture.check_scope`.
-    first_layers_bf16, last_layers_bf16: decoder layers at the start and at the end that stay in BF16 whole.
-    """
+    """The numerical contract of a run. Immutable, hashable, and the same for every side that works together."""
 
     weight: TensorSpec
+    """The format of the weight, as an operand of a quantized GEMM."""
     activation: TensorSpec
+    """The format of the activation."""
     gradient: TensorSpec
+    """The format of the gradient."""
     scope: frozenset[str] | Literal["all"] = ALL
+    """The module kinds whose GEMMs are quantized, by the exact names that a model's architecture gives them, or `all`.
+    What is of no kind (embeddings, lm_head, norms, router) stays in BF16. Names are checked where architectures are
+    known: `models.architecture.check_scope`."""
     first_layers_bf16: int = 0
+    """Decoder layers at the start that stay in BF16 whole."""
     last_layers_bf16: int = 0
+    """Decoder layers at the end that stay in BF16 whole."""
 
     def __post_init__(self) -> None:
         if isinstance(self.scope, str) and self.scope != ALL:
@@ -166,7 +165,7 @@ class QuantSpec:
 
     @classmethod
     def preset(cls, name: str) -> QuantSpec:
-        """A named spec.
+        """Return a named spec.
 
         `bf16`. `fp8_block_pow2`, the default of the project. `fp8_block_fp32` (DeepSeek-style). `mxfp8` (OCP MX 1.0:
         1x32 with E8M0 scales in all roles). `ironwood` (Qwix on TPUs: weights and activations in the static range
@@ -180,16 +179,16 @@ class QuantSpec:
         return self.weight.quantized and bool(self.scope)
 
     def quantizes(self, kind: str) -> bool:
-        """Whether the GEMM of this module kind runs in FP8, in a layer that is no exception; see `of_layer`."""
+        """Return True if the GEMM of this module kind runs in FP8, in a layer that is no exception; see `of_layer`."""
         return self.quantized and (self.scope == ALL or kind in self.scope)
 
     def of_layer(self, layer: int, layers: int) -> QuantSpec:
-        """What layer 0 to `layers` - 1 runs: this spec, or plain BF16 for the first and the last ones."""
+        """Return the spec of layer 0 to `layers` - 1: this one, or plain BF16 for the first and the last layers."""
         exception = layer < self.first_layers_bf16 or layer >= layers - self.last_layers_bf16
         return PRESETS["bf16"] if exception else self
 
     def override(self, changes: Mapping[str, Any]) -> QuantSpec:
-        """A copy with changes such as `{"weight": {"scale": "fp32"}, "scope": [...]}` applied.
+        """Return a copy with changes such as `{"weight": {"scale": "fp32"}, "scope": [...]}` applied.
 
         Raises `UserError` on an unknown key or value.
         """
@@ -206,7 +205,7 @@ class QuantSpec:
         return dataclasses.replace(self, **fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for YAML and JSON; `from_dict` restores an equal spec."""
+        """Return plain data for YAML and JSON; `from_dict` restores an equal spec."""
         roles = {role: _said(dataclasses.asdict(getattr(self, role))) for role in ROLES}
         scope = ALL if self.scope == ALL else sorted(self.scope)
         return _said(roles | {"scope": scope} | {key: getattr(self, key) for key in LAYER_EXCEPTIONS})
@@ -220,7 +219,8 @@ class QuantSpec:
         return cls(**fields)
 
     def digest(self) -> str:
-        """16 hex digits of the SHA-256 over the canonical JSON; equal specs have equal digests, today's and older."""
+        """Return 16 hex digits of the SHA-256 over the canonical JSON; equal specs, older ones too, have equal
+        digests."""
         said = self.to_dict() | {"scope": sorted(_ALL_ONCE if self.scope == ALL else self.scope)}
         canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A limit on how long a user's code may take in this process."""
+"""A timeout for a user's code in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so long. Without effect off the main thread, which alone gets signals."""
+    """Raise TimeoutError after this time. Without effect off the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -26,36 +26,38 @@ class WeightCache:
         self._plain: dict[torch.Tensor, torch.Tensor] = {}
 
     def serve(self, weight: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
-        """Have what `make` gives at each version served in place of a parameter, which gets no gradient then."""
+        """Serve what `make` gives at each version in place of a parameter, which gets no gradient then."""
         self._made[weight] = make
 
     def advance(self, version: int) -> None:
-        """Announce that the weights are now those of `version`; everything cached is dropped."""
+        """Announce that the weights are now those of `version`, and drop everything cached."""
         self._operands.clear()
         self._plain.clear()
         self.version = version
 
     def weights(self) -> list[torch.Tensor]:
-        """The weights that a forward has asked for at this version."""
+        """Return the weights that a forward has asked for at this version."""
         return [weight for weights, _ in self._operands for weight in weights]
 
     def operands(self) -> Iterator[tuple[tuple[torch.Tensor, ...], Any]]:
-        """What is held at this version: the weights of a product, and their operand."""
+        """Yield the operands of this version: the weights of a product, and their operand."""
         yield from ((weights, operand) for (weights, _), operand in self._operands.items())
         yield from (((weight,), served) for weight, served in self._plain.items())
 
     def served(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight that a module serves in place of its parameter: quantized products take it, and engines are sent
-        it. It is the parameter as it stands, or what the codes of a frozen one say, or what `serve` puts in its place,
-        made anew."""
+        """Return the weight that a module serves in place of its parameter, made anew.
+
+        Quantized products take it, and engines are sent it. It is the parameter as it stands, or the dequantized codes
+        of a frozen one, or what `serve` puts in its place.
+        """
         if (make := self._made.get(weight)) is not None:
             return make()
         frozen = frozen_of(weight)
         return weight.detach() if frozen is None else frozen.dequantized().to(weight.dtype)
 
     def plain(self, weight: torch.Tensor) -> torch.Tensor:
-        """What an unquantized product takes of a parameter: the parameter itself, for its gradient, or what is served
-        in its place, made once per version."""
+        """Return the weight of an unquantized product: the parameter itself, for its gradient, or what is served in its
+        place, made once per version."""
         if weight not in self._made and frozen_of(weight) is None:
             return weight
         if weight not in self._plain:
@@ -63,7 +65,7 @@ class WeightCache:
         return self._plain[weight]
 
     def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
-        """`ops.trained_operand` of what the parameter weight [N, K] serves; of a frozen one its own."""
+        """Return `ops.trained_operand` of what the parameter weight [N, K] serves; of a frozen one its own operand."""
         if (frozen := frozen_of(weight)) is not None:
             return frozen
         key = ((weight,), spec)
@@ -72,7 +74,7 @@ class WeightCache:
         return self._operands[key]
 
     def group_operand(self, weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
-        """`ops.group_operand` of what the experts' parameters [N, K], or their stack [experts, N, K], serve."""
+        """Return `ops.group_operand` of what the experts' parameters [N, K], or their stack [experts, N, K], serve."""
         given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
         frozen = [each for weight in given if (each := frozen_of(weight)) is not None]
         if frozen:

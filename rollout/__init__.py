@@ -1,1 +1,1 @@
-"""The SGLang engine actor, its plugin, sampling, tasks and rewards. Imports numerics only."""
+"""The SGLang engine actor, its plugin, conversations, data and rewards."""

@@ -1,4 +1,4 @@
-"""Render conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
+"""Renders conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
 
 A row of tokens only grows: what was sampled is never tokenized again. So a message after the model's turn is rendered
 as the text that the template writes between that turn's content and the model's next turn, and tokenized by itself.
@@ -52,13 +52,15 @@ def render(
 
 
 def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template is called with besides messages: these, and a date that stays."""
+    """Return the arguments of a template besides messages: these, and a fixed date."""
     return {"strftime_now": TODAY.strftime, **options}
 
 
 def read_arguments(found: Any) -> Any:
-    """Parse the arguments of a call, as templates read their parts; none, however they are written, are an empty
-    object. A text that is no JSON stays one."""
+    """Parse the arguments of a call into an object, as templates read its parts.
+
+    Missing arguments, however they are written, are an empty object. A text that is no JSON stays one.
+    """
     if isinstance(found, str):
         try:
             found = parse_json(found) if found.strip() else None
@@ -157,7 +159,8 @@ def _following(
     calls: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text after the content and the calls of a turn, up to where the model's next turn begins."""
-    before = [_opaque(message) if message["role"] == "assistant" else message for message in history]
+    # An earlier turn of the model without its words, of which a template may show less later.
+    before = [{**message, "content": "said"} if message["role"] == "assistant" else message for message in history]
     said: dict[str, Any] = {"role": "assistant", "content": SAID}
     begun = render(tokenizer, before, options, answer=False)
     content = SAID
@@ -176,24 +179,17 @@ def _following(
     return following
 
 
-def _opaque(message: Message) -> Message:
-    """Return an earlier turn of the model without its words, of which a template may show less later."""
-    return {**message, "content": "said"}
-
-
 def _readable(message: Message) -> dict[str, Any]:
     """Copy a message, with the arguments of its calls as objects."""
     copied = dict(message)
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
-        copied["tool_calls"] = [_readable_call(call) for call in calls]
+        copied["tool_calls"] = []
+        for call in calls:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping):
+                call = {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
+            copied["tool_calls"].append(call)
     return copied
-
-
-def _readable_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
 
 
 def _shared(turn: Sequence[int], following: Sequence[int]) -> int:

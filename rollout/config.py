@@ -1,4 +1,4 @@
-"""What the `rollout:` section of an experiment spec may say."""
+"""The `rollout:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl.rollout.types import SamplingParams, some_or_all
 Source = Literal["siblings", "history"]
 
 
-class Speculation(Section):
+class SpeculationSection(Section):
     """Draft tokens that other answers said, have the model compute several of them in one forward pass, and keep those
     that are drawn anyway. No token and no log-probability changes."""
 
@@ -26,8 +26,8 @@ class Speculation(Section):
     drafts: int = Field(default=4, ge=1, le=16)
     """Most tokens that are drafted for an answer in a forward pass; fewer or none where they would not pay."""
     source: Source = Field(default="history", alias="from")
-    """Whose tokens are drafted. `siblings`: of answers to the same prompt at the same weights. `history`: of all that
-    the engine has answered, to the same prompt first, also at earlier weights."""
+    """The source of drafts. `siblings`: answers to the same prompt at the same weights. `history`: all that the engine
+    has answered, to the same prompt first, also at earlier weights."""
 
     @property
     def width(self) -> int:
@@ -40,7 +40,7 @@ class Speculation(Section):
         return 2 * self.width
 
 
-def check_drafts(speculation: Speculation | None, cuda: bool) -> None:
+def check_drafts(speculation: SpeculationSection | None, cuda: bool) -> None:
     """Raise `UserError` if an engine with drafts is to run on a GPU."""
     if speculation is not None and cuda:
         raise user_error(
@@ -54,7 +54,7 @@ def check_drafts(speculation: Speculation | None, cuda: bool) -> None:
 CPU_CACHE_TOKENS = 32768
 
 
-class RolloutConfig(Section):
+class RolloutSection(Section):
     """Sampling parameters and the size of one SGLang engine."""
 
     engines: int = Field(default=1, ge=1, le=4096)
@@ -68,8 +68,8 @@ class RolloutConfig(Section):
     """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: at most S + 1 steps' groups are
     admitted and not trained on yet, and are trained on in their order."""
     in_flight: bool | None = None
-    """Whether weights change while answers are under way, which then carry several versions. False: what is admitted is
-    answered before the update, so that the spec alone fixes which weights sample what. Null: from a staleness of 2
+    """Weights may change while answers are under way, which then carry several versions. False: all that is admitted is
+    answered before the update, so that the spec alone fixes which weights sample what. Null: true from a staleness of 2
     on, where it cannot be false."""
     oversample: float = Field(default=1.0, ge=1.0, le=8.0)
     """Groups that are admitted for each that a step trains on. Above 1, a step takes the oldest that are answered and
@@ -83,10 +83,10 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
     """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw from the most probable tokens of together so much probability; 1 is off. Log-probabilities, entropy and
-    gradients are those of what is left ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
+    """Draw from the most probable tokens whose probabilities add up to this; 1 is off. Log-probabilities, entropy and
+    gradients are those of the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
-    """Draw from so many of the most probable tokens, and from those as probable as the last of them; -1 is off."""
+    """Draw from this number of the most probable tokens, and from those as probable as the last of them; -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Draw from tokens at least so probable as this share of the most probable one; 0 is off."""
     context_length: int = Field(default=1024, ge=1)
@@ -112,7 +112,7 @@ class RolloutConfig(Section):
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
-    speculation: Speculation | None = None
+    speculation: SpeculationSection | None = None
     """Draft tokens and keep those that are drawn anyway; null: one token of an answer in a forward pass."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
     """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     """Port of the server on the loopback interface; null takes a free one."""
 
     @model_validator(mode="after")
-    def _updates_land_where_something_runs(self) -> RolloutConfig:
+    def _updates_land_where_something_runs(self) -> RolloutSection:
         if self.in_flight is not None and self.in_flight != (self.staleness > 1) and self.staleness != 1:
             raise ValueError(
                 f"found in_flight={str(self.in_flight).lower()} with staleness={self.staleness}, expected "
@@ -143,7 +143,7 @@ class RolloutConfig(Section):
 
     @property
     def limit(self) -> str:
-        """What bounds an answer, as messages name it."""
+        """The key that bounds an answer, as messages name it."""
         return f"rollout.max_new_tokens={self.max_new_tokens}"
 
     @property
@@ -153,26 +153,26 @@ class RolloutConfig(Section):
 
     @property
     def cache_tokens(self) -> int:
-        """`max_total_tokens`, or what an engine has where nobody has decided it."""
+        """`max_total_tokens`, or an engine's own default."""
         return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.row_tokens)
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the cache that the longest row takes, with what is kept free behind it."""
+        """Tokens of the cache that the longest row takes, with the reserve behind it."""
         return self.context_length + (0 if self.speculation is None else self.speculation.reserve)
 
     @property
     def updates_in_flight(self) -> bool:
-        """`in_flight`, decided."""
+        """`in_flight`, or the default that follows from `staleness`."""
         return self.staleness > 1 if self.in_flight is None else self.in_flight
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens of a training answer may be drawn."""
+        """The limits on the tokens of a training answer."""
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     def sampling(self, temperature: float, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """How answers are drawn at a temperature of the caller's; 0 is greedy, and then nothing else counts."""
+        """Return the sampling parameters at a temperature of the caller's; 0 is greedy, and the rest is ignored."""
         greedy = SamplingParams(self.max_new_tokens, temperature, stop_token_ids)
         if temperature == 0:
             return greedy

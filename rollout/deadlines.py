@@ -1,8 +1,8 @@
-"""Waits that end: at a deadline, and whenever they are cancelled.
+"""Waits with a timeout, which can always be cancelled.
 
-Nothing else calls `asyncio.wait_for`. In Python 3.11 it forgets a cancellation if the answer comes in the same turn of
-the loop (bpo-37658), so that whoever has cancelled waits for ever; and at its deadline it waits without a bound for a
-task that goes on in spite of its cancellation, such as a user's function that catches everything.
+Nothing else calls `asyncio.wait_for`. In Python 3.11 it forgets a cancellation if the result comes in the same turn of
+the loop (bpo-37658), so that the canceller waits for ever; and at its deadline it waits without a bound for a task that
+goes on in spite of its cancellation, such as a user's function that catches everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GRACE_S = 5.0
 
 
 async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
-    """Return what an awaitable gives within so many seconds. It is cancelled at the deadline, and when this is.
+    """Return the result of an awaitable within a timeout. It is cancelled at the deadline, and when this is.
 
     Raises:
         TimeoutError: it took longer.
@@ -37,8 +37,10 @@ async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
 
 
 async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asyncio.Future[Any]]:
-    """Cancel tasks and wait for their end. Those that have not ended after so many seconds are cancelled once more, and
-    returned: nobody waits for them any longer."""
+    """Cancel tasks and wait for their end.
+
+    Tasks that have not ended after `seconds` are cancelled once more, and returned: nobody waits for them any longer.
+    """
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()
@@ -54,8 +56,7 @@ async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asy
 
 
 async def end_process(process: asyncio.subprocess.Process, seconds: float = GRACE_S) -> None:
-    """Tell a process to end, and after so many seconds kill it with all that it has started. One that has ended is left
-    alone."""
+    """Terminate a process, and after `seconds` kill it with all its children. A process that has ended is left."""
     if process.returncode is not None:
         return
     with suppress(ProcessLookupError):
@@ -71,7 +72,7 @@ async def end_process(process: asyncio.subprocess.Process, seconds: float = GRAC
 
 
 def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
-    """Kill a process and all that it has started, as far as their parents live; those that were killed."""
+    """Kill a process and all its descendants whose parents live, and return those that were killed."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), *([process] if itself else [])]

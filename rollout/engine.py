@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from fp8rl.models import load_architecture, read_model
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.routes import route_shape
@@ -31,15 +31,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Health:
-    """How an engine's server is doing. alive: the server process runs."""
+    """The state of an engine's server."""
 
     alive: bool
+    """The server process runs."""
     pid: int | None
 
 
 @dataclass(frozen=True)
 class Slept:
-    """What the fullest rank of an engine has given up, and what stays behind (`rollout.protocol.Memory.in_use`): bytes.
+    """The bytes that the fullest rank of an engine has given up, and those that stay
+    (`rollout.protocol.Memory.in_use`).
 
     CUDA graphs count in the second alone.
     """
@@ -53,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: RolloutSection,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
         expected: EngineReport | None = None,
@@ -112,27 +114,29 @@ class Engine:
         return self._server.endpoint
 
     async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
-        """See `sampler.sample_groups`."""
+        """Sample groups; see `sampler.sample_groups`."""
         return await self._call(lambda c: sample_groups(c, groups, sampling))
 
     async def pulse(self) -> Load:
-        """What the engine has to do, from a server and a scheduler that both answer."""
+        """Return the engine's load, from a server and a scheduler that both answer."""
         if self._plugin is not None:
             await self._call(lambda c: c.ping())
         return await self._call(lambda c: c.load())
 
     async def cpu_seconds(self) -> float:
-        """Return the seconds of processors that the engine's schedulers have taken so far, once its HTTP server has
-        answered, which needs none of them: on a GPU an idle scheduler takes a processor, too."""
+        """Return the processor seconds of the engine's schedulers so far, once its HTTP server has answered.
+
+        The answer needs no scheduler: on a GPU an idle scheduler takes a processor, too.
+        """
         await self._call(lambda c: c.weight_version())
         return await asyncio.to_thread(self._running()[0].cpu_seconds)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """See `EngineClient.score`."""
+        """Score sequences; see `EngineClient.score`."""
         return await self._call(lambda c: c.score(sequences))
 
     async def held(self) -> dict[str, str]:
-        """Digests of the weights that the engine holds, see `EngineClient.manifest`."""
+        """Return digests of the engine's weights, see `EngineClient.manifest`."""
         return (await self._call(lambda c: c.manifest())).entries
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -145,7 +149,7 @@ class Engine:
         await self._call(lambda c: c.flush())
 
     async def sleep(self) -> Slept:
-        """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes it."""
+        """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes the engine."""
         await self.pause("retract")
         before = await self._call(lambda c: c.memory())
         await self._call(lambda c: c.release())
@@ -154,11 +158,11 @@ class Engine:
         return Slept(max(given), max(rank.in_use for rank in after))
 
     async def report(self) -> EngineReport:
-        """See `EngineClient.report`."""
+        """Return the plugin's report; see `EngineClient.report`."""
         return await self._call(lambda c: c.report())
 
     async def endpoint(self) -> Endpoint:
-        """Where the server listens; it changes with every start."""
+        """Return the server's address and keys, which change with every start."""
         return self._running()[0].endpoint
 
     async def health(self) -> Health:
@@ -200,7 +204,7 @@ class Engine:
         return self._server, self._client
 
     async def _cause(self, error: httpx.TransportError) -> EngineError:
-        """Why a connection broke: the process is gone, or something else."""
+        """Find out why a connection broke: the process is gone, or something else."""
         server = self._running()[0]
         for _ in range(20):  # a connection breaks a moment before its process is gone
             try:

@@ -1,4 +1,4 @@
-"""What can go wrong between the loop and an engine."""
+"""Errors between the loop and an engine."""
 
 from __future__ import annotations
 

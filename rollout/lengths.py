@@ -1,4 +1,4 @@
-"""Bounds of how many tokens a text has, for texts that would take minutes to tokenize."""
+"""Bounds on the number of tokens of a text, for texts that would take minutes to tokenize."""
 
 from __future__ import annotations
 

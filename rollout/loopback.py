@@ -1,4 +1,4 @@
-"""Programs of this machine are reached without a proxy, whatever the environment says of proxies."""
+"""Access to programs of this machine without a proxy, whatever the environment says of proxies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reach_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a URL names this machine by its loopback address."""
+    """Return True if a URL names this machine by its loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         address = ipaddress.ip_address(host)

@@ -1,7 +1,7 @@
-"""A user's function or class, found by the name that an experiment gives it, and imported.
+"""Users' functions and classes, found by the names in a spec, and imported.
 
-A module may do anything while it is imported: hang, end the process, interrupt it. `check_importable` therefore has a
-process of its own import it first.
+A module may do anything while it is imported: hang, end the process, interrupt it. `check_importable` therefore imports
+it first in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _FOUND = "fp8rl found it"
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
-    """The function or class that `name` stands for: one of ours, `package.module:name`, or `path/to/file.py:name`.
+    """Return the function or class that `name` stands for: one of ours, `package.module:name`, or
+    `path/to/file.py:name`.
 
     built_in: ours, `package.module:name` by name.
 
@@ -69,7 +70,7 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
 
 
 def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signature:
-    """The parameters of a user's function.
+    """Return the parameters of a user's function.
 
     Raises:
         UserError: naming `key`: Python cannot see them.
@@ -86,10 +87,10 @@ def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signa
 
 
 def check_importable(name: str, key: str) -> None:
-    """Whether a process that imports what `name` stands for, and looks at its signature, comes through that in time.
+    """Import what `name` stands for, and look at its signature, in another process with a timeout.
 
     Raises:
-        UserError: naming `key`: it does not. What is wrong with a name alone is left to `named_object`.
+        UserError: naming `key`: the process did not come through. A wrong name is left to `named_object`.
     """
     if ":" not in name:
         return
@@ -126,7 +127,7 @@ def _module(name: str) -> Any:
 
 
 def main() -> None:
-    """Import what the first argument names, and say so on a line of its own if that is the end of it."""
+    """Import what the first argument names, and say so on a line of its own when it is done."""
     try:
         inspect.signature(named_object(sys.argv[1], "", {}))
     except Exception:
@@ -148,14 +149,14 @@ class ReturnError(Exception):
 
 
 def named_numbers(value: Any) -> Numbers:
-    """The numbers that a function returned. Raises ReturnError: it returned none, or one that is not finite."""
+    """Return the numbers that a function returned. Raises ReturnError: it returned none, or one that is not finite."""
     if isinstance(value, Mapping) and value:
         return {str(name): _number(part) for name, part in value.items()}
     return {"": _number(value)}
 
 
 def is_finite(number: float) -> bool:
-    """Return whether a number is finite in FP32, in which algorithms compute."""
+    """Return True if a number is finite in FP32, in which algorithms compute."""
     try:
         struct.pack("<f", number)
     except OverflowError:
@@ -164,7 +165,7 @@ def is_finite(number: float) -> bool:
 
 
 def brief(value: object) -> str:
-    """A value with its type, short enough for a message."""
+    """Return a value with its type, short enough for a message."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 

@@ -1,4 +1,4 @@
-"""What an engine's plugin is asked over HTTP, and what it answers: one definition for both ends.
+"""The protocol of calls to an engine's plugin over HTTP: one definition for both ends.
 
 SGLang passes the `action` of /weights_checker to the scheduler's process as text, and its answer, a mapping of text to
 text, back. A call travels as the action, in JSON behind a prefix, its answer in JSON as the one value of the mapping.
@@ -25,15 +25,18 @@ class _Message(BaseModel):
 
 
 class Commit(_Message):
-    """Refresh all that is made of the weights, and name them `version`. Answer: Held."""
+    """Rebuild the GEMM operands of the weights, and name the weights `version`. Answer: Held."""
 
     call: Literal["commit"] = "commit"
     version: str
 
 
 class MapBase(_Message):
-    """Hold the weights of a base (`models.base`) in the memory at this address (`numerics.io.shared`), and not in the
-    engine's own; they have no version until a commit. Answer: Mapped."""
+    """Read the weights of a base (`models.base`) at this address (`numerics.io.shared`), not in the engine's own
+    memory.
+
+    They have no version until a commit. Answer: Mapped.
+    """
 
     call: Literal["map_base"] = "map_base"
     address: str
@@ -46,32 +49,32 @@ class ReadManifest(_Message):
 
 
 class Probe(_Message):
-    """Run the engine's ops on a recording of the trainer's, a file that both sides see. Answer: Probed."""
+    """Run the engine's ops on a recording of the trainer's, a file that both sides see. Answer: ProbeAnswer."""
 
     call: Literal["probe"] = "probe"
     recording: Path
 
 
 class ReadReport(_Message):
-    """Say what runs in the engine. Answer: Report."""
+    """Report what runs in the engine. Answer: EngineReport."""
 
     call: Literal["report"] = "report"
 
 
 class ReadInventory(_Message):
-    """Say what the engine holds, tensor by tensor. Answer: Inventory."""
+    """List what the engine holds, tensor by tensor. Answer: Inventory."""
 
     call: Literal["inventory"] = "inventory"
 
 
 class ReadMemory(_Message):
-    """Say how many bytes are in use. Answer: Memory."""
+    """Count the bytes in use. Answer: Memory."""
 
     call: Literal["memory"] = "memory"
 
 
 class Ping(_Message):
-    """Say that the scheduler lives. Answer: Pong."""
+    """Show that the scheduler lives. Answer: Pong."""
 
     call: Literal["ping"] = "ping"
 
@@ -81,110 +84,113 @@ _CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="cal
 
 
 class Held(_Message):
-    """The weights that an engine holds: digests by HF name, of what is quantized `digest@version`."""
+    """The weights that an engine holds: digests by HF name, for quantized ones `digest@version`."""
 
     entries: dict[str, str]
 
 
 class Mapped(_Message):
-    """bytes: of the base that an engine reads where it is."""
+    """The base that an engine reads in place."""
 
     bytes: int
+    """Its bytes."""
 
 
 class ProbeAnswer(_Message):
-    """sha256: of the file that answers the probe, `rollout.plugin.op_probe.ANSWER`, beside the recording."""
+    """The answer to a probe."""
 
     sha256: str
+    """Of the file with the results, `rollout.plugin.op_probe.ANSWER`, beside the recording."""
 
 
 class EngineReport(_Message):
-    """What runs in an engine.
-
-    Attributes:
-        role: what the engine's model is there for.
-        spec_digest: of the QuantSpec. numerics: NumericsConfig.to_dict().
-        hooks: targets of the installed hooks, sorted. provides: the forms of ops (`models.forms`) that they compute by
-            their definition, sorted.
-        versions: of libraries, by name. code: digest of the packages that the engine imports (`numerics.io.code`).
-        weight_version: of the loaded weights; None within an update.
-        row_variant_ops: those whose result depends on the batch; None in native mode, which does not look for them.
-        implementation: of the ops. without_deepgemm: why products do not run on DeepGEMM, which the spec asks for; None
-            if they do, or it does not ask. threads: of the scheduler.
-        dtype, kv_cache_dtype: of the model and of the cache, as torch names them.
-        adapter: the run's section on adapters that stand beside the weights; None: the engine has none.
-    """
+    """The configuration and the state of an engine."""
 
     spec_digest: str
+    """Digest of the QuantSpec."""
     numerics: dict[str, Any]
+    """NumericsConfig.to_dict()."""
     hooks: tuple[str, ...]
+    """Targets of the installed hooks, sorted."""
     provides: tuple[str, ...]
+    """The forms of ops (`models.forms`) that the hooks compute by their definition, sorted."""
     versions: dict[str, str]
+    """Versions of libraries, by name."""
     code: str
+    """Digest of the packages that the engine imports (`numerics.io.files.code_digest`)."""
     weight_version: str | None
+    """Of the loaded weights; None within an update."""
     row_variant_ops: tuple[str, ...] | None
+    """Ops whose result depends on the batch; None in native mode, which does not look for them."""
     implementation: Implementation
+    """Of the ops."""
     threads: int
+    """Of the scheduler."""
     role: Role = "policy"
+    """The purpose of the engine's model."""
     dtype: str = "bfloat16"
+    """Of the model, as torch names it."""
     kv_cache_dtype: str = "bfloat16"
+    """Of the cache."""
     without_deepgemm: str | None = None
+    """The reason why products do not run on DeepGEMM, which the spec asks for; None if they do, or it does not ask."""
     adapter: dict[str, Any] | None = None
+    """The run's section on adapters that stand beside the weights; None: the engine has none."""
 
 
 class Inventory(_Message):
-    """held: what one rank of an engine holds; see `rollout.plugin.inventory`."""
+    """The tensors of one rank of an engine; see `rollout.plugin.inventory`."""
 
     held: tuple[Holding, ...]
 
 
 class Memory(_Message):
-    """Bytes of one rank of an engine.
-
-    weights: with what is made of them. kv_cache: of keys and values. in_use: on its whole GPU, whoever uses them; on a
-    CPU of its process.
-    """
+    """Bytes of one rank of an engine."""
 
     weights: int
+    """Of weights, with the operands that are made of them."""
     kv_cache: int
+    """Of keys and values."""
     in_use: int
+    """On its whole GPU, in all processes; on a CPU those of its process."""
 
 
 class Pong(_Message):
-    """weight_version: of the loaded weights; None within an update."""
+    """A sign of life."""
 
     weight_version: str | None
+    """Of the loaded weights; None within an update."""
 
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 RELEASED = (WEIGHTS, CACHE, GRAPHS)
-"""What an engine gives up while it sleeps, as SGLang names it."""
+"""The memory that an engine gives up while it sleeps, as SGLang names it."""
 ADAPTER_SCALE = "adapter.scale"
 """The name, among those of tensors, under which an engine with adapters says what it multiplies them with."""
 DELTA = "delta:"
 """Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
 (`numerics.delta`)."""
 LIBRARIES = ("sglang", "torch", "fp8rl")
-"""Whose versions are reported."""
+"""The libraries whose versions are reported."""
 ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
-"""What the plugin imports."""
+"""The packages that the plugin imports."""
 
 
 def to_action(call: Call) -> str:
-    """A call as the text that SGLang passes on."""
+    """Encode a call as the text that SGLang passes on."""
     return _PREFIX + call.model_dump_json()
 
 
 def from_action(action: str) -> Call | None:
-    """The call in an action; None if it is one of SGLang's own."""
+    """Decode the call in an action; None if it is one of SGLang's own."""
     return _CALLS.validate_json(action.removeprefix(_PREFIX)) if action.startswith(_PREFIX) else None
 
 
 def to_checksums(answer: _Message) -> dict[str, str]:
-    """An answer as the mapping that SGLang passes back."""
+    """Encode an answer as the mapping that SGLang passes back."""
     return {_ANSWER: answer.model_dump_json()}
 
 
 def from_checksums(checksums: Mapping[str, str]) -> str:
-    """The JSON of an answer."""
+    """Return the JSON of an answer."""
     return checksums[_ANSWER]

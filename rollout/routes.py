@@ -19,7 +19,7 @@ _BYTES = 4
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Layers of a model, experts of a token in each that has any, and leading layers that have none."""
+    """The sizes of routes: a model's layers, a token's experts in each MoE layer, and leading dense layers."""
 
     layers: int
     top_k: int
@@ -27,7 +27,7 @@ class RouteShape:
 
 
 def route_shape(sizes: ModelSizes) -> RouteShape:
-    """The shape of a model's routes.
+    """Return the shape of a model's routes.
 
     Raises:
         UserError: it is a dense model.
@@ -41,7 +41,7 @@ def route_shape(sizes: ModelSizes) -> RouteShape:
 
 
 def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
-    """An answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]; `tokens` are those of prompt and answer.
+    """Parse an answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]; `tokens` are those of prompt and answer.
 
     The last token was sampled but never computed with, so it has no route. SGLang keeps room for dense layers too.
 

@@ -1,4 +1,4 @@
-"""Groups of answers from one engine, each answer whole although updates may have cut it, and the check of versions."""
+"""Samples groups of answers on one engine, and checks weight versions. An answer that updates have cut is continued."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Completion, Group, SamplingParams, Trajectory
 
 _MOST_CUTS = 1000
-"""How often one answer may be cut: an engine that cuts more often than it is updated would keep its caller forever."""
+"""The most cuts of one answer: an engine that cuts more often than it is updated would keep its caller forever."""
 _NOTHING = Completion([], [], [], finished=False, cut=True)
 """An answer before it is first asked for."""
 
 
 async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
-    """The answers of all groups, in their order; `group` is the index of their group.
+    """Sample all groups, in their order; `group` is the index of an answer's group.
 
-    An answer that a pause by `abort` has cut is asked for again, from its last token on, with the same seed and what is
-    left of its budget. Each token says which weights sampled it.
+    An answer that a pause by `abort` has cut is retried from its last token on, with the same seed and the rest of its
+    budget. Each token names the weights that sampled it.
     """
     asked = [(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]
     answers = [_NOTHING for _ in asked]

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it."""
+"""The requests of an engine and their results."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from fp8rl.rollout.data.tasks import Problem
 
 
 @dataclass(frozen=True)
-class Supports:
-    """The tokens that each of M tokens was drawn from, where top-p, top-k or min-p left some out.
-
-    counts: int32 [M], how many. ids: int32 [counts.sum()], which, one token's after the other's.
-    """
+class KeptTokens:
+    """The tokens that truncation kept for each of M draws, where top-p, top-k or min-p left some out."""
 
     counts: Tensor
+    """int32 [M], the number of them."""
     ids: Tensor
+    """int32 [counts.sum()], one draw's after the other's."""
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> Supports:
+    def of(cls, lists: Sequence[Sequence[int]]) -> KeptTokens:
         ids = torch.tensor([token for each in lists for token in each], dtype=torch.int32)
         return cls(torch.tensor([len(each) for each in lists], dtype=torch.int32), ids)
 
-    def then(self, rest: Supports) -> Supports:
-        return Supports(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
+    def then(self, rest: KeptTokens) -> KeptTokens:
+        return KeptTokens(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
 
-    def first(self, count: int) -> Supports:
-        """Those of the first so many tokens."""
+    def first(self, count: int) -> KeptTokens:
+        """Return those of the first `count` tokens."""
         counts = self.counts[:count]
-        return Supports(counts, self.ids[: int(counts.sum())])
+        return KeptTokens(counts, self.ids[: int(counts.sum())])
 
     def lists(self) -> list[list[int]]:
-        """The ids by token."""
+        """Return the ids by token."""
         return [each.tolist() for each in self.ids.split(self.counts.tolist())]
 
 
@@ -51,18 +50,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Group:
-    """The answers that are asked for to one prompt.
-
-    seeds: one for each answer, from `numerics.sampling.answer_seed`; greedy answers do not look at theirs. An answer
-        that is asked for again, after whatever happened, keeps its own.
-    """
+    """The answers to one prompt that are requested together."""
 
     prompt: Prompt
     seeds: tuple[int, ...]
+    """One for each answer, from `numerics.sampling.answer_seed`; greedy answers ignore it, retries keep it."""
 
 
 def some_or_all(top_k: int) -> int:
-    """A top-k of a spec. Raises ValueError: it leaves none, or one, which is what a temperature of 0 is for."""
+    """Return a top-k of a spec. Raises ValueError: it leaves none, or one, which is what a temperature of 0 is for."""
     if -1 < top_k < 2:
         raise ValueError(f"found {top_k}, expected 2 or more, or -1 for all. Greedy answers have a temperature of 0")
     return top_k
@@ -70,23 +66,21 @@ def some_or_all(top_k: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How answers are drawn. Temperature 0 is greedy.
-
-    stop_token_ids: generation ends with the first of these (the EOS), which stays part of the answer. The stop tokens
-        of the model's own configuration count as well.
-    supports: have the engine say which tokens each one was drawn from.
-    """
+    """The sampling of answers. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    """Generation ends with the first of these (the EOS), which stays part of the answer. The stop tokens of the model's
+    own configuration count as well."""
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
     supports: bool = False
+    """Have the engine return the tokens that each one was drawn from."""
 
     def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
-        """SGLang's `sampling_params` of an answer of which `spent` tokens are there already.
+        """Return SGLang's `sampling_params` of an answer that has `spent` tokens already.
 
         Without a seed, the engine's plugin gives it one. No token ends an answer that is known beforehand
         (`numerics.sampling.canary_seed`).
@@ -108,7 +102,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Forward passes that decoded an answer, tokens that were drafted in them, and drafts that were right."""
+    """The counts of an answer's forward passes, of tokens that were drafted in them, and of drafts that were right."""
 
     passes: int = 0
     drafted: int = 0
@@ -120,27 +114,28 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer of the engine: generated token ids (the stop token included), and for each of them its
-    log-probability under the sampling temperature and the weight version that produced it.
-
-    token_ids, logprobs, weight_versions: [T]; finished: a stop token ended it, not the length. cut: neither did, but a
-        pause for an update.
-    routed_experts: int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers
-        in order; None if they were not asked for.
-    supports: of the T tokens; None if they were not asked for. decoding: of an engine that drafts.
-    """
+    """One answer of the engine: generated tokens, and the log-probability and weight version of each."""
 
     token_ids: list[int]
+    """[T], the stop token included."""
     logprobs: list[float]
+    """[T], under the sampling temperature."""
     weight_versions: list[int]
+    """[T], the versions that produced the tokens."""
     finished: bool
+    """A stop token ended it, not the length."""
     routed_experts: Tensor | None = field(default=None, repr=False)
+    """int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers in order;
+    None if they were not requested."""
     cut: bool = False
-    supports: Supports | None = field(default=None, repr=False)
+    """A pause for an update ended it."""
+    supports: KeptTokens | None = field(default=None, repr=False)
+    """Of the T tokens; None if they were not requested."""
     decoding: Decoding = Decoding()
+    """Of an engine that drafts."""
 
     def then(self, rest: Completion) -> Completion:
-        """This one, which was cut, with what the engine has answered from its last token on."""
+        """Join this answer, which was cut, with the engine's continuation from its last token on."""
         return replace(
             rest,
             token_ids=self.token_ids + rest.token_ids,
@@ -153,39 +148,43 @@ class Completion:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One answer with its prompt, as it was sampled.
-
-    prompt_ids: [P]. token_ids: [T], what follows, with the stop token if one came. told: spans of it, (begin, end) in
-    order, that an environment wrote; the model has sampled the others, M of them.
-    logprobs, weight_versions: [M].
-    finished: a stop token or the environment ended the answer, not the length. stopped: of a finished one, its last
-    token is a stop token. group: its group's place in the call that sampled it. seed: that its tokens were drawn with.
-    routed_experts: as in a Completion, int16 [P + T - 1, L, K]. outcome: what its environment said of it. failed: its
-    environment did, so that nothing can be learnt from it. branch: its number among the rows of one conversation, of
-    which the first is the one that ended it. supports: of the M tokens, where they were asked for. decoding: as in a
-    Completion.
-    """
+    """One answer with its prompt, as it was sampled. M of its T tokens are the model's."""
 
     prompt_ids: list[int]
+    """[P]."""
     token_ids: list[int]
+    """[T], the tokens after the prompt, with the stop token if one came."""
     logprobs: list[float]
+    """[M]."""
     finished: bool
+    """A stop token or the environment ended the answer, not the length."""
     weight_versions: list[int]
+    """[M]."""
     group: int
+    """Its group's place in the call that sampled it."""
     seed: int
+    """The seed of its draws."""
     routed_experts: Tensor | None = field(default=None, repr=False)
+    """As in a Completion, int16 [P + T - 1, L, K]."""
     told: tuple[tuple[int, int], ...] = ()
+    """Spans of `token_ids`, (begin, end) in order, that an environment wrote; the model has sampled the others."""
     stopped: bool = True
+    """Of a finished one: its last token is a stop token."""
     outcome: dict[str, float] = field(default_factory=dict)
+    """The result of its environment."""
     failed: bool = False
+    """Its environment failed, so that nothing can be learnt from it."""
     branch: int = 0
-    supports: Supports | None = field(default=None, repr=False)
+    """Its number among the rows of one conversation; row 0 ended it."""
+    supports: KeptTokens | None = field(default=None, repr=False)
+    """Of the M tokens, if they were requested."""
     decoding: Decoding = Decoding()
+    """As in a Completion."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine says that it has to do: requests that run and that wait, and tokens in its KV cache."""
+    """The load of an engine: requests that run and that wait, and tokens in its KV cache."""
 
     running: int
     waiting: int
@@ -204,12 +203,10 @@ and a request that is sent at that moment is lost."""
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an engine listens, the key for generation and the key for administration (never shown in a repr).
-
-    ranks: tensor-parallel processes of the engine.
-    """
+    """The address of an engine, the key for generation and the key for administration (never shown in a repr)."""
 
     url: str
     api_key: str = field(repr=False)
     admin_key: str = field(repr=False)
     ranks: int = 1
+    """Tensor-parallel processes of the engine."""

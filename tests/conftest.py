@@ -180,10 +180,10 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def layout() -> Iterator[Any]:
     """This process as the one rank of a trainer."""
-    from fp8rl.trainer.config import TrainerConfig
+    from fp8rl.trainer.config import TrainerSection
     from fp8rl.trainer.distributed import parallel
 
-    yield parallel.initialize(TrainerConfig())
+    yield parallel.initialize(TrainerSection())
     parallel.shutdown()
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8rl.models import load_architecture
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import Objective
@@ -57,7 +57,7 @@ class TrainerDiedError(RuntimeError):
 class TrainerActor:
     """One rank. It holds its models, `trainer.roles.Roles`, from `start` on."""
 
-    def __init__(self, rank: int, config: TrainerConfig) -> None:
+    def __init__(self, rank: int, config: TrainerSection) -> None:
         self.rank, self.config = rank, config
         self._roles: Any = None
         self._store: Any = None
@@ -178,15 +178,15 @@ class TrainerGroup:
     def start(
         cls,
         model_path: Path,
-        trainer: TrainerConfig,
+        trainer: TrainerSection,
         numerics: NumericsConfig,
         seed: int,
         total_steps: int,
         max_sequence_length: int,
         seats: Sequence[Seat] | None = None,
         reference: bool = False,
-        critic: TrainerConfig | None = None,
-        adapter: AdapterConfig | None = None,
+        critic: TrainerSection | None = None,
+        adapter: AdapterSection | None = None,
         shared_base: bool = False,
         architecture: str | None = None,
     ) -> TrainerGroup:

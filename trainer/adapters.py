@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import digest_of_all
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
@@ -36,7 +36,7 @@ def attach(
     model: GPTModel,
     weights: HFWeights,
     cache: WeightCache,
-    config: AdapterConfig,
+    config: AdapterSection,
     seed: int,
     stays: Callable[[str], bool] = lambda name: False,
     start: Mapping[str, Tensor] | None = None,
@@ -76,26 +76,29 @@ def attach(
 
 
 def keep_graph(model: GPTModel) -> None:
-    """Have what comes out of a frozen embedding ask for a gradient: what is computed once more in the backward must
-    have an input that does, or nothing inside has one (torch's reentrant checkpoints)."""
+    """Let the outputs of a frozen embedding require a gradient.
+
+    A part that is recomputed in the backward must have an input that does, or nothing inside it has one (torch's
+    reentrant checkpoints).
+    """
+
+    def require(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
     if model.pre_process:
-        model.embedding.register_forward_hook(_ask_for_gradient)
-
-
-def _ask_for_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+        model.embedding.register_forward_hook(require)
 
 
 def _made(
     held: nn.Parameter,
     names: Sequence[str],
     weights: HFWeights,
-    config: AdapterConfig,
+    config: AdapterSection,
     seed: int,
     in_parts: bool,
     start: Mapping[str, Tensor] | None,
 ) -> Adapter:
-    """The adapter of a parameter.
+    """Make the adapter of a parameter.
 
     names: of its matrices in the whole model. in_parts: tensor-parallel ranks share the tokens between products.
     """
@@ -115,7 +118,8 @@ def _made(
             tag_split(parameter, own_axis)
         elif not stacked or shared:
             # Each of the ranks that share rows, columns or tokens of the product has a part of its gradient.
-            parameter.sequence_parallel = in_parts if axis >= 0 or shared else _is_shared(held)  # type: ignore[attr-defined]
+            held_so = bool(getattr(held, "sequence_parallel", False))
+            parameter.sequence_parallel = in_parts if axis >= 0 or shared else held_so  # type: ignore[attr-defined]
         return parameter
 
     return Adapter(
@@ -128,12 +132,8 @@ def _made(
     )
 
 
-def _is_shared(held: Tensor) -> bool:
-    return bool(getattr(held, "sequence_parallel", False))
-
-
-def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterConfig, axis: int) -> Fused | None:
-    """Where the rows of B stand among those of a weight; None where they are the same."""
+def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, axis: int) -> Fused | None:
+    """Return the places of B's rows among those of a weight; None if they are the same."""
     adapted = [row.name for row in weights.rows_of(name) if config.adapts(row)]
 
     def number(row: TensorRow) -> Tensor:
@@ -149,13 +149,14 @@ def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterConfig, a
 
 @torch.no_grad()
 def update_survival(model: GPTModel, spec_of: Callable[[str], TensorSpec | None], layout: Layout) -> float | None:
-    """How far quantization lets merged updates D through: the cosine of Q(W + D) - Q(W) and D, over all quantized
-    weights W together; None while there are none. All ranks take part.
+    """Measure how far quantization lets merged updates D through: the cosine of Q(W + D) - Q(W) and D, over all
+    quantized weights W.
 
-    Their product alone would say little: a weight that a small update moves to the next code moves by a whole step of
-    the grid, few weights do, and in the mean over many the two cancel. The cosine falls with what that adds of noise.
+    None while there are no updates. All ranks take part. The product of the two alone would say little: a weight that a
+    small update moves to the next code moves by a whole step of the grid, few weights do, and in the mean over many the
+    two cancel. The cosine falls with the noise that this adds.
 
-    spec_of: how the weight of a name is quantized; None: not at all.
+    spec_of: the spec of a weight by its name; None: not quantized.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for path, module in model.named_modules():
@@ -180,8 +181,10 @@ def _quantized(weight: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def base_digest(model: GPTModel, weights: HFWeights) -> str:
-    """What the frozen weights are, in 32 hex digits: the same wherever their tensors in the checkpoint are the same, on
-    any layout. All ranks take part."""
+    """Digest the frozen weights in 32 hex digits.
+
+    The digest is the same wherever their tensors in the checkpoint are the same, on any layout. All ranks take part.
+    """
     found: dict[str, str] = {}
     share = weights.base(model)
     try:

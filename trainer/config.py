@@ -1,4 +1,4 @@
-"""What the `trainer:` section of an experiment spec may say."""
+"""The `trainer:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
 
 
-class RateConfig(Section):
+class RateSection(Section):
     """The learning rate over a run's steps."""
 
     lr: float = Field(default=1e-4, gt=0.0, le=100.0)
@@ -23,7 +23,7 @@ class RateConfig(Section):
     warmup_steps: int = Field(default=5, ge=0)
     """Optimizer steps of linear warm-up from zero; a run with fewer ends before it reaches `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from `lr` to `min_lr`; constant: not at all."""
+    """The decay of the learning rate from `lr` to `min_lr`; constant: none."""
     decay_steps: int | None = Field(default=None, ge=1)
     """The decay covers the last `decay_steps` optimizer steps; null means everything after the warm-up."""
 
@@ -34,8 +34,8 @@ class RateConfig(Section):
         return self
 
 
-class OptimizerMemory(Section):
-    """Where the FP32 masters and Adam's moments are, and how wide. Both keys count on a GPU."""
+class OptimizerSection(Section):
+    """The place and the width of the FP32 masters and Adam's moments. Both keys count on a GPU."""
 
     moments: Literal["fp32", "bf16"] = "fp32"
     """Type of Adam's two moments on the GPU. `bf16` halves them; TransformerEngine's Adam holds them so."""
@@ -53,7 +53,7 @@ class OptimizerMemory(Section):
         return self
 
 
-class TrainerConfig(RateConfig):
+class TrainerSection(RateSection):
     """Parallel layout, optimizer, learning-rate schedule and micro-batch size of the Megatron trainer."""
 
     tp: int = Field(default=1, ge=1)
@@ -70,11 +70,11 @@ class TrainerConfig(RateConfig):
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
     """AdamW's weight decay, apart from the gradient."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """How much of the mean gradient of the steps before is kept."""
+    """The part of the mean gradient of earlier steps that is kept."""
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     """The same of the mean square."""
     adam_eps: float = Field(default=1e-8, gt=0.0, le=1.0)
-    """What is added to the root of the mean square."""
+    """A constant that is added to the root of the mean square."""
     clip_grad: float = Field(default=1.0, gt=0.0, le=1e9)
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
@@ -82,31 +82,31 @@ class TrainerConfig(RateConfig):
     packing: bool = False
     """Lay the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
     Gradients of weights are added up over the tokens in another order. Native mode needs TransformerEngine for it."""
-    optimizer: OptimizerMemory = OptimizerMemory()
-    """What the optimizer takes of a GPU's memory."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The memory of the optimizer on a GPU."""
     recompute: Recompute = "none"
-    """What the forward does not keep and the backward computes once more, with the same bits. `attention`: what is
-    between queries, keys and values and the attention's output. `experts`: what is inside the routed experts and their
-    router, and inside the MLP of a layer without them. `layer`: all that is inside a layer."""
+    """Activations that the forward does not keep and the backward computes once more, with the same bits. `attention`:
+    those between queries, keys and values and the attention's output. `experts`: those inside the routed experts and
+    their router, and inside the MLP of a layer without them. `layer`: all that are inside a layer."""
     head_chunk_tokens: int = Field(default=4096, ge=1)
     """Tokens whose logits are there at a time. A micro-batch of more tokens goes through the head in chunks of equal
     size, and their logits are made once more in the backward. No log-probability changes. The gradient of the head's
     weight is added up over chunks in FP32."""
 
     router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    """What an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens chose less
-    than the mean of its layer, and takes from each chosen more. DeepSeek-V3 was trained with 0.001. At 0 biases
-    stay as the model has them, which is usual in reinforcement learning. Engines choose by the biases of each sync."""
+    """The amount that an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens
+    chose less than the mean of its layer, and takes from each chosen more. DeepSeek-V3 was trained with 0.001. At 0
+    biases stay as the model has them, which is usual in reinforcement learning. Engines choose by the biases of each
+    sync."""
 
     gradient_wire: GradientWire = "fp32"
-    """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers,
-    which is 0.26 of the bytes of `fp32`. Whatever it is,
-    they are gathered over micro-batches and added over ranks in FP32."""
+    """The format of gradients between data-parallel ranks, FP8 with an FP32 scale per 128 numbers, which is 0.26 of the
+    bytes of `fp32`. Whatever it is, they are accumulated over micro-batches and added over ranks in FP32."""
     weight_gather: WeightGather = "bf16"
-    """What updated weights are sent in. `e4m3`: those that FP8 products take, as the codes that these would quantize
-    them to anyway, so that no log-probability changes; the model that is written at the end holds the rounded values.
-    Everything else, such as norms, router and embeddings, is sent in BF16. Where TransformerEngine holds weights in FP8
-    (native mode on a GPU), it sends them so whatever this says."""
+    """The format of updated weights between ranks. `e4m3`: weights of FP8 products, as the codes that these would
+    quantize them to anyway, so that no log-probability changes; the model that is written at the end holds the rounded
+    values. Everything else, such as norms, router and embeddings, is sent in BF16. Where TransformerEngine holds
+    weights in FP8 (native mode on a GPU), it sends them so in either case."""
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds after which a rank whose process is there and does not answer, not even that it lives, counts as lost."""

@@ -1,6 +1,6 @@
-"""The device of this process: a GPU of its own for each trainer rank where there are GPUs, else the CPU.
+"""The device of this process: a GPU of its own for each trainer rank if there are GPUs, else the CPU.
 
-It is chosen once, and with it what depends on it. After that everything asks `current`, or
+It is chosen once, and with it all that depends on it. After that everything asks `current`, or
 `torch.cuda.current_device()` as Megatron does (`trainer.megatron.patches` answers it without CUDA).
 """
 
@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def start(rank: int, numerics: NumericsConfig) -> None:
-    """Before a process imports Megatron: its device, the ops' implementation, and TransformerEngine's environment.
+    """Choose the device, the ops' implementation and TransformerEngine's environment, before a process imports
+    Megatron.
 
     Raises:
         UserError: TransformerEngine is here and cannot run this spec.
@@ -43,17 +44,18 @@ def claim(rank: int) -> torch.device:
 
 
 def current() -> torch.device:
-    """Where parameters and batches are."""
+    """Return the device of parameters and batches."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def collectives(device: torch.device) -> str:
-    """The backend of torch.distributed that moves tensors of this device."""
+    """Return the backend of torch.distributed that moves tensors of this device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def has_transformer_engine() -> bool:
-    """Whether native mode's layers are TransformerEngine's: it is installed, and there is a GPU. Does not import it."""
+    """Return True if native mode's layers are TransformerEngine's: it is installed (not imported), and there is a
+    GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -64,16 +66,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Seat:
-    """A place on a node. By itself: this machine, without a GPU, among processes that all are on loopback.
-
-    host: address at which the run's other processes reach one that sits here. environment: of that process.
-    options: Ray's, of its actor.
-    """
+    """A place on a node. By default this machine, without a GPU, among processes that all are on loopback."""
 
     host: str = LOOPBACK
+    """Address at which the run's other processes reach a process here."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Of that process."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's, of its actor."""
 
     def actor(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Ray's options of the actor that sits here, with more of an environment."""
+        """Return Ray's options of the actor that sits here, with more variables of its environment."""
         return {**self.options, "runtime_env": {"env_vars": {**(environment or {}), **self.environment}}}

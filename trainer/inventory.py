@@ -1,6 +1,6 @@
-"""What one rank of a trainer holds from step to step, and what it sends in one: tensor by tensor, with its bytes.
+"""The tensors that one rank of a trainer holds from step to step, and those that it sends in a step, with their bytes.
 
-What a step holds besides, the activations, is not in it.
+Activations, which a step holds besides, are not in it.
 """
 
 from __future__ import annotations
@@ -34,43 +34,48 @@ the padding of Megatron's buffers, and counters."""
 
 
 def inventory(trainer: Trainer) -> list[Holding]:
-    """Everything that this rank keeps of its model and its optimizer."""
-    return [
-        *of_model(trainer),
-        *_gradients(trainer),
-        *_optimizer_state(trainer),
-        *_padding(trainer),
-    ]
+    """List everything that this rank keeps of its model and its optimizer."""
+    found = [*of_model(trainer), *_gradients(trainer)]
+    for suffix, kind, tensor, places in _state(trainer):
+        for name, place in places:
+            shape = (place.stop - place.start,) if tensor.dim() else ()
+            size = math.prod(shape) * tensor.itemsize
+            found.append(Holding(f"{name}{suffix}", kind, format_of(tensor.dtype), shape, size))
+    return [*found, *_padding(trainer)]
 
 
 def of_model(model: Scorer) -> Iterator[Holding]:
-    """What this rank keeps of a model that is not trained."""
+    """List what this rank keeps of a model that is not trained."""
     yield from _parameters(model)
-    yield from _operands(model)
+    names = {id(parameter): name for name, parameter in model.model.named_parameters()}
+    for weights, operand in model.cache.operands():
+        held = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
+        of_each = operand if isinstance(operand, list) and len(operand) == len(held) else [operand]
+        for name, value in zip(held, of_each):
+            yield holding(name, "operands", *tensors_in(value))
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One call of a collective.
-
-    Attributes:
-        collective: as torch names it, e.g. `reduce_scatter_tensor_coalesced_`.
-        kind: `gradients` and `parameters` of Megatron's buffers, `rest` of everything else.
-        format, shape, bytes: of what this rank hands in.
-        ranks: that take part. With one, nothing leaves the rank.
-    """
+    """One call of a collective."""
 
     collective: str
+    """As torch names it, e.g. `reduce_scatter_tensor_coalesced_`."""
     kind: Kind
+    """`gradients` and `parameters` of Megatron's buffers, `rest` of everything else."""
     format: str
+    """Of this rank's input."""
     shape: tuple[int, ...]
+    """Of this rank's input."""
     bytes: int
+    """Of this rank's input."""
     ranks: int
+    """The ranks that take part. With one, nothing leaves the rank."""
 
 
 @contextmanager
 def transfers(trainer: Trainer) -> Iterator[list[Transfer]]:
-    """Listen to the collectives of this rank inside the block."""
+    """Record the collectives of this rank inside the block."""
     listener = _Listener(trainer)
     with listener:
         yield listener.heard
@@ -89,11 +94,13 @@ class _Listener(TorchDispatchMode):
 
 
 def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Transfer:
-    """The record of one call of torch's c10d operators. buffers: `buffer_kinds`."""
+    """Return the record of one call of torch's c10d operators. buffers: `buffer_kinds`."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]
-    groups = [_group_size(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    # A boxed argument may be a process group, or what its ranks do with the numbers.
+    boxed = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    groups = [each for each in boxed if each._type().qualified_name().endswith(".ProcessGroup")]
     # Where it writes to comes first: a rank hands in the last of the tensors.
     sent = tensors[-1] if tensors else torch.empty(0)
     return Transfer(
@@ -102,12 +109,12 @@ def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Tra
         format=format_of(sent.dtype),
         shape=tuple(sent.shape),
         bytes=sent.nbytes,
-        ranks=max(groups, default=1),
+        ranks=max((dist.ProcessGroup.unbox(group).size() for group in groups), default=1),
     )
 
 
 def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
-    """Where Megatron's buffers of parameters and of gradients lie, by address."""
+    """Return the kind of Megatron's buffers of parameters and of gradients, by address."""
     kinds: dict[int, Kind] = {}
     for buffer in buffers(trainer):
         kinds[_storage(buffer.grad_data)] = "gradients"
@@ -127,15 +134,6 @@ def _parameters(trainer: Scorer) -> Iterator[Holding]:
             yield holding(name, "parameters", parameter.data)
 
 
-def _operands(trainer: Scorer) -> Iterator[Holding]:
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    for weights, operand in trainer.cache.operands():
-        held = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
-        of_each = operand if isinstance(operand, list) and len(operand) == len(held) else [operand]
-        for name, value in zip(held, of_each):
-            yield holding(name, "operands", *tensors_in(value))
-
-
 def _gradients(trainer: Trainer) -> Iterator[Holding]:
     for name, parameter in trainer.model.named_parameters():
         if not parameter.requires_grad:
@@ -146,28 +144,20 @@ def _gradients(trainer: Trainer) -> Iterator[Holding]:
             yield Holding(each, "gradients", format_of(total.dtype), tuple(weight.shape), size)
 
 
-def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
-    for suffix, kind, tensor, places in _state(trainer):
-        for name, place in places:
-            shape = (place.stop - place.start,) if tensor.dim() else ()
-            size = math.prod(shape) * tensor.itemsize
-            yield Holding(f"{name}{suffix}", kind, format_of(tensor.dtype), shape, size)
-
-
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
-    """The tensors of this rank's optimizer: of which of the model's `named_weights`, what for, and itself."""
+    """Yield the tensors of this rank's optimizer: the name in `named_weights`, the kind, and the tensor."""
     for suffix, kind, tensor, places in _state(trainer):
         for name, place in places:
             yield f"{name}{suffix}", kind, tensor[place] if tensor.dim() else tensor
 
 
 def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[Kind, Tensor]]:
-    """The same whole, whether there is memory behind them or not."""
+    """Yield the same tensors whole, with or without memory behind them."""
     return ((kind, tensor) for _, kind, tensor, _ in _state(trainer))
 
 
 def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
-    """Yield each tensor's suffix to a weight's name, what it is for, itself, and which of it is which weight's."""
+    """Yield each tensor's suffix to a weight's name, its kind, itself, and the slice of each weight in it."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
@@ -198,15 +188,9 @@ def _padding(trainer: Trainer) -> Iterator[Holding]:
 
 
 def buffers(trainer: Trainer) -> list[Any]:
-    """Megatron's, of parameters and of gradients."""
+    """Return Megatron's buffers of parameters and of gradients."""
     model = trainer.optimizer.model
     return [*model.buffers, *model.expert_parallel_buffers]
-
-
-def _group_size(boxed: torch.ScriptObject) -> int:
-    """The size of a group; the argument may be a process group, or what its ranks do with the numbers."""
-    kind = boxed._type().qualified_name()
-    return dist.ProcessGroup.unbox(boxed).size() if kind.endswith(".ProcessGroup") else 1
 
 
 def _storage(tensor: Tensor) -> int:

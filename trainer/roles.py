@@ -12,12 +12,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_tensors
 from fp8rl.trainer.scorer import Scorer
@@ -104,13 +104,13 @@ class Roles:
     def __init__(
         self,
         model_path: Path,
-        config: TrainerConfig,
+        config: TrainerSection,
         numerics: NumericsConfig,
         layout: Layout,
         *,
         reference: bool = False,
-        critic: TrainerConfig | None = None,
-        adapter: AdapterConfig | None = None,
+        critic: TrainerSection | None = None,
+        adapter: AdapterSection | None = None,
         shared_base: bool = False,
         **options: Any,
     ) -> None:

@@ -11,14 +11,14 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from fp8rl.models import read_model
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.base import Base
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.holdings import NAN, give_back, placeholders
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
@@ -50,13 +50,13 @@ class Scorer:
     def __init__(
         self,
         model_path: Path,
-        config: TrainerConfig,
+        config: TrainerSection,
         numerics: NumericsConfig,
         layout: Layout,
         *,
         max_sequence_length: int,
         dtype: torch.dtype = torch.bfloat16,
-        adapter: AdapterConfig | None = None,
+        adapter: AdapterSection | None = None,
         shared_base: bool = False,
     ) -> None:
         """Build the model and load the weights of the Hugging Face directory `model_path`.
@@ -180,7 +180,7 @@ def _check_sequence_length(wanted: int, limit: int) -> None:
         )
 
 
-def _check_k_splits(config: TrainerConfig, numerics: NumericsConfig) -> None:
+def _check_k_splits(config: TrainerSection, numerics: NumericsConfig) -> None:
     if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
         raise user_error(
             "numerics.k_splits",

@@ -1,6 +1,6 @@
-"""What a trainer rank will hold from step to step, in bytes: calculated, before there is a trainer.
+"""The bytes that a trainer rank will hold from step to step: calculated, before there is a trainer.
 
-`trainer.inventory` says the same of a live one. Weights, FP32 gradients, FP32 masters and Adam's moments are counted as
+`trainer.inventory` lists those of a live one. Weights, FP32 gradients, FP32 masters and Adam's moments are counted as
 Megatron lays them out (0.16.1, `distributed/param_and_grad_buffer.py`): dense weights in one flat buffer, experts in
 another, each sharded over the ranks that hold the same.
 """
@@ -16,12 +16,12 @@ from fp8rl.models.shape import Shape, WeightGroup, overlap
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import scale_shape
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import by_mx
 
 Storage = Literal["torch", "kernels", "transformer_engine"]
-"""What computes FP8 products, and so in which form quantized weights are kept: `torch`: beside the BF16 weight, what it
+"""The library of FP8 products, and so the form of quantized weights: `torch`: beside the BF16 weight, what it
 dequantizes to; `kernels`: beside it, codes and their transpose; `transformer_engine`: these in its place."""
 
 BF16, FP32 = 2, 4
@@ -31,21 +31,20 @@ _BUCKET, _PARAMETER = 128, 64
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by kind, as `trainer.inventory.Kind` has them.
-
-    Attributes:
-        parameters: what the forward reads. operands: of quantized weights, kept beside them.
-        gradients: FP32 sums. masters: FP32, this rank's share. moments: Adam's two, likewise. Both are 0 where
-            `trainer.optimizer.offload` keeps them on the host.
-        padding: of parameters and gradients in Megatron's buffers.
-    """
+    """Bytes by kind, as `trainer.inventory.Kind` has them."""
 
     parameters: int = 0
+    """The weights that the forward reads."""
     operands: int = 0
+    """Of quantized weights, kept beside them."""
     gradients: int = 0
+    """FP32 sums."""
     masters: int = 0
+    """FP32, this rank's share; 0 if `trainer.optimizer.offload` keeps them on the host."""
     moments: int = 0
+    """Adam's two, as `masters`."""
     padding: int = 0
+    """Of parameters and gradients in Megatron's buffers."""
 
     @property
     def total(self) -> int:
@@ -56,7 +55,7 @@ class StateBytes:
 
 
 def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -> Storage:
-    """How a trainer keeps its quantized weights on a machine with or without GPUs and TransformerEngine."""
+    """Return the storage of quantized weights on a machine with or without GPUs and TransformerEngine."""
     if not cuda:
         return "torch"
     if numerics.mode == "exact" or (transformer_engine and by_mx(numerics.trainer_spec)):
@@ -66,17 +65,17 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 
 def state_bytes(
     shape: Shape,
-    config: TrainerConfig,
+    config: TrainerSection,
     numerics: NumericsConfig,
     storage: Storage,
     rank: int = 0,
     base: bool = False,
 ) -> dict[str, StateBytes]:
-    """What one rank holds of `dense` weights (replicated ones among them) and of `experts`, in training.
+    """Count the bytes of one rank in training: of `dense` weights (replicated ones among them) and of `experts`.
 
-    Of a shape with adapters these are trained in place of the weights, of which then only what the forward reads is
-    held. base: nor is that, as it is read where engines have it (`sync.shared_base`), if it stands there as here.
-    Exact where every parameter's size is a multiple of 64 elements.
+    Adapters of a shape are trained in place of the weights, of which then only the parameters are held. base: the
+    weights are read in the engines' memory (`sync.shared_base`) if they lie there as here. Exact if every parameter's
+    size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
     gpu = storage != "torch"  # where there is none, the host's memory is all there is
@@ -100,23 +99,26 @@ def state_bytes(
 
 @dataclass(frozen=True)
 class Buffer:
-    """One flat buffer of Megatron's.
-
-    Attributes:
-        experts: whether it holds experts. elements: of its parameters. fp8: they are FP8, with codes both ways.
-        operands, scales: bytes of operands kept beside, and of scales within.
-    """
+    """One flat buffer of Megatron's."""
 
     experts: bool
+    """It holds experts."""
     elements: int
+    """Of its parameters."""
     fp8: bool = False
+    """They are FP8, with codes both ways."""
     operands: int = 0
+    """Bytes of operands kept beside."""
     scales: int = 0
+    """Bytes of scales within."""
 
 
-def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
-    """Buffers of one rank of a pipeline stage. Parameters in FP8 have a buffer of their own, and with several stages
-    so has an embedding that is the output projection too."""
+def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
+    """Yield the buffers of one rank of a pipeline stage.
+
+    Parameters in FP8 have a buffer of their own, and with several stages so has an embedding that is the output
+    projection too.
+    """
     held = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
         mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]
@@ -135,8 +137,8 @@ def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Stora
             yield Buffer(False, each.elements)
 
 
-def _of_adapters(shape: Shape, config: TrainerConfig, stage: int) -> Iterator[Buffer]:
-    """The buffers of adapters on a rank of a stage: those that experts have of their own are in another."""
+def _of_adapters(shape: Shape, config: TrainerSection, stage: int) -> Iterator[Buffer]:
+    """Yield the buffers of adapters on a rank of a stage: experts' own adapters are in another one."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     sizes: dict[tuple[bool, str], int] = {}
     for row in shape.adapters:
@@ -152,23 +154,28 @@ def _of_adapters(shape: Shape, config: TrainerConfig, stage: int) -> Iterator[Bu
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:
-    """Which of the model's layers are a stage's: evenly, as far as they go."""
+    """Return the model's layers of a stage: evenly, as far as they go."""
     return range(round(stage * layers / stages), round((stage + 1) * layers / stages))
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Alike weights of one rank. elements: of one, this rank's part; count: how many; apart: in a buffer of its own."""
+    """Weights of one rank that are alike."""
 
     weight: WeightGroup
     elements: int
+    """Of one weight, this rank's part."""
     count: int
+    """The number of weights."""
     quantized: bool = False
     apart: bool = False
+    """In a buffer of its own."""
 
     def stands_otherwise(self, ranks: int) -> bool:
-        """Whether a base has it in another order or whole (`trainer.weights.base`): a fused q|k|v in BF16, and of
-        several tensor-parallel ranks every weight of a layer in BF16."""
+        """Return True if a base has it in another order or whole (`trainer.weights.export.adopt`).
+
+        That is a fused q|k|v in BF16, and with several tensor-parallel ranks every weight of a layer in BF16.
+        """
         is_part = ranks > 1 and self.weight.share == "split" and self.weight.in_layers
         return not self.quantized and (self.weight.by_heads or is_part)
 
@@ -184,8 +191,8 @@ class _Held:
         return spec.scale_dtype.itemsize * math.prod(scale_shape((rows, self.weight.columns), spec)) * self.count
 
 
-def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) -> Iterator[_Held]:
-    """What each rank of a stage holds."""
+def _of_stage(shape: Shape, config: TrainerSection, spec: QuantSpec, stage: int) -> Iterator[_Held]:
+    """Yield the weights of each rank of a stage."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     first, last = stage == 0, stage == config.pp - 1
     for weight in shape.weights:
@@ -204,7 +211,8 @@ def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) 
 
 
 def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
-    """moment_bytes: of one of the two; None: moments and masters are elsewhere."""
+    """Return the bytes of a buffer. moment_bytes: of one of the two moments; None: moments and masters are
+    offloaded."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))

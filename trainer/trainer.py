@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
@@ -26,7 +26,7 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survival
 from fp8rl.trainer.checkpoint import checkpoint
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
 from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
@@ -36,7 +36,7 @@ from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 from fp8rl.trainer.step.result import NonFiniteLossError, PassResult, RankPassResult
-from fp8rl.trainer.step.router_bias import move_biases
+from fp8rl.trainer.step.routing import move_biases
 
 
 class Trainer(Scorer):
@@ -50,7 +50,7 @@ class Trainer(Scorer):
     def __init__(
         self,
         model_path: Path,
-        config: TrainerConfig,
+        config: TrainerSection,
         numerics: NumericsConfig,
         layout: Layout,
         *,
@@ -58,7 +58,7 @@ class Trainer(Scorer):
         total_steps: int,
         max_sequence_length: int,
         dtype: torch.dtype = torch.bfloat16,
-        adapter: AdapterConfig | None = None,
+        adapter: AdapterSection | None = None,
         shared_base: bool = False,
     ) -> None:
         """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.

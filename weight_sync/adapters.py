@@ -1,6 +1,6 @@
-"""Syncs of adapters alone: what the engines hold of the weights beside them, and the proof that these stay as they are.
+"""Syncs of adapters alone, and the proof that the weights beside them, on both sides, stay as they are.
 
-Either side digests its own weights in every sync, where they lie: the trainer its frozen parameters, an engine what it
+Each side digests its own weights in every sync, where they lie: the trainer its frozen parameters, an engine what it
 serves. Neither is sent or quantized again. A digest reads memory once, at its full speed.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 Contents = Literal["weights", "adapters", "weights and adapters", "adapters beside a base"]
-"""What a sync sends. `weights`: what the model serves, with adapters merged into it if it has any. `adapters beside a
-base`: and of the weights what is not in the memory that engines read with the trainer (`weight_sync.base`)."""
+"""The part of the model that a sync sends. `weights`: those that are served, with adapters merged into them if there
+are any. `adapters beside a base`: with those weights that are not in the memory that engines read with the trainer
+(`weight_sync.base`)."""
 _NAMED = 20
 
 
 @dataclass
 class HeldBase:
-    """The weights that engines hold beside adapters.
-
-    sent: what they must be, from the first sync on. version: that all engines which it was sent to hold; None: nobody
-    can say.
-    """
+    """The frozen weights that engines hold beside adapters."""
 
     sent: Sent | None = None
+    """Their digests, from the first sync on."""
     version: int | None = None
+    """The weight version that all engines hold which were sent it; None: unknown."""
 
     def contents(self, held: int | None) -> Contents:
-        """What to send to engines that all hold version `held`; None: they do not hold one."""
+        """Choose what to send to engines that all hold version `held`; None: they do not hold one."""
         known = self.sent is not None and held is not None and held == self.version
         return "adapters" if known else "weights and adapters"
 
-    def completed(self, parts: Sequence[Sent], adapter: AdapterConfig, contents: Contents) -> list[Sent]:
-        """What engines must hold after a sync whose ranks have sent these parts: the base too, and the adapters' scale.
+    def completed(self, parts: Sequence[Sent], adapter: AdapterSection, contents: Contents) -> list[Sent]:
+        """Return what engines must hold after a sync whose ranks have sent these parts: the base too, and the adapters'
+        scale.
 
         Raises:
             SyncError: the trainer has sent a base that is not the one of the first sync.
@@ -66,14 +66,14 @@ class HeldBase:
         return [*parts, scale]
 
     def changed(self, names: Sequence[str]) -> str:
-        """What a message says where some of these tensors, found other than they are after a sync that did not send
-        the base, are the base's."""
+        """Count the base's tensors among these mismatches, for the message of a sync that did not send it; empty:
+        none."""
         own = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
         return f" ({own} of the base, which changed in the engine under the run)" if own else ""
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """(HF name, tensor) of this rank's share. All ranks must iterate to the end."""
+    """Return the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end."""
     if contents == "weights":
         return trainer.export_weights()
     adapters = trainer.weights.adapters(trainer.model)
@@ -84,7 +84,7 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
 
 
 def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent:
-    """This rank's part of what an engine that serves `spec` must hold of the trainer's model, adapters too."""
+    """Return this rank's part of what an engine that serves `spec` must hold of the trainer's model, adapters too."""
     adapter = trainer.definition.adapter
     if adapter is None or adapter.mode == "merged":
         return would_send(trainer.export_weights(), spec, trainer.definition, engine_ranks)
@@ -92,33 +92,29 @@ def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent
     return replace(sent, digests=sent.digests | scale_of(adapter).digests) if rank() == 0 else sent
 
 
-def scale_of(adapter: AdapterConfig) -> Sent:
-    """What an engine says of the scale of its adapters, beside the tensors."""
+def scale_of(adapter: AdapterSection) -> Sent:
+    """Return an engine's entry for the scale of its adapters, beside the tensors."""
     return Sent({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
 
 
 def check_frozen(trainer: Trainer) -> None:
-    """Check that what this rank does not train is as it was when this was first asked, where it is.
+    """Check that this rank's frozen parameters have the digests that they had at the first check.
 
     Raises:
         SyncError: with the names of the parameters.
     """
-    frozen = dict(_frozen(trainer))
+    frozen: dict[str, Tensor] = {}
+    for name, parameter in trainer.model.named_parameters():
+        if (codes := frozen_of(parameter)) is not None:
+            frozen[f"codes of {name}"] = codes.held.data.view(torch.uint8)
+            frozen[f"scales of {name}"] = codes.held.scale_inv
+        elif not parameter.requires_grad:
+            frozen[name] = parameter.detach()
     found = dict(zip(frozen, tensor_digests(list(frozen.values())), strict=True))
     known = trainer.last_sent.frozen
     for name, digest in found.items():
         known.setdefault(name, digest)
     _compare({name: known[name] for name in found}, found, "the trainer's frozen parameters")
-
-
-def _frozen(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """What this rank does not train: parameters, or the codes and scales in their place."""
-    for name, parameter in trainer.model.named_parameters():
-        if (codes := frozen_of(parameter)) is not None:
-            yield f"codes of {name}", codes.held.data.view(torch.uint8)
-            yield f"scales of {name}", codes.held.scale_inv
-        elif not parameter.requires_grad:
-            yield name, parameter.detach()
 
 
 def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None:

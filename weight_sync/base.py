@@ -1,10 +1,10 @@
 """One base for both sides: the quantized weights of a trainer that does not change them, in memory that engines of the
 same machine read as well.
 
-The trainer's ranks write it together, once, from the model's files, tensor by tensor, and from then on nobody does: all
-of them and every engine map it to be read. Neither side ever holds the weights beside it: a trainer and an engine that
-wait for it have placeholders (`numerics.placeholders`). It outlives engines; a new one maps it again. The proof is
-that of any sync: the engine's digests of its parameters, wherever they lie, against those of what was written.
+The trainer's ranks write it together, once, from the model's files, tensor by tensor. From then on it is read-only: all
+ranks and every engine map it. Neither side ever holds the weights beside it: a trainer and an engine that wait for it
+have placeholders (`numerics.placeholders`). It outlives engines; a new one maps it again. The proof is that of any
+sync: the engine's digests of its parameters, wherever they lie, against those of what was written.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """What a `TrainerGroup` is to this module."""
+    """The part of a `TrainerGroup` that this module needs."""
 
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What the function gives on each rank, with the rank's model first."""
+        """Call a function on each rank, with the rank's model first, and return the results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A base, as one trainer rank knows it.
-
-    Attributes:
-        base: what it reads. memory: on the rank that owns it.
-        sent: digests of what the rank has written.
-        unquantized: digest of all weights as the files have them; see `models.peft.base_digest`.
-        kept: bytes of the rank's frozen parameters that it still has for itself.
-    """
+    """A base, as one trainer rank knows it."""
 
     base: Base
+    """The tensors that the rank reads."""
     memory: Shared | None
+    """The memory, on the rank that owns it."""
     sent: Sent
+    """Digests of the tensors that the rank has written."""
     unquantized: str
+    """Digest of all weights as the files have them; see `models.peft.base_digest`."""
     kept: int
+    """Bytes of the rank's frozen parameters that it still has for itself."""
 
 
 def place_base(model: Scorer, spec: QuantSpec) -> Placed:
-    """Write the frozen weights of a trainer, quantized under `spec`, into memory for all, and have it read them there.
-    Every rank calls it, all on one machine. A trainer that has done it is asked for nothing.
+    """Write a trainer's frozen weights, quantized under `spec`, into shared memory, and let the trainer read them
+    there.
+
+    Every rank calls it, all on one machine. For a trainer that has done it, nothing happens.
 
     Raises:
         OSError: a rank cannot reach the memory of the first.
@@ -85,13 +85,14 @@ def place_base(model: Scorer, spec: QuantSpec) -> Placed:
 
 
 def write_base(trainer: Ranks, spec: QuantSpec) -> list[Sent]:
-    """Have all ranks place their base, if they have not; what each has written of it."""
+    """Let all ranks place their base, if they have not; return what each has written of it."""
     return trainer.apply(_written, spec)
 
 
-def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], patience_s: float) -> list[Sent]:
-    """Have engines read the base of a trainer, which places it if it has not; `commit` follows. What each rank has
-    written of it.
+def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[Sent]:
+    """Let engines read the base of a trainer, which places it if it has not; `commit` follows.
+
+    Return what each rank has written of it.
 
     Raises:
         EngineError: an engine cannot, and has to be replaced.
@@ -100,7 +101,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], pa
     addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
 
     async def read(endpoint: Endpoint, address: str) -> None:
-        async with EngineClient(endpoint, timeout_s=patience_s) as engine:
+        async with EngineClient(endpoint, timeout_s=timeout_s) as engine:
             await engine.map_base(address)
 
     async def all_of_them() -> None:
@@ -111,8 +112,10 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], pa
 
 
 def changed_in_base(model: Scorer) -> list[str]:
-    """The tensors of a rank's base that are not what was written: digested now, named. None of them on any rank says
-    that the base is what it was."""
+    """Digest a rank's base now, and return the tensors that differ from what was written.
+
+    If the list is empty on every rank, the base is what it was.
+    """
     assert model.placed is not None, "there is no base"
     now, then = model.placed.base.digests(), all_gathered(model.placed.sent.digests)
     written = {name: digest for part in then for name, digest in part.items()}
@@ -120,7 +123,7 @@ def changed_in_base(model: Scorer) -> list[str]:
 
 
 def reads(model: Scorer, spec: QuantSpec) -> bool:
-    """Whether a base under `spec` can be this trainer's: it has none yet, or that one."""
+    """Return True if the trainer has no base yet, or one under `spec`."""
     return model.placed is None or model.placed.base.spec == spec
 
 

@@ -1,9 +1,9 @@
-"""The bridge: the trainer's weights into the engines, and the proof that they arrived.
+"""The bridge: it brings the trainer's weights into the engines, and proves that they arrived.
 
-A sync pauses generation, has every trainer rank quantize and send what it hands out, has each engine commit it (refresh
-what it computes with, take digests of its own parameters), compares the digests with those of what was sent, and
-resumes. If anything differs, or anything fails on the way, generation stays paused and `SyncError` says what: a mixture
-is never sampled from.
+A sync pauses generation; every trainer rank quantizes and sends its shard; each engine commits it (rebuilds the GEMM
+operands, and digests its own parameters); the digests are compared with those of what was sent; generation resumes. If
+anything differs, or anything fails on the way, generation stays paused and `SyncError` names it: a mixture is never
+sampled from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.ranks import exhaust
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.errors import EngineError
@@ -29,7 +29,7 @@ from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.weight_sync.adapters import Contents, HeldBase, check_frozen, exported
 from fp8rl.weight_sync.base import give_base, reads
 from fp8rl.weight_sync.buckets import Named, changes
-from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncConfig
+from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
 from fp8rl.weight_sync.hf_checkpoint import write_served_checkpoint
 from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
 from fp8rl.weight_sync.quantized import served_tensors
@@ -43,51 +43,54 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class SyncReport:
-    """One sync. bytes: payload to each engine, of weight_bytes that it holds of it. seconds: pause to resume, of which
-    verify_seconds for the proof.
-
-    verified_tensors: tensors whose digests were equal in every engine; mismatched: the names of the others.
-    """
+    """The figures of one sync."""
 
     version: int
     bytes: int
+    """Payload to each engine."""
     weight_bytes: int
+    """Bytes that an engine holds of the weights."""
     seconds: float
+    """Pause to resume."""
     send_seconds: float
     verify_seconds: float
+    """The part of `seconds` for the proof."""
     verified_tensors: int
+    """Tensors whose digests were equal in every engine."""
     mismatched: tuple[str, ...] = ()
+    """The names of the others."""
 
     @property
     def mismatched_tensors(self) -> int:
         return len(self.mismatched)
 
     def metrics(self) -> dict[str, float]:
-        """All but version and names as `sync/...` metrics; seconds and bytes."""
+        """Return all but version and names as `sync/...` metrics; seconds and bytes."""
         values = dataclasses.asdict(self) | {"mismatched_tensors": self.mismatched_tensors}
         return {f"sync/{name}": float(each) for name, each in values.items() if name not in ("version", "mismatched")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bridge:
-    """Brings the weights of one trainer to its engines.
-
-    spec: what the engines serve. model_path: source of configuration files. scratch: directory for written checkpoints.
-    wakes: the engines may be asleep; a sync wakes them. adapter: what stands beside the weights that the engines serve,
-    which a sync sends alone where they hold the weights. base: what these are.
-    """
+    """The way from one trainer to its engines."""
 
     trainer: TrainerGroup
     spec: QuantSpec
-    config: SyncConfig
+    """The spec that the engines serve."""
+    config: SyncSection
     model_path: Path
+    """Source of configuration files."""
     scratch: Path
+    """Directory for written checkpoints."""
     wakes: bool = False
-    adapter: AdapterConfig | None = None
+    """The engines may be asleep; a sync wakes them."""
+    adapter: AdapterSection | None = None
+    """The adapters beside the weights; a sync sends them alone if the engines hold the weights."""
     base: HeldBase = dataclasses.field(default_factory=HeldBase)
+    """The weights that the engines hold beside adapters."""
 
     def write_checkpoint(self) -> Path:
-        """The current weights as a directory that an engine can start from."""
+        """Write the current weights as a directory that an engine can start from, and return its path."""
         path = self.scratch / "served_checkpoint"
         self.trainer.apply(_write, self.spec, self.model_path, path)
         return path
@@ -104,18 +107,20 @@ class Bridge:
         """
         config, version = self.config, self.trainer.weight_version
         transport = make_transport(config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
-        patience_s, since = config.answer_within_s, None
+        timeout_s, since = config.answer_within_s, None
         if (config.delta or self.adapter) and not whole:
             with _as_sync_error(version):
-                since = asyncio.run(_common_version(endpoints, patience_s))
+                held = set(asyncio.run(_each(endpoints, lambda engine: engine.ping(), timeout_s)))
+            common = held.pop() if len(held) == 1 else None
+            since = None if common is None else int(common)
         contents: Contents = self.base.contents(since) if self.adapter else "weights"
         if contents == "weights and adapters" and config.shared_base and all(self.trainer.apply(reads, self.spec)):
             contents = "adapters beside a base"
-        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s, contents)
+        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, timeout_s, contents)
 
         def send() -> Sequence[Sent]:
             shared = contents == "adapters beside a base"
-            parts = give_base(self.trainer, self.spec, endpoints, patience_s) if shared else []
+            parts = give_base(self.trainer, self.spec, endpoints, timeout_s) if shared else []
             parts += self.trainer.apply(send_share, share)
             return self.base.completed(parts, self.adapter, contents) if self.adapter else parts
 
@@ -126,7 +131,7 @@ class Bridge:
             endpoints,
             version,
             config.pause,
-            patience_s,
+            timeout_s,
             wakes=self.wakes,
         )
         if manifest_path is not None:
@@ -145,20 +150,20 @@ class Bridge:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each trainer rank is asked for in a sync: to send its part of `version`, served under `spec`, to engines.
-
-    delta: keep a copy, and send only what has changed since the version that all engines hold, `since`, if there is one
-    and it was the last to be sent. patience_s: for one answer of an engine. contents: what of the model it sends.
-    """
+    """The task of each trainer rank in a sync: to send its shard of `version`, served under `spec`, to engines."""
 
     transport: Transport
     spec: QuantSpec
     endpoints: list[Endpoint]
     version: int
     delta: bool = False
+    """Keep a copy, and send only what has changed since `since`."""
     since: int | None = None
-    patience_s: float = ANSWER_WITHIN_S
+    """The version that all engines hold; None: none. It counts if it was the last to be sent."""
+    timeout_s: float = ANSWER_WITHIN_S
+    """Timeout of one response of an engine."""
     contents: Contents = "weights"
+    """The part of the model to send."""
 
 
 def send_and_verify(
@@ -167,14 +172,15 @@ def send_and_verify(
     endpoints: Sequence[Endpoint],
     version: int,
     pause: PauseMode = "retract",
-    patience_s: float = ANSWER_WITHIN_S,
+    timeout_s: float = ANSWER_WITHIN_S,
     wakes: bool = False,
 ) -> tuple[Manifest, SyncReport, list[str]]:
-    """A sync: pause, send, commit, compare; generation resumes if nothing differs. Also the lines that say what does.
+    """Run a sync: pause, send, commit, compare, and resume if nothing differs. Return also the lines that name
+    differences.
 
-    send: has every rank send its share of what is served under `spec`. pause: what becomes of answers that are under
-    way, see `SyncConfig.pause`. patience_s: for one answer of an engine. wakes: give sleeping engines memory for their
-    weights before these come, and for the rest once they are proven.
+    send: lets every rank send its shard of what is served under `spec`. pause: see `SyncSection.pause`. timeout_s:
+    timeout of one response of an engine. wakes: give sleeping engines memory for their weights before these come, and
+    for the rest once they are proven.
     """
 
     async def stop(engine: EngineClient) -> None:
@@ -194,14 +200,18 @@ def send_and_verify(
 
     start = time.perf_counter()
     with _as_sync_error(version):
-        asyncio.run(_each(endpoints, stop, patience_s))
+        asyncio.run(_each(endpoints, stop, timeout_s))
         parts = send()
         sent = time.perf_counter()
         manifest = Manifest.merged(version, spec, parts)
-        held = asyncio.run(_each(endpoints, commit, patience_s))
-        problems = _differences(manifest, endpoints, held)
+        held = asyncio.run(_each(endpoints, commit, timeout_s))
+        problems = [
+            f"engine {endpoint.url}: {line}"
+            for endpoint, entries in zip(endpoints, held, strict=True)
+            for line in manifest.differences(entries)
+        ]
         if not problems:
-            asyncio.run(_each(endpoints, go_on, patience_s))
+            asyncio.run(_each(endpoints, go_on, timeout_s))
         end = time.perf_counter()
     bad = set().union(*(manifest.mismatched(entries) for entries in held))
     report = SyncReport(
@@ -218,7 +228,7 @@ def send_and_verify(
 
 
 def send_share(trainer: Trainer, share: Share) -> Sent:
-    """What each trainer rank does in a sync: quantize what it hands out, and send it to every engine."""
+    """Quantize this rank's shard, and send it to every engine."""
     table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in share.endpoints)
     recorder, payload = Recorder(table, ranks), 0
     weights = exported(trainer, share.contents)
@@ -235,7 +245,7 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
             yield name, tensor
 
     async def send() -> None:
-        async with _clients(share.endpoints, share.patience_s) as engines:
+        async with _clients(share.endpoints, share.timeout_s) as engines:
             await share.transport.send(to_send(), engines, share.version)
 
     try:
@@ -248,25 +258,18 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
         exhaust(weights)
 
 
-async def _common_version(endpoints: Sequence[Endpoint], patience_s: float) -> int | None:
-    """The weight version of which all engines say that they hold it; None if there is none."""
-    held = set(await _each(endpoints, lambda engine: engine.ping(), patience_s))
-    version = held.pop() if len(held) == 1 else None
-    return None if version is None else int(version)
-
-
 async def _each(
-    endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]], patience_s: float
+    endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]], timeout_s: float
 ) -> list[Result]:
-    """What `use` gets from each engine."""
-    async with _clients(endpoints, patience_s) as engines:
+    """Call `use` with a client of each engine, and return the results."""
+    async with _clients(endpoints, timeout_s) as engines:
         return await asyncio.gather(*(use(engine) for engine in engines))
 
 
 @asynccontextmanager
-async def _clients(endpoints: Sequence[Endpoint], patience_s: float) -> AsyncIterator[list[EngineClient]]:
-    """A client of each engine, for the block."""
-    engines = [EngineClient(endpoint, timeout_s=patience_s) for endpoint in endpoints]
+async def _clients(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[EngineClient]]:
+    """Open a client of each engine, for the block."""
+    engines = [EngineClient(endpoint, timeout_s=timeout_s) for endpoint in endpoints]
     try:
         yield engines
     finally:
@@ -282,14 +285,6 @@ def _as_sync_error(version: int) -> Iterator[None]:
             f"sync to weight version {version}: found {error!r} on the way, expected every engine to load and verify "
             "the weights; generation stays paused. Sync again, and replace an engine that died"
         ) from error
-
-
-def _differences(manifest: Manifest, endpoints: Sequence[Endpoint], held: list[dict[str, str]]) -> list[str]:
-    return [
-        f"engine {endpoint.url}: {line}"
-        for endpoint, entries in zip(endpoints, held, strict=True)
-        for line in manifest.differences(entries)
-    ]
 
 
 def _write(trainer: Trainer, spec: QuantSpec, model_path: Path, path: Path) -> None:

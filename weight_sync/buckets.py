@@ -1,4 +1,4 @@
-"""Flat send buffers. The quantizer writes straight into one, and a full one travels as a single message."""
+"""Flat send buffers. The quantizer writes straight into one, and a full one is sent as a single message."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class BucketEntry:
-    """One tensor in a bucket. start, size: bytes."""
+    """One tensor in a bucket."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     start: int
+    """Bytes before it."""
     size: int
+    """Its bytes."""
 
 
 @dataclasses.dataclass
 class Bucket:
-    """A send buffer while it is filled.
-
-    flat: uint8, of which the first `used` bytes are taken. slots: what is sent; there may be gaps between them.
-    pending: tensors that were allocated and not added yet.
-    """
+    """A send buffer while it is filled."""
 
     flat: Tensor
+    """uint8 memory."""
     used: int = 0
+    """The bytes of it that are taken."""
     pending: int = 0
+    """Tensors that were allocated and not added yet."""
     slots: list[BucketEntry] = dataclasses.field(default_factory=list)
+    """The tensors to send; there may be gaps between them."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A part of `flat`, or None if too little is left."""
+        """Allocate a part of `flat`; None if too little is left."""
         size = math.prod(shape) * dtype.itemsize
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         if start + size > len(self.flat):
@@ -58,7 +60,7 @@ class Bucket:
         return self.flat[start : self.used].view(dtype).view(tuple(shape))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it was made by `allocate`, and not shuffled since."""
+        """Return True if the tensor was made by `allocate`, and is still contiguous there."""
         return tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -71,8 +73,8 @@ class Bucket:
 class Packer:
     """Fills buckets of at most `limit` bytes; a larger tensor gets one of its own.
 
-    new_flat: makes the uint8 memory of so many bytes on a device. A few are alive at a time, and used again.
-    loading: how many buckets are still being read when the next one is asked for.
+    new_flat: allocates uint8 memory of a size on a device. A few are alive at a time, and used again. loading: the
+    number of buckets that are still being read when the next one is asked for.
     """
 
     def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor], loading: int = 0) -> None:
@@ -83,7 +85,7 @@ class Packer:
         self._spare: list[Tensor] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor in the bucket that is being filled, or in a new one if that is full."""
+        """Allocate a tensor in the bucket that is being filled, or in a new one if that is full."""
         view = self._open[-1].allocate(shape, dtype) if self._open else None
         if view is None:
             self._open.append(Bucket(self._flat(math.prod(shape) * dtype.itemsize, device)))
@@ -92,7 +94,8 @@ class Packer:
         return view
 
     def pack(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
-        """Buckets with all `tensors`: those that `allocate` made, in their order, from where they are, others copied.
+        """Yield buckets with all `tensors`: those that `allocate` made, in their order, from where they are, others
+        copied.
 
         A bucket's memory is written again as soon as the next one is asked for, or the one after `loading` others.
         """
@@ -133,10 +136,10 @@ class Packer:
 def changes(
     last: LastSent, tensors: Iterable[Named], version: int, since: int | None, table: TensorTable, ranks: int
 ) -> Iterator[Named]:
-    """Yield what to send for `tensors` (HF names) to engines of `ranks` ranks: deltas to what was sent last, or a
-    tensor itself where it has changed too much, and all of them where the engines hold another version (`since`).
+    """Yield deltas of `tensors` (HF names) to what was sent last, for engines of `ranks` ranks.
 
-    A delta is of what one rank of an engine holds, and is named by its label. last: is brought up to `version`.
+    A tensor that has changed too much is sent whole; all of them are if the engines hold another version (`since`). A
+    delta is of what one rank of an engine holds, and is named by its label. last: is brought up to `version`.
     """
     usable = since is not None and since == last.version
     last.version = None  # until all of it is through

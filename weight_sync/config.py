@@ -1,4 +1,4 @@
-"""What the `sync:` section of an experiment spec may say."""
+"""The `sync:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fp8rl.numerics.spec import QuantSpec
 ANSWER_WITHIN_S = 600.0
 
 
-class SyncConfig(Section):
-    """How weights travel from the trainer to the engines."""
+class SyncSection(Section):
+    """The way of weights from the trainer to the engines."""
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
     """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
     (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
-    """What becomes of answers that are under way when weights change, so that each token is one of weights that it
-    names. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and asked for again,
-    which takes a second longer. `in_place`: they go on with the KV cache of the old weights, and no weights alone have
-    sampled the rest; native mode only."""
+    """The treatment of answers that are under way when weights change, so that each token belongs to one weight
+    version. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and retried, which
+    takes a second longer. `in_place`: they go on with the KV cache of the old weights, so that the rest comes from a
+    mixture of weights; native mode only."""
     delta: bool = False
     """Send only the bytes that have changed, where every engine holds what was sent last; else, and where the proof
     finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""
@@ -42,14 +42,14 @@ class SyncConfig(Section):
 
     @property
     def engines_own_gpus(self) -> bool:
-        """Whether each engine needs a GPU that nobody else uses, where there are GPUs."""
+        """True if each engine needs a GPU of its own, on a machine with GPUs."""
         return self.transport == "distributed"
 
 
 def reason_to_send(transport: str, engine_ranks: int, served: QuantSpec, trained: QuantSpec) -> str | None:
-    """Why engines cannot read frozen weights where the trainer has them, and have to be sent them; None: they can.
+    """Return why engines cannot read frozen weights in the trainer's memory, and must be sent them; None: they can.
 
-    served, trained: what either side computes in.
+    served, trained: the specs that the two sides compute in.
     """
     if transport != "tensor":
         return f"sync.transport is {transport}: engines do not map memory of the trainer"

@@ -1,4 +1,4 @@
-"""An HF model directory as an engine loads it: quantized by the spec, or BF16."""
+"""HF model directories as an engine loads them: quantized by the spec, or BF16."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ from fp8rl.weight_sync.manifest import Recorder
 from fp8rl.weight_sync.quantized import served_tensors
 
 ADAPTER = "--adapter"
-"""What messages call an adapter that is merged."""
+"""The name of a merged adapter in messages."""
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
     """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
 
-    All ranks take part, as `write_directory` says. config.json gets the `quantization_config` that
-    SGLang reads: block FP8 with dynamic activation scales, `scale_fmt: ue8m0` where they are powers of two.
+    All ranks take part, as in `write_directory`. config.json gets the `quantization_config` that SGLang reads: block
+    FP8 with dynamic activation scales, `scale_fmt: ue8m0` where they are powers of two.
     """
     write_directory(path, tensors, lambda partial: _copy_description(source, partial, spec))
 
 
 def write_description(source: Path, path: Path, spec: QuantSpec) -> None:
-    """Write what `write_served_checkpoint` does but for the weights: an engine that is started from it waits for a sync
-    that brings them all."""
+    """Write the directory of `write_served_checkpoint` without weights, for an engine that waits for a sync."""
     write_directory(path, (), lambda partial: _copy_description(source, partial, spec))
 
 
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
-    """The HF `quantization_config` of a spec with block-quantized weights.
+    """Return the HF `quantization_config` of a spec with block-quantized weights.
 
     It cannot say that activations have a static range or are rounded stochastically: an engine of this project knows
     from the run's numerics, any other quantizes them dynamically to nearest.
+
     `modules_to_not_convert` names every product that stays as it is, without which transformers and vLLM take a router
-    for quantized. They are path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and so for
-    the fused projections and the experts of a layer alike.
+    for quantized. Its entries are path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and
+    so for the fused projections and the experts of a layer alike. For a layer's experts the common module is named, but
+    never a layer's prefix: transformers takes that of 1 for 10's, too. q_a_proj and kv_a_proj are one module in the
+    engine, which is named as well: SGLang's GLM-4.7-Flash looks for no other.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",
@@ -57,28 +59,20 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     }
     if spec.activation.scale == "pow2":
         config["scale_fmt"] = "ue8m0"
-    return config | {"modules_to_not_convert": _unquantized_modules(spec, model)}
-
-
-def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
-    """The modules that stay in BF16; for a layer's experts their common module.
-
-    Never a layer's prefix: transformers takes that of 1 for 10's, too. For q_a_proj and kv_a_proj, one module in the
-    engine, its name as well: SGLang's GLM-4.7-Flash looks for no other.
-    """
     kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
     modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
     fused = [row.engine.parameter for row in kept if row.engine.together]
-    return list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
+    unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
+    return config | {"modules_to_not_convert": unquantized}
 
 
 def convert_checkpoint(
     source: Path, path: Path, spec: QuantSpec, recorder: Recorder | None = None, adapter: Path | None = None
 ) -> None:
-    """The weights of an HF directory, quantized by the spec, as a directory that an engine loads.
+    """Quantize the weights of an HF directory by the spec, into a directory that an engine loads.
 
-    Weights of another float format are rounded first to what the trainer holds them in. recorder: digests what is
-    written. adapter: a directory in PEFT's format, which is added to the weights before they are quantized.
+    Weights of another float format are rounded first to the trainer's dtype. recorder: digests what is written.
+    adapter: a directory in PEFT's format, which is added to the weights before they are quantized.
 
     Raises:
         UserError: the adapter is not one of this model; see :mod:`models.peft`.
@@ -95,7 +89,7 @@ def convert_checkpoint(
 
 
 def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor], Tensor]:
-    """What a weight is with its adapter, by its name."""
+    """Return a function of a weight's name and tensor that adds the adapter to it."""
     config = read_config(adapter, model, ADAPTER)
     tensors = read_adapter(adapter, source, model.adapted(config), ADAPTER)
 

@@ -1,4 +1,4 @@
-"""The proof of a sync: one digest per tensor, taken on both sides, and what differs between them."""
+"""The proof of a sync: one digest per tensor, taken on both sides, and the differences between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = 3
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are, for the first line of a message."""
+    """Return the first of these names, and the number of the others, for the first line of a message."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -32,22 +32,21 @@ class SyncError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What an engine must hold.
-
-    role: of the model whose tensors these are. version: the weight version, as text. spec_digest: of the spec that the
-        tensors are quantized by.
-    entries: HF name, or that of a part as `EngineRank.label` says -> digest; for a quantized tensor `digest@version`,
-        where version is that of the operand which is made of it for the products.
-    """
+    """The digests that an engine must hold."""
 
     version: str
+    """The weight version, as text."""
     spec_digest: str
+    """Digest of the spec that the tensors are quantized by."""
     entries: dict[str, str]
+    """HF name, or label of a part (`EngineRank.label`) -> digest; for a quantized tensor `digest@version`, where
+    version is that of its GEMM operand."""
     role: Role = "policy"
+    """The model whose tensors these are."""
 
     @classmethod
     def merged(cls, version: int, spec: QuantSpec, parts: Sequence[Sent], role: Role = "policy") -> Manifest:
-        """One manifest of what all ranks have sent. Quantized tensors are those that came with scales.
+        """Merge what all ranks have sent into one manifest. Quantized tensors are those that came with scales.
 
         Raises ValueError if two ranks have sent the same tensor.
         """
@@ -56,12 +55,13 @@ class Manifest:
             if twice := sorted(digests.keys() & part.digests.keys()):
                 raise ValueError(f"found {', '.join(twice[:5])} sent by two ranks, expected each tensor from one")
             digests |= part.digests
-        quantized = {label for label in digests if _of_scales(label) in digests}
+        named = {label: base_name(label) for label in digests}
+        quantized = {label for label, (name, part) in named.items() if name + SCALE_SUFFIX + part in digests}
         entries = {name: f"{digest}@{version}" if name in quantized else digest for name, digest in digests.items()}
         return cls(str(version), spec.digest(), entries, role)
 
     def differences(self, found: Mapping[str, str]) -> list[str]:
-        """One line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""
+        """Return one line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""
         lines = []
         for name in sorted(self.mismatched(found)):
             want, have = self.entries.get(name, "no such tensor"), found.get(name, "no such tensor")
@@ -69,37 +69,34 @@ class Manifest:
         return lines
 
     def mismatched(self, found: Mapping[str, str]) -> set[str]:
-        """The names that `differences` lists."""
+        """Return the names that `differences` lists."""
         return {name for name in self.entries.keys() | found.keys() if self.entries.get(name) != found.get(name)}
 
     def save(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
+        """Write the manifest as JSON, whole or not at all."""
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-
-
-def _of_scales(label: str) -> str:
-    name, part = base_name(label)
-    return name + SCALE_SUFFIX + part
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What one rank has sent. digests: by HF name. weight_bytes: of the tensors; bytes: that it took to send them.
-
-    adapters: the names of those that are adapters', adapter_bytes: theirs of weight_bytes.
-    """
+    """The tensors that one rank has sent."""
 
     digests: dict[str, str]
+    """Digests by HF name."""
     weight_bytes: int
+    """Bytes of the tensors."""
     bytes: int
+    """Bytes of the payload."""
     adapters: frozenset[str] = frozenset()
+    """The names of the adapters' tensors."""
     adapter_bytes: int = 0
+    """The adapters' part of `weight_bytes`."""
 
 
 class Recorder:
     """Digests tensors as they stream past, and so sees exactly what is sent.
 
-    table: of the model's tensors. ranks: of an engine, each of which digests the part that it holds.
+    table: of the model's tensors. ranks: the size of an engine; each of its ranks digests the part that it holds.
     """
 
     def __init__(self, table: TensorTable, ranks: int = 1) -> None:
@@ -110,7 +107,7 @@ class Recorder:
         self._adapters: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream; each tensor is digested before it is handed on, many of them at once."""
+        """Yield the same stream; each tensor is digested before it is handed on, many of them at once."""
         for batch in shards(tensors, _BATCH_BYTES):
             parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
             self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
@@ -129,6 +126,6 @@ class Recorder:
             yield rank.label(name, row), rank.part(row, tensor)
 
     def sent(self, payload: int | None = None) -> Sent:
-        """What has been seen so far. payload: bytes that it took to send it, if not all."""
+        """Return what has been seen so far. payload: bytes that were sent for it, if not all."""
         sent = self._bytes if payload is None else payload
         return Sent(dict(self._digests), self._bytes, sent, frozenset(self._adapters), self._adapter_bytes)

@@ -20,9 +20,9 @@ from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.guard.gates import Standing
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.stack import Stack, open_pair
-from fp8rl.rollout.environments.config import EnvironmentConfig
-from fp8rl.rollout.rewards.config import RewardsConfig
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.rollout.environments.config import EnvironmentSection
+from fp8rl.rollout.rewards.config import RewardsSection
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 
@@ -152,9 +152,9 @@ def _stack_of(subject: AttributionSubject, numerics: NumericsConfig, say: Callab
     `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged
     and nobody converses, so that no code is imported which the subject names.
     """
-    trainer = TrainerConfig(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
+    trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
     rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
-    plain = {"rewards": RewardsConfig(), "environment": EnvironmentConfig()}
+    plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
     experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
     with open_pair(experiment, numerics, say) as stack:
         if subject.checkpoint is not None:

@@ -28,7 +28,7 @@ from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.numerics.holdings import format_of, tensors_in
 from fp8rl.numerics.precision_map import Planned, precision_map, unquantized
 from fp8rl.numerics.spec import Role
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 
@@ -69,7 +69,7 @@ _LEAVES: dict[Part, str] = {
 
 
 def watch_step(
-    trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerConfig
+    trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerSection
 ) -> list[Sighting]:
     """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
 

@@ -16,7 +16,7 @@ from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.rewards.functions import EACH, RewardFunction, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
 
@@ -45,7 +45,7 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
     """
     tokenizer = load_tokenizer(experiment.model.path, "model.path")
     trained = experiment.rewards if experiment.algorithm.samples else None
-    sources: list[tuple[Source, RewardsConfig | None]] = [(source, trained) for source in experiment.data.training]
+    sources: list[tuple[Source, RewardsSection | None]] = [(source, trained) for source in experiment.data.training]
     sources += [(source, rewards) for source, _, _, rewards in evaluated(experiment)]
     for source, rewards in sources:
         problems = load_problems(source)
@@ -63,7 +63,7 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
         )
 
 
-def _rewards(config: RewardsConfig, problem: Problem, tokens: int) -> dict[str, str]:
+def _rewards(config: RewardsSection, problem: Problem, tokens: int) -> dict[str, str]:
     """Call each function on the reference answer; its reward as text."""
     answer = problem.answer
     offered: dict[str, Any] = {

@@ -18,7 +18,7 @@ from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementat
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
 
@@ -94,7 +94,7 @@ def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:
 def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
     spec, device = numerics.rollout_spec, _device(machine)
     arguments = server_arguments(
-        Path(), RolloutConfig(), port=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
+        Path(), RolloutSection(), port=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
     )
     option = "--attention-backend"
     attention = arguments[arguments.index(option) + 1] if option in arguments else "SGLang's choice"

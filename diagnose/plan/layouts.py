@@ -15,14 +15,14 @@ from fp8rl.rl.experiment.budget.fit import SLACK
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, engine_memory, trainer_memory
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout
 
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 64
 MOST_GPUS = 4096
 
 
-def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
+def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
     """The layout with as many replicas as the GPUs allow. Raises UserError: they do not divide."""
     if gpus < 1:
         raise user_error("--gpus", found=gpus, expected="1 or more", remedy="Give the number of GPUs of the trainer.")
@@ -37,7 +37,7 @@ def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
     return layout.model_copy(update={"dp": gpus // each})
 
 
-def check_ranks(shape: Shape, layout: TrainerConfig) -> None:
+def check_ranks(shape: Shape, layout: TrainerSection) -> None:
     """Raises UserError: heads, layers or experts do not divide over the ranks, whatever is quantized."""
     check_layout(shape.sizes, layout, QuantSpec.preset("bf16"))
 
@@ -85,7 +85,7 @@ def leaves_slack(peak: float, gpu: Gpu) -> bool:
     return peak <= gpu.memory * (1 - SLACK)
 
 
-def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerConfig | None:
+def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerSection | None:
     """A layout of the job on as few GPUs as leave `SLACK`, of 1, 2, 4, ... `MOST_GPUS`; None: on none of these."""
     if beside_engine and not leaves_slack(engine_memory(job).peak, gpu):
         return None
@@ -100,7 +100,7 @@ def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerConfig | None:
     return None
 
 
-def layouts(shape: Shape, base: TrainerConfig, gpus: int, spec: QuantSpec) -> Iterator[TrainerConfig]:
+def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> Iterator[TrainerSection]:
     """All that divide the model over the GPUs, tensor parallelism within a node."""
     sizes = shape.sizes
     for tp in _divisors(gpus, GPUS_PER_NODE):

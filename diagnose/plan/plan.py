@@ -21,7 +21,7 @@ from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, 
 from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.quantized import served_bytes
 
 DECODED = (1, 32, 256)
@@ -52,7 +52,7 @@ class Plan(Report):
     """Bytes of that GPU that the calculation leaves free."""
     needed_slack: float
     """Bytes that a real run needs free."""
-    fewest: TrainerConfig | None
+    fewest: TrainerSection | None
     """A layout on as few GPUs as leave that much; None: no number of them does."""
     fewest_apart: bool
     """Engines need GPUs of their own for that, or there are none."""
@@ -98,7 +98,7 @@ class Plan(Report):
     def plain(self) -> dict[str, Any]:
         """Return the fields; of the job, its layout, batch and numerics."""
 
-        def sizes(layout: TrainerConfig) -> dict[str, int]:
+        def sizes(layout: TrainerSection) -> dict[str, int]:
             return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
 
         job = self.job

@@ -22,7 +22,7 @@ from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import engine_memory
 from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 
 MOST_GPUS = 1024
 _SIZES = ("tp", "pp", "ep", "dp", "cp")
@@ -89,7 +89,7 @@ def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target
     if subject.shape.adapters and own:
         others = []
 
-    def fitting(keys: Keys, some: Sequence[TrainerConfig]) -> list[Way]:
+    def fitting(keys: Keys, some: Sequence[TrainerSection]) -> list[Way]:
         tried = (_with_engines(base, {**fixed, **keys}, ranks) for ranks in engines)
         found = (_way(subject, each, layout, gpu, target, length) for each in tried for layout in some)
         return [way for way in found if way is not None]
@@ -110,7 +110,7 @@ def _of_optimizer(keys: Keys) -> frozenset[str]:
 
 
 def _way(
-    subject: Subject, keys: Keys, layout: TrainerConfig, gpu: Gpu, target: Target, length: int | None
+    subject: Subject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
 ) -> Way | None:
     """The job under these keys in this layout, if it leaves the slack and no rule stands against it."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}

@@ -16,7 +16,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
-from fp8rl.trainer.config import OptimizerMemory
+from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 from fp8rl.weight_sync.quantized import weight_bytes
 
@@ -209,7 +209,7 @@ def product_bytes(job: Job) -> float:
 def _update(job: Job, bandwidth: float, stage: int) -> float:
     """Seconds of the optimizer, and of quantizing each weight from BF16 into codes both ways."""
     rank = stage * job.layout.stage_size
-    on_gpu = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
+    on_gpu = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()
     again = () if job.separate else _products(job, stage)  # weights that stay are quantized once
     quantized = sum(each.layers * each.copies * each.n * each.k for each in again if each.fp8)

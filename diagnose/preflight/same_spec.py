@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.preflight.preflight_report import Check, judged, refused
 from fp8rl.models import ModelSizes
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
@@ -40,7 +40,7 @@ _SHOWN = 5
 
 
 def handshake(
-    numerics: NumericsConfig, adapter: AdapterConfig | None, report: EngineReport, architecture: str | None = None
+    numerics: NumericsConfig, adapter: AdapterSection | None, report: EngineReport, architecture: str | None = None
 ) -> Check:
     """The engine's report on itself against what the trainer runs. adapter: beside the engine's weights. architecture:
     the user's file that has it."""

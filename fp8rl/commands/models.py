@@ -109,7 +109,7 @@ def convert(
         from fp8rl.numerics.spec import QuantSpec
         from fp8rl.rl.experiment.preconditions import read_model
         from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-        from fp8rl.trainer.config import TrainerConfig
+        from fp8rl.trainer.config import TrainerSection
         from fp8rl.trainer.megatron.model_checks import check_layout
         from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 
@@ -119,7 +119,7 @@ def convert(
         quant_spec = QuantSpec.preset(preset)
         model = model_directory(str(model), None, "MODEL")
         definition = read_model(model, "MODEL")
-        check_layout(definition.sizes, TrainerConfig(), quant_spec)
+        check_layout(definition.sizes, TrainerSection(), quant_spec)
         check_stored(model, definition, "MODEL", say=lambda note: show(f"note: {note}", soft_wrap=True))
         if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
             tokenizer = load_tokenizer(model, "MODEL")

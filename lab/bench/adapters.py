@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tiny import write_tiny_model
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
@@ -20,12 +20,12 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.types import Prompt, SamplingParams
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.adapters import Contents, HeldBase
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
@@ -40,7 +40,7 @@ from lab.bench.sync import BUCKET_BYTES, MODEL
 from lab.bench.train import MODEL as TRAINED
 from lab.bench.train import ROWS, WIDTH
 
-ADAPTER = AdapterConfig(rank=8, alpha=16.0)
+ADAPTER = AdapterSection(rank=8, alpha=16.0)
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 ROUNDS, WARMUP, STEPS = 8, 2, 5
 
@@ -84,7 +84,7 @@ def run() -> list[Result]:
 def _syncs() -> tuple[SyncReport, SyncReport]:
     """A sync of everything, and one of adapters alone."""
     enable_compiler()
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     from fp8rl.trainer.trainer import Trainer
 
     runner, spec = asyncio.Runner(), NUMERICS.rollout_spec
@@ -93,9 +93,9 @@ def _syncs() -> tuple[SyncReport, SyncReport]:
         write_tiny_model(model, MODEL)
         convert_checkpoint(model, served, spec)
         trainer = Trainer(
-            model, TrainerConfig(), NUMERICS, layout, seed=0, total_steps=1, max_sequence_length=64, adapter=ADAPTER
+            model, TrainerSection(), NUMERICS, layout, seed=0, total_steps=1, max_sequence_length=64, adapter=ADAPTER
         )
-        engine = _engine(Path(folder), RolloutConfig(max_total_tokens=4096), ADAPTER)
+        engine = _engine(Path(folder), RolloutSection(max_total_tokens=4096), ADAPTER)
         endpoint, held = runner.run(engine.start(served)), HeldBase()
 
         def sync(contents: Contents) -> SyncReport:
@@ -120,7 +120,7 @@ def _syncs() -> tuple[SyncReport, SyncReport]:
 
 def _steps() -> dict[str, list[float]]:
     """Seconds of a step that trains adapters, and of one that trains all weights."""
-    config = TrainerConfig(micro_batch_tokens=4096)
+    config = TrainerSection(micro_batch_tokens=4096)
     layout = parallel.initialize(config)
     from fp8rl.trainer.trainer import Trainer
 
@@ -148,7 +148,7 @@ async def _rates() -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         served = Path(folder) / "served"
         convert_checkpoint(DEMO, served, NUMERICS.rollout_spec)
-        engines = {name: _engine(Path(folder), RolloutConfig(), adapter) for name, adapter in sides.items()}
+        engines = {name: _engine(Path(folder), RolloutSection(), adapter) for name, adapter in sides.items()}
         try:
             for engine in engines.values():
                 await engine.start(served)
@@ -167,7 +167,7 @@ async def _rates() -> dict[str, list[float]]:
     return rates
 
 
-def _engine(folder: Path, config: RolloutConfig, adapter: AdapterConfig | None) -> Engine:
+def _engine(folder: Path, config: RolloutSection, adapter: AdapterSection | None) -> Engine:
     plugin = {"numerics": NUMERICS.to_dict(), "adapter": adapter and adapter.model_dump(mode="json")}
     log = folder / f"engine_{'without' if adapter is None else 'with'}.log"
     return Engine(config, log, plugin, expected_report(NUMERICS, adapter))

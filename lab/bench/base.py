@@ -28,11 +28,11 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.holdings import give_back
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.base import give_base, place_base
@@ -50,7 +50,7 @@ ROWS, WIDTH, ROUNDS = 4, 128, 5
 
 def run() -> list[Result]:
     enable_compiler()
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder) / "model", MODEL)
         found = _measure(Path(folder), layout)
@@ -127,7 +127,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
 
     def scorer(shared_base: bool) -> Any:
         model = folder / "model"
-        made = Scorer(model, TrainerConfig(), numerics, layout, max_sequence_length=WIDTH, shared_base=shared_base)
+        made = Scorer(model, TrainerSection(), numerics, layout, max_sequence_length=WIDTH, shared_base=shared_base)
         made.model.requires_grad_(False)
         return made
 
@@ -143,7 +143,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
         own = scorer(False)
         logprobs = own.score(batch)[1].clone()
     ranks = SimpleNamespace(apply=lambda function, *args: [function(shared, *args)])
-    config = RolloutConfig(max_total_tokens=4096, context_length=WIDTH + 64, prefix_cache=False)
+    config = RolloutSection(max_total_tokens=4096, context_length=WIDTH + 64, prefix_cache=False)
     plugin, report = {"numerics": numerics.to_dict()}, expected_report(numerics)
     runner = asyncio.Runner()
     engines, endpoints = [], []

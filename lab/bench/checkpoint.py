@@ -20,7 +20,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from lab.bench.batch import random_batch
 from lab.bench.measure import Result, median_ratio
@@ -35,7 +35,7 @@ ROWS, WIDTH, ROUNDS = 16, 128, 5
 
 def run() -> list[Result]:
     enable_compiler()
-    config = TrainerConfig(micro_batch_tokens=4096)
+    config = TrainerSection(micro_batch_tokens=4096)
     layout = parallel.initialize(config)
     from fp8rl.trainer.trainer import Trainer
 

@@ -18,7 +18,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.buckets import changes
@@ -33,7 +33,7 @@ ROWS, WIDTH, STEPS = 32, 64, 4
 
 def run() -> Iterator[Result]:
     enable_compiler()
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         write_tiny_model(path, MODEL)
@@ -46,7 +46,7 @@ def _measure(path: Path, rate: float, layout: Layout) -> Result:
     from fp8rl.trainer.trainer import Trainer
 
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    config = TrainerConfig(lr=rate, warmup_steps=0, micro_batch_tokens=4096)
+    config = TrainerSection(lr=rate, warmup_steps=0, micro_batch_tokens=4096)
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=WIDTH)
     table = trainer.definition.tensors
     shares: list[float] = []

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.harness.endpoint import Endpoint
+from fp8rl.rollout.environments.harness.endpoint import ProgramEndpoint
 from fp8rl.rollout.environments.harness.recording import Recording
 from fp8rl.rollout.types import LOOPBACK, Group, Prompt, SamplingParams, Trajectory
 from lab.bench.measure import Result
@@ -92,7 +92,7 @@ def _digits(number: int, turn: int) -> int:
 @asynccontextmanager
 async def _endpoint(tokenizer: Any) -> AsyncIterator[tuple[str, list[str]]]:
     """The endpoint, before an engine that takes its time and says what is given."""
-    endpoint, sampling = Endpoint(PARSER, ()), SamplingParams(1000, stop_token_ids=(tokenizer.eos_token_id,))
+    endpoint, sampling = ProgramEndpoint(PARSER, ()), SamplingParams(1000, stop_token_ids=(tokenizer.eos_token_id,))
     problem = Problem(QUESTION["content"], "#### 10")
     prompt = Prompt(problem, prompt_ids(tokenizer, problem))
     call = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}, "b": 2}}}}\n</tool_call><|im_end|>'

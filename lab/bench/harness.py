@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fp8rl.rollout.data.tasks import Problem
-from fp8rl.rollout.environments.config import HarnessConfig
+from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.harness.harness import Harness
 from fp8rl.rollout.environments.harness.tools import parsers
@@ -89,7 +89,7 @@ async def _measured(tokenizer: PreTrainedTokenizerBase) -> tuple[list[float], li
         await ended.wait()
 
     parsers()  # a run imports them before it starts
-    harness = Harness(HarnessConfig(program="bench:program", tool_parser="qwen25"), program)
+    harness = Harness(HarnessSection(program="bench:program", tool_parser="qwen25"), program)
     sampling = SamplingParams(1 << 16, stop_token_ids=(tokenizer.eos_token_id,))
     running = []
     for number in range(CONVERSATIONS):

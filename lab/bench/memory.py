@@ -17,7 +17,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import Recompute, TrainerConfig
+from fp8rl.trainer.config import Recompute, TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from lab.bench.batch import random_batch
@@ -68,7 +68,7 @@ def _in_own_process(path: Path, tokens: int, recompute: str, chunk: int) -> floa
 
 
 def _one(path: Path, tokens: int, recompute: str, chunk: int) -> float:
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     keys = {"micro_batch_tokens": tokens, "recompute": recompute, "head_chunk_tokens": chunk}
     trainer = _trainer(path, layout, WIDTH, **keys)
     for rows in (1, tokens // WIDTH):  # the first makes what is made once and for all
@@ -90,7 +90,7 @@ def _status(name: str) -> int:
 
 def _seconds() -> Result:
     enable_compiler()
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     batch = random_batch(ROWS, SHORT, LAYERS.vocab)
     objective = SftObjective.of(batch)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def _trainer(path: Path, layout: Layout, width: int, **keys: Any) -> Any:
     from fp8rl.trainer.trainer import Trainer
 
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    return Trainer(path, TrainerConfig(**keys), numerics, layout, seed=0, total_steps=100, max_sequence_length=width)
+    return Trainer(path, TrainerSection(**keys), numerics, layout, seed=0, total_steps=100, max_sequence_length=width)
 
 
 if __name__ == "__main__":

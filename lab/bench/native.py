@@ -22,7 +22,7 @@ from fp8rl.numerics.config import Mode, NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.bench.batch import random_batch
@@ -36,7 +36,7 @@ ROWS, WIDTH = 6, 128
 
 def run() -> Iterator[Result]:
     enable_compiler()
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     with tempfile.TemporaryDirectory() as folder:
         random = write_models(Path(folder))
         for name in EXAMPLES:
@@ -52,7 +52,7 @@ def _result(model: Path, name: str, batch: TokenBatch, layout: Any) -> Result:
 
     def logprobs(mode: Mode, precision: TrainerPrecision, change: Callable[[Any], None] | None = None) -> Tensor:
         numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
-        scorer = Scorer(model, TrainerConfig(), numerics, layout, max_sequence_length=batch.tokens.shape[1])
+        scorer = Scorer(model, TrainerSection(), numerics, layout, max_sequence_length=batch.tokens.shape[1])
         if change is not None:
             change(scorer.model)
         return scorer.score(batch)[1][batch.loss_mask].double()

@@ -18,7 +18,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
@@ -35,7 +35,7 @@ BUDGET, ROUNDS = 4096, 5
 
 def run() -> Iterator[Result]:
     enable_compiler()
-    layout = parallel.initialize(TrainerConfig())
+    layout = parallel.initialize(TrainerSection())
     rng = random.Random(0)
     drawn = [min(LONGEST, max(2, round(MEDIAN * math.exp(rng.gauss(0, 1))))) for _ in range(LONG_TAILED)]
     yield _measured(layout, "lengths of the demo", json.loads(DEMO.read_text()), 1.05)
@@ -88,6 +88,6 @@ def _batch(lengths: list[int]) -> TokenBatch:
 def _trainer(path: Path, layout: Layout, width: int, packing: bool) -> Any:
     from fp8rl.trainer.trainer import Trainer
 
-    config = TrainerConfig(micro_batch_tokens=BUDGET, packing=packing)
+    config = TrainerSection(micro_batch_tokens=BUDGET, packing=packing)
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
     return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=width)

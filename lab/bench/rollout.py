@@ -15,7 +15,7 @@ from fp8rl.numerics.config import Mode, NumericsConfig, RolloutPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
 from fp8rl.rollout.engine import Engine
@@ -93,7 +93,7 @@ async def _engine(model: Path, folder: Path, name: str, side: Side) -> Engine:
     checkpoint = folder / name.replace(" ", "_")
     convert_checkpoint(model, checkpoint, numerics.rollout_spec)
     engine = Engine(
-        RolloutConfig(),
+        RolloutSection(),
         folder / f"{checkpoint.name}.log",
         {"numerics": numerics.to_dict()} if side else None,
         expected_report(numerics) if side else None,

@@ -20,7 +20,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.grpo import Grpo
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.result import PassResult
@@ -44,7 +44,7 @@ def run() -> list[Result]:
 
 
 def _measured(name: str, path: Path, batch: TokenBatch) -> Result:
-    config = TrainerConfig(micro_batch_tokens=4096)
+    config = TrainerSection(micro_batch_tokens=4096)
     layout = parallel.initialize(config)
     from fp8rl.trainer.trainer import Trainer
 

@@ -15,7 +15,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutConfig, Speculation
+from fp8rl.rollout.config import RolloutSection, SpeculationSection
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
 from fp8rl.rollout.engine import Engine
@@ -63,8 +63,8 @@ async def _engines(folder: Path) -> dict[str, Engine]:
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
     convert_checkpoint(MODEL, folder / "served", numerics.rollout_spec)
     engines = {}
-    for name, speculation in ((PLAIN, None), (DRAFTS, Speculation())):
-        config, log = RolloutConfig(speculation=speculation), folder / f"{len(engines)}.log"
+    for name, speculation in ((PLAIN, None), (DRAFTS, SpeculationSection())):
+        config, log = RolloutSection(speculation=speculation), folder / f"{len(engines)}.log"
         engines[name] = Engine(config, log, {"numerics": numerics.to_dict()}, expected_report(numerics))
         await engines[name].start(folder / "served")
     return engines

@@ -19,11 +19,11 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
@@ -100,7 +100,7 @@ class Measured:
 
 def measure(model: Path) -> Measured:
     enable_compiler()
-    config = TrainerConfig()
+    config = TrainerSection()
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
     layout = parallel.initialize(config)
     from fp8rl.trainer.trainer import Trainer
@@ -117,7 +117,7 @@ def measure(model: Path) -> Measured:
 
 def _measure(trainer: Trainer, numerics: NumericsConfig, served: Path, folder: Path) -> Measured:
     engine = Engine(
-        RolloutConfig(max_total_tokens=4096, context_length=1024),
+        RolloutSection(max_total_tokens=4096, context_length=1024),
         folder / "engine.log",
         {"numerics": numerics.to_dict()},
         expected_report(numerics),

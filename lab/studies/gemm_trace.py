@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.accumulators import in_fp22, in_fp32, promoted
@@ -34,7 +34,7 @@ CHAINS, QUICK_CHAINS = 32, 16
 MODELS = ("M", "N")
 STEPS = (0, 1)
 """Updates before the trace."""
-RATE = TrainerConfig(lr=3e-4, warmup_steps=0)
+RATE = TrainerSection(lr=3e-4, warmup_steps=0)
 SPEC = live.exact().spec
 E5M2 = QuantSpec.preset("fp8_block_pow2").override(
     {role: {"format": "e5m2"} for role in ("weight", "activation", "gradient")}

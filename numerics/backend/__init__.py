@@ -1,1 +1,1 @@
-"""The machine's side of the ops: definitions or kernels, compiled or not, and the start-up probe."""
+"""The backend of the ops: definitions or kernels, compiled or not, and the start-up probe."""

@@ -1,4 +1,5 @@
-"""Whether elementwise kernels are compiled (torch.compile, C++ on a CPU) or run as they are written.
+"""The choice between compiled elementwise kernels (torch.compile, C++ on a CPU) and kernels that run as they are
+written.
 
 A process chooses once, at its start. Only functions whose result is exact in every order of evaluation are decorated,
 so both choices give the same bits, and two processes need not choose alike.
@@ -24,7 +25,7 @@ _enabled = False
 
 
 def enable_compiler() -> bool:
-    """Compile decorated functions from now on, if a small one compiles here. Returns whether they will be."""
+    """Compile decorated functions from now on, if a small one compiles here. Return True if they will be compiled."""
     global _enabled
     import torch._dynamo.config as dynamo
     import torch._inductor.codecache as codecache
@@ -66,7 +67,7 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function of tensors, not to be differentiated, as one that `enable_compiler` may compile."""
+    """Mark a function of tensors, not to be differentiated, as one that `enable_compiler` may compile."""
     compiled: list[Callable[P, R]] = []  # made at the first call: torch's compiler takes 3 s to import
 
     @functools.wraps(function)

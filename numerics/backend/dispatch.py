@@ -20,7 +20,7 @@ _kernels: Kernels | None = None
 
 
 def op(definition: Callable[P, R]) -> Callable[P, R]:
-    """Marks the definition of an op."""
+    """Mark the definition of an op."""
     name = definition.__name__
     OPS[name] = definition
 
@@ -45,5 +45,5 @@ def install(kernels: Kernels | None) -> None:
 
 
 def installed() -> Kernels | None:
-    """What `install` was last given."""
+    """Return the kernels that `install` was last given."""
     return _kernels

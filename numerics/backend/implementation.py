@@ -1,4 +1,4 @@
-"""Which implementation the ops of this process run on: their pure-torch definitions, or the Triton kernels.
+"""The implementation that the ops of this process run on: their pure-torch definitions, or the Triton kernels.
 
 A process chooses once, at its start, by its device and the run's spec.
 """
@@ -29,48 +29,46 @@ _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_
 
 
 def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
-    """Choose for the rest of this process. Returns what was chosen."""
+    """Choose the implementation for the rest of this process, and return it."""
     implementation = implementation_for(capability_of(device), spec)
     _install(implementation)
     return implementation
 
 
 def capability_of(device: torch.device | str) -> tuple[int, int] | None:
-    """Compute capability of a GPU; None of a CPU."""
+    """Return the compute capability of a GPU; None for a CPU."""
     device = torch.device(device)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
-    """What `choose` takes on a device of this compute capability (None: a CPU): kernels where they know the spec."""
+    """Return what `choose` takes on a device of this compute capability (None: a CPU): kernels if they know the
+    spec."""
     if capability is None or not FEWEST_CAPABILITY <= capability < SMALL_CAPABILITY:
         return "torch"
-    roles = {name: getattr(spec, name) for name in _GRANULARITY}
-    known = all(not role.quantized or _known(role, _GRANULARITY[name]) for name, role in roles.items())
-    return "triton" if known else "torch"
+    for name, granularity in _GRANULARITY.items():
+        role: TensorSpec = getattr(spec, name)
+        scaled = role.scale in ("pow2", "fp32") and role.rounding == "nearest"
+        if role.quantized and not (scaled and role.granularity == granularity and role.group == _GROUP):
+            return "torch"
+    return "triton"
 
 
 def has_deepgemm() -> bool:
-    """Whether DeepGEMM is installed. Does not import it."""
+    """Return True if DeepGEMM is installed. Does not import it."""
     return importlib.util.find_spec("deep_gemm") is not None
 
 
 def deepgemm_lacks(capability: tuple[int, int] | None, installed: bool) -> str | None:
-    """What DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
+    """Name what DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
     if capability is None or capability[0] != _HOPPER:
         return "Hopper GPU (compute capability 9.0)"
     return None if installed else "DeepGEMM (the package sgl-deep-gemm)"
 
 
-def _known(role: TensorSpec, granularity: Granularity) -> bool:
-    """Whether the kernels have a form for a role that must be of this granularity."""
-    scaled = role.scale in ("pow2", "fp32") and role.rounding == "nearest"
-    return scaled and role.granularity == granularity and role.group == _GROUP
-
-
 @contextlib.contextmanager
 def using(implementation: Implementation) -> Iterator[None]:
-    """Another choice inside the block: for tests and benchmarks that compare the two."""
+    """Run another implementation inside the block: for tests and benchmarks that compare the two."""
     previous = dispatch.installed()
     _install(implementation)
     try:

@@ -1,10 +1,10 @@
-"""The start-up probe: is this machine's arithmetic row-invariant?
+"""The start-up probe: it checks that this machine's arithmetic is row-invariant.
 
 The ops are row-invariant if what they run on is: if a row of a product does not depend on how many rows there are, nor
 on its place among them, and if leading keys of a sum do not depend on the zeros behind them. Neither matrix libraries
-nor tensor cores promise it, so each process checks it on the machine at hand before the first rollout. So does it check
-that an op in one step gives the bits of the same in several, for the trainer and the engine choose differently. What
-would be faster and may change bits is allowed here or not at all.
+nor tensor cores promise it, so each process checks it on the machine at hand before the first rollout. It also checks
+that an op in one step gives the bits of the same op in several, because trainer and engine choose differently. A faster
+way that may change bits is allowed here or not at all.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MICRO_BATCH = 4096
 
 
 def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
-    """The ops that gave a row other bits in a small batch than in a large one, or in one step than in several.
+    """Return the ops that gave a row other bits in a small batch than in a large one, or in one step than in several.
 
-    Empty where exact mode can work.
+    Exact mode can work where the list is empty.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -58,18 +58,18 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     positions = tokens[:, None]
 
     def of_experts(n: int) -> Tensor:
-        """The last rows of the second expert, behind n rows of the first."""
+        """Return the last rows of the second expert, behind n rows of the first."""
         counts = torch.tensor([n, _MANY, 0], device=device)
         return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
 
     def of_adapted_experts(n: int) -> Tensor:
-        """The same with adapters."""
+        """Return the same rows, of experts with adapters."""
         counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
 
     def of_heads(rows: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
-        """A product of heads with an adapter."""
+        """Return a product of heads with an adapter."""
         plus = ops.head_term(rows, of_kv_b, first, count, transposed)
         return ops.head_linear(rows, kv_b, latent, first, count, transposed, plus)
 
@@ -112,9 +112,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
 
 
 def allow_short_tiles(device: torch.device | str) -> bool:
-    """Let decode run in tiles of 64 rows where kernels run and this machine gives rows the bits of tiles of 128.
+    """Let decode run in tiles of 64 rows if kernels run and this machine gives rows the bits of tiles of 128.
 
-    Returns whether it did. Every process decides for itself, before its first CUDA graph: where tiles are allowed to
+    Return True if it did. Every process decides for itself, before its first CUDA graph: where tiles are allowed to
     differ, bits do not.
     """
     if dispatch.installed() is None:
@@ -135,8 +135,7 @@ def allow_short_tiles(device: torch.device | str) -> bool:
 
 
 def allow_deepgemm(device: torch.device | str) -> str | None:
-    """Let FP8 products run on DeepGEMM where kernels run and its bits are theirs. Returns what stands in the way; None
-    if nothing does.
+    """Let FP8 products run on DeepGEMM if kernels run and DeepGEMM's bits are theirs. Return the obstacle; None: none.
 
     Every process decides for itself, before its first CUDA graph.
     """
@@ -191,7 +190,7 @@ def _products(device: torch.device | str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _of_few_rows(device: torch.device | str) -> list[Tensor]:
-    """FP8 products, experts and decode attention of few rows, which may run in short tiles."""
+    """Return FP8 products, experts and decode attention of few rows, which may run in short tiles."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -213,7 +212,7 @@ def _of_few_rows(device: torch.device | str) -> list[Tensor]:
 
 
 def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each op in one step, and in several."""
+    """Return the result of each op in one step, and in several."""
     x, residual, norm, w = random(_MANY, 512), random(_MANY, 512), random(512), random(384, 512) / 16
     first, second = (random(3, *shape) / 16 for shape in ((384, 512), (512, 192)))
     counts = torch.tensor([70, 0, _MANY - 70], device=x.device)
@@ -250,7 +249,7 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
 
 
 def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k: int) -> LowRank:
-    """An adapter of a product that fuses two matrices, whose rows take turns."""
+    """Return an adapter of a product that fuses two matrices, whose rows alternate."""
     rows, rank = torch.arange(n), 8
     fused = Fused.of(rows, rows // 64 % 2, n, 2, rank)
     a, b = random(*experts, 2 * rank, k) / 16, random(*experts, n, rank)
@@ -260,7 +259,7 @@ def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k:
 def _adapted_forms(
     random: Callable[..., Tensor], x: Tensor, w: Tensor, counts: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """An adapted product in slices of K, its rows in another order, and the experts' terms one by one."""
+    """Return an adapted product in slices of K, with its rows in another order, and the experts' terms one by one."""
     adapter, of_each = _adapter(random, (), *w.shape), _adapter(random, (3,), *w.shape)
     halves = zip(*(each.chunk(2, 1) for each in (x, w, adapter.a)), strict=True)
     sums = [(ops.linear_partial(part, of_w), ops.linear_partial(part, of_a)) for part, of_w, of_a in halves]
@@ -285,9 +284,11 @@ def _adapted_forms(
 
 
 def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:
-    """The newest tokens of a sequence, q, against single queries over just the keys that they see, against the paged
-    op, and where they are all of them, against sequences that lie end to end; latent: of the ops over latent rows, with
-    values so wide."""
+    """Compare attention of the newest tokens of a sequence, q, with attention in other batches.
+
+    The others are single queries over just the keys that they see, the paged op, and, if q holds all tokens, sequences
+    that lie end to end. latent: width of the values; the ops over latent rows are compared then. 0: the others.
+    """
 
     def attend(op: Callable[..., Tensor], queries: Tensor, keys: Tensor, *where: Tensor) -> Tensor:
         return op(queries, keys, *where, latent, 0.1) if latent else op(queries, keys, keys, *where, 0.1)
@@ -306,7 +307,7 @@ def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:
     both = torch.arange(2, device=q.device)
 
     def paged(first: int, stop: int) -> Tensor:
-        """Queries first to stop of both sequences, when they are the newest."""
+        """Return the result of queries first to stop of both sequences, as their newest tokens."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
         return attend(over_slots, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))

@@ -31,7 +31,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Whether a file or directory can be put at `path`, before the work that goes into it. Touches nothing.
+    """Check that a file or directory can be put at `path`, before the work that goes into it. Touches nothing.
 
     Raises:
         UserError: it cannot; the message speaks of it as `key`.
@@ -212,8 +212,10 @@ def module_of_file(path: str, key: str) -> ModuleType:
 
 
 def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
-    """16 hex digits of the SHA-256 over the Python files of these packages, as this process would import them, and over
-    the file `beside` them."""
+    """Hash the Python files of these packages, as this process would import them, and the file `beside` them.
+
+    Return 16 hex digits of the SHA-256.
+    """
     total = hashlib.sha256(Path(beside).read_bytes() if beside is not None else b"")
     for package in sorted(packages):
         spec = find_spec(package)

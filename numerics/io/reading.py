@@ -1,4 +1,4 @@
-"""Files as a command finds them: whole and of the expected form, or one message that says what is wrong with them."""
+"""Readers of files: a file is whole and of the expected form, or one message says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from fp8rl.numerics.errors import UserError, shown, user_error
 
 DEEPEST = 100
 """Lists and objects in one another. Python has a stack for a thousand calls, of which templates take some for each."""
+_TOO_DEEP = f"lists and objects in one another, more than {DEEPEST} deep"
 
 _MOST_DIGITS = 300
 
 
 def parse_json(data: str | bytes, finite: bool = True) -> Any:
-    """The value that a JSON text stands for; bytes are UTF-8. finite: numbers are; else Python's `NaN` and `Infinity`
-    are, too, as fp8rl itself writes them.
+    """Return the value of a JSON text; bytes are UTF-8.
+
+    finite: refuse Python's `NaN` and `Infinity`, which fp8rl itself writes in places.
 
     Raises:
         ValueError: it is no JSON or no text, or has a number that no double reaches; it is nested more than `DEEPEST`
@@ -35,8 +37,13 @@ def parse_json(data: str | bytes, finite: bool = True) -> Any:
         number = _finite if finite else float
         value = json.loads(text, parse_float=number, parse_constant=number, parse_int=_whole)
     except RecursionError:
-        raise _too_deep() from None
-    _check_depth(value)
+        raise ValueError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [each for each in level if isinstance(each, dict | list)]
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(_TOO_DEEP)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, and no text
     return value
@@ -52,20 +59,6 @@ def _whole(text: str) -> int:
     if len(text) > _MOST_DIGITS:  # which no double reaches, and of thousands of which Python makes no number
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [each for each in level if isinstance(each, dict | list)]
-        if not level:
-            return
-        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"lists and objects in one another, more than {DEEPEST} deep")
 
 
 T = TypeVar("T")
@@ -164,7 +157,7 @@ def check_regular(directory: Path, key: str) -> None:
 
 
 def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> bytes:
-    """The contents of a file; messages speak of it as `key`.
+    """Return the contents of a file; messages speak of it as `key`.
 
     Raises:
         UserError: it is missing, no regular file, of more than `largest` bytes, or may not be read.
@@ -185,7 +178,7 @@ def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, large
 
 
 def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> str:
-    """The text of a UTF-8 file. Raises `UserError` as `read_bytes` does, and for other bytes."""
+    """Return the text of a UTF-8 file. Raises `UserError` as `read_bytes` does, and for other bytes."""
     data = read_bytes(path, key, expected, remedy, largest)
     try:
         return data.decode("utf-8")
@@ -195,7 +188,7 @@ def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE, larges
 
 
 def read_json(path: Path, key: str, expected: str, remedy: str = RESTORE) -> dict[str, Any]:
-    """The object in a JSON file. Raises `UserError` as `read_text` does, and for anything but an object."""
+    """Return the object in a JSON file. Raises `UserError` as `read_text` does, and for anything but an object."""
     text = read_text(path, key, expected, remedy)
     try:
         value = parse_json(text, finite=False)
@@ -207,7 +200,7 @@ def read_json(path: Path, key: str, expected: str, remedy: str = RESTORE) -> dic
 
 
 def parsed(path: Path, key: str, parse: Callable[[dict[str, Any]], T], remedy: str = RESTORE) -> T:
-    """What `parse` makes of the object in a JSON file, whose keys or values it may find to be others than expected."""
+    """Return `parse` of the object in a JSON file. Raises `UserError` for keys or values that `parse` refuses."""
     values = read_json(path, key, "a JSON object", remedy)
     try:
         return parse(values)
@@ -222,14 +215,16 @@ def parsed(path: Path, key: str, parse: Callable[[dict[str, Any]], T], remedy: s
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be used. number: from 1. found: what stands there, or what is wrong with it."""
+    """A line that cannot be used."""
 
     number: int
+    """Its number, from 1."""
     found: str
+    """The text of the line, or its fault."""
 
 
 def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[BadLine]]:
-    """What `parse` makes of each line of a JSON lines file, in order, and the lines of which it makes nothing.
+    """Return `parse` of each line of a JSON lines file, in order, and the lines that it refuses.
 
     None of both if the file is missing. A torn last line, left by a power cut, is ignored.
 
@@ -255,7 +250,8 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
 
 
 def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """`json_lines` of a file in which every line must be usable. Raises `UserError` with the first one that is not."""
+    """Return `json_lines` of a file in which every line must be usable. Raises `UserError` with the first that is
+    not."""
     good, bad = json_lines(path, key, parse)
     if bad:
         raise user_error(
@@ -268,7 +264,7 @@ def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T])
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, in a few words."""
+    """Say in a few words why a file cannot be read."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

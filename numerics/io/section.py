@@ -1,4 +1,4 @@
-"""What all sections of an experiment spec share, and the types of their values that name files."""
+"""The base class of all sections of an experiment spec, and the types of their values that name files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ T = TypeVar("T")
 RELATIVE = (
     "a relative one is relative to the spec file that it is written in, on the command line to the current directory"
 )
-"""What messages say of a path that leads nowhere."""
+"""The hint in messages on a path that leads nowhere."""
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
-    """What `validate` (of pydantic) makes of what a file says. Raises UserError: naming the first key that is wrong."""
+    """Return `validate` (of pydantic) of the values in a file.
+
+    Raises:
+        UserError: naming the first key that is wrong.
+    """
     try:
         return validate(values)
     except ValidationError as error:
@@ -34,7 +38,8 @@ def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str
 
 
 class Section(BaseModel):
-    """Unknown keys are refused, nothing is coerced (`"3"` is no integer), values are fixed after loading.
+    """One section of a spec: unknown keys are refused, nothing is coerced (`"3"` is no integer), values are fixed after
+    loading.
 
     The text below a field describes it: the reference page and the schema for editors show it.
     """
@@ -52,7 +57,7 @@ class Section(BaseModel):
 
     @classmethod
     def located(cls, values: Any, directory: Path) -> Any:
-        """What a file in `directory` says of this section, with its relative paths made absolute.
+        """Return the values of this section with its relative paths, which start from `directory`, made absolute.
 
         A value of the wrong type is left to the validation, and `${...}` until the files below have defined it.
         """
@@ -63,7 +68,7 @@ class Section(BaseModel):
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections that a type is made of."""
+    """Return the sections that a type is made of."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for part in typing.get_args(annotation) for section in sections_in(part)]
@@ -71,10 +76,12 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 @dataclass(frozen=True)
 class Located:
-    """Marks a text that names a file. says: what it is, in words. absolute: it, as a file in a directory says it."""
+    """A mark of a text that names a file."""
 
     says: str
+    """The kind of file, in words."""
     absolute: Callable[[str, Path], str]
+    """A function of the text and the directory of its spec that returns the text with an absolute path."""
 
 
 def _path(text: str, directory: Path) -> str:
@@ -86,12 +93,9 @@ def _function(text: str, directory: Path) -> str:
     return f"{_path(path, directory)}:{name}" if colon and path.endswith(".py") else text
 
 
-def _possible(text: str) -> str:
-    check_path(text, "path")
-    return text
-
-
-SpecPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), Located("path", _path)]
+SpecPath = Annotated[
+    str, Field(min_length=1), AfterValidator(lambda text: check_path(text, "path") or text), Located("path", _path)
+]
 """A path that a file could have; a relative one is relative to the file that it is written in, and `~` is the home
 directory."""
 
@@ -100,12 +104,12 @@ SpecFunction = Annotated[str, Field(min_length=1), Located("name", _function)]
 
 
 def _at(field: Any, value: Any, directory: Path) -> Any:
-    """The value of a field, located."""
+    """Return the value of a field with its paths made absolute."""
     return value if field is None else located_as(Annotated[field.annotation, None, *field.metadata], value, directory)
 
 
 def located_as(kind: Any, value: Any, directory: Path) -> Any:
-    """A value of a type, with its paths made absolute."""
+    """Return a value of a type with its paths made absolute."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         marks = [mark for mark in parts[1:] if isinstance(mark, Located)]

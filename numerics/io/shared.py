@@ -1,7 +1,7 @@
 """Memory that several processes of a machine map.
 
 On a CPU nobody can write it once it is sealed. It has no name in a file system: it goes with the last process that maps
-it, however that ends, and /dev/shm's size does not bound it. Whoever may look into the owner's process opens it by its
+it, however that ends, and /dev/shm's size does not bound it. A process that may inspect the owner opens it by its
 address. On a GPU it is the owner's, others map it by CUDA IPC, and nothing keeps them from writing.
 """
 
@@ -27,7 +27,7 @@ class Shared(Protocol):
     """Memory that this process owns."""
 
     def address(self) -> str:
-        """What one other process opens it by, with `mapped`, as long as this one holds it."""
+        """Return the address by which one other process maps the memory, as long as this one holds it."""
 
     def seal(self) -> None:
         """Refuse every write from now on, in every process, where that can be done.
@@ -38,7 +38,7 @@ class Shared(Protocol):
 
 
 def share(name: str, size: int, device: torch.device) -> Shared:
-    """So many bytes of zeros for other processes, on a device."""
+    """Return `size` bytes of zeros for other processes, on a device."""
     return HostMemory(name, size) if device.type == "cpu" else DeviceMemory(size, device)
 
 
@@ -51,14 +51,14 @@ class HostMemory:
         os.ftruncate(self._file, size)
 
     def address(self) -> str:
-        """The path by which processes of the same user map it."""
+        """Return the path by which processes of the same user map it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def seal(self) -> None:
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
 
     def close(self) -> None:
-        """Forget the address. Those who have mapped it keep it."""
+        """Forget the address. Processes that have mapped it keep it."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -72,22 +72,29 @@ class DeviceMemory:
 
     def address(self) -> str:
         index, *rest = self.flat.untyped_storage()._share_cuda_()
-        handle = [_text(part) for part in rest]
+        handle = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in rest]
         uuid = str(torch.cuda.get_device_properties(index).uuid)  # processes may number the same GPUs differently
         return _ON_GPU + json.dumps([uuid, len(self.flat), *handle])
 
     def seal(self) -> None:
-        """CUDA IPC has no memory that can only be read: a digest finds what was written."""
+        """Do nothing: CUDA IPC has no memory that can only be read. A digest finds what was written."""
 
 
 def mapped(address: str, *, writable: bool = False) -> torch.Tensor:
-    """The memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV).
+    """Return the memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV).
 
     Raises:
         OSError: it is not there, or is sealed and was to be writable.
     """
     if address.startswith(_ON_GPU):
-        return _mapped_on_gpu(address.removeprefix(_ON_GPU))
+        uuid, size, *handle = json.loads(address.removeprefix(_ON_GPU))
+        seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+        if uuid not in seen:
+            raise OSError(f"GPU {uuid}: found {seen} in this process, expected the one that holds the memory")
+        # The way of torch.multiprocessing with a tensor that was sent, without a pickle.
+        parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle]
+        storage = torch.UntypedStorage._new_shared_cuda(seen.index(uuid), *parts)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
     file = os.open(address, os.O_RDWR if writable else os.O_RDONLY)
     try:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -97,21 +104,3 @@ def mapped(address: str, *, writable: bool = False) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that it knows to be read-only
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _mapped_on_gpu(address: str) -> torch.Tensor:
-    uuid, size, *handle = json.loads(address)
-    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if uuid not in seen:
-        raise OSError(f"GPU {uuid}: found {seen} in this process, expected the one that holds the memory")
-    # What torch.multiprocessing does with a tensor that was sent, without a pickle.
-    storage = torch.UntypedStorage._new_shared_cuda(seen.index(uuid), *map(_bytes, handle))
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
-
-
-def _text(part: bytes | int | bool) -> str | int | bool:
-    return base64.b64encode(part).decode() if isinstance(part, bytes) else part
-
-
-def _bytes(part: str | int | bool) -> bytes | int | bool:
-    return base64.b64decode(part) if isinstance(part, str) else part

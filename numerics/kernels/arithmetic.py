@@ -45,7 +45,7 @@ def cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def load(pointers, exists, MASKED: tl.constexpr):
-    """What lies at `pointers`, 0 where it does not exist; without MASKED everything does."""
+    """Load from `pointers`, 0 where an element does not exist; without MASKED all exist."""
     if MASKED:
         return tl.load(pointers, mask=exists, other=0)
     else:

@@ -28,10 +28,10 @@ _EXP2 = tl.constexpr(EXP2)
 _DEGREE = tl.constexpr(len(EXP2) - 1)
 
 
-def support_floors(
+def truncation_floors(
     logits: torch.Tensor, temperatures: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """FP32 [B]: of each row of logits [B, V] the lowest that stays."""
+    """Return FP32 [B], the lowest logit of each row of logits [B, V] that stays."""
     logits = dense_rows(logits)
     floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -131,7 +131,8 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float64).max)
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each row of logits [B, V], int64 [B]: argmax(logits / temperature + noise of seed and position)."""
+    """Draw a token of each row of logits [B, V], int64 [B]: argmax(logits / temperature + noise of seed and
+    position)."""
     logits = dense_rows(logits)
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, _BLOCK)

@@ -9,7 +9,7 @@ from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_d
 from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
 from fp8rl.numerics.kernels.digest import chunk_sums
-from fp8rl.numerics.kernels.draw import draw, support_floors
+from fp8rl.numerics.kernels.draw import draw, truncation_floors
 from fp8rl.numerics.kernels.logprobs import token_logprobs
 from fp8rl.numerics.kernels.norm import add_rms_norm, rms_norm
 from fp8rl.numerics.kernels.products.experts import experts, grouped_linear
@@ -35,7 +35,7 @@ _ALL = (
     fp8_linear, fp8_linear_partial, group_operand, grouped_linear, grouped_low_rank_term, head_linear,
     latent_attention, linear, linear_partial, low_rank_term, norm_fp8_linear, packed_attention,
     packed_latent_attention, paged_attention, paged_latent_attention, quantize, quantize_many, rms_norm, rope,
-    rope_pairs, route, route_sigmoid, support_floors, swiglu, token_logprobs, top_experts, trained_operand,
+    rope_pairs, route, route_sigmoid, truncation_floors, swiglu, token_logprobs, top_experts, trained_operand,
     weight_operand,
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

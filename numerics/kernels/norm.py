@@ -44,7 +44,7 @@ def add_rms_norm(
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, spec: TensorSpec
 ) -> tuple[QuantizedTensor, torch.Tensor]:
-    """`quantize(rms_norm(x), spec)` of x [T, H] in groups of 128, and 1 / rms(x), FP32 [T]. No gradient."""
+    """Return `quantize(rms_norm(x), spec)` of x [T, H] in groups of 128, and 1 / rms(x), FP32 [T]. No gradient."""
     out = empty_rows(x.shape, spec, x.device)
     _, _, inverse_rms = _launch(x, weight, eps, quantized=out)
     return out, inverse_rms
@@ -81,7 +81,8 @@ class _AddRmsNorm(torch.autograd.Function):
 def rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x [..., H] and of weight [H]. Deterministic: each program adds up its own rows, in order."""
+    """Return the gradients of x [..., H] and of weight [H]. Deterministic: each program adds up its own rows in
+    order."""
     hidden = x.shape[-1]
     flat, dy = as_rows(x), as_rows(dy)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -101,7 +102,7 @@ def _launch(
     residual: torch.Tensor | None = None,
     quantized: QuantizedTensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(normed, x + residual, 1 / rms); what is not asked for is x."""
+    """Return (normed, x + residual, 1 / rms); a result that is not asked for is x."""
     hidden = x.shape[-1]
     flat = as_rows(x)
     other = flat if residual is None else residual.reshape(-1, hidden).contiguous()

@@ -30,7 +30,7 @@ _GROUP = GROUP.value
 
 
 def supports(spec: TensorSpec) -> bool:
-    """Whether these kernels quantize by `spec`."""
+    """Return True if these kernels quantize by `spec`."""
     shaped = spec.granularity in ("token_group", "block") and spec.group == _GROUP
     return spec.quantized and shaped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
 
@@ -58,7 +58,7 @@ def _check_supported(spec: TensorSpec) -> None:
 
 
 def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
+    """Quantize x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
 
     out: contiguous tensors of these shapes, written to where given.
     """
@@ -78,7 +78,7 @@ def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None
 
 
 def quantize_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
-    """x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
+    """Quantize x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
 
     T' is T in whole groups, filled up with zeros. tiles: of grouped rows, where groups begin anew in each expert: group
     i holds the rows of tile i.
@@ -91,7 +91,7 @@ def quantize_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None = No
 def quantize_rows_and_columns(
     x: torch.Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """`quantize_rows` and `quantize_columns` of x [T, K] from one load."""
+    """Return `quantize_rows` and `quantize_columns` of x [T, K] from one load."""
     rows = empty_rows(x.shape, row_spec, x.device)
     columns = _empty_columns(x, column_spec, tiles)
     _quantize_two_ways(x, rows, columns, tiles)
@@ -99,7 +99,8 @@ def quantize_rows_and_columns(
 
 
 def quantize_blocks(weight: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """weight [..., N, K] in blocks of 128 x 128 -> codes [..., N, K], scales [..., ceil(N / 128), ceil(K / 128)].
+    """Quantize weight [..., N, K] in blocks of 128 x 128 -> codes [..., N, K], scales [..., ceil(N / 128), ceil(K /
+    128)].
 
     out: as in `quantize_rows`.
     """
@@ -127,9 +128,10 @@ def quantize_many(
 def quantize_both_ways(
     weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """weights [N, K] of one shape, or stacked, in blocks -> stacked codes [E, N, K] and, from the same load, those of
-    their transposes [E, K, N]; scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks the same
-    numbers.
+    """Quantize weights [N, K] of one shape, or stacked, in blocks, and their transposes from the same load.
+
+    Return stacked codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square
+    blocks the same numbers.
     """
     n, k = weights[0].shape
     codes = empty_blocks((len(weights), n, k), spec, weights[0].device)
@@ -139,7 +141,7 @@ def quantize_both_ways(
 
 
 def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
-    """Room for a tensor of this shape in groups along its last axis."""
+    """Allocate a quantized tensor of this shape in groups along its last axis."""
     *lead, groups = scale_shape(shape, spec)
     scale_inv = torch.empty(groups, math.prod(lead), dtype=torch.float32, device=device).t()
     data = torch.empty(shape, dtype=spec.dtype, device=device)
@@ -147,7 +149,7 @@ def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> 
 
 
 def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
-    """Room for matrices [..., N, K] in blocks."""
+    """Allocate quantized matrices [..., N, K] in blocks."""
     scale_inv = torch.empty(scale_shape(shape, spec), dtype=torch.float32, device=device)
     return QuantizedTensor(torch.empty(shape, dtype=spec.dtype, device=device), scale_inv, spec)
 
@@ -178,7 +180,7 @@ def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> Qu
 
 
 def _matrices(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """[..., R, C] -> its matrices [R, C], rows of which are contiguous."""
+    """Return the matrices [R, C] of x [..., R, C], with contiguous rows."""
     x = dense_rows(x)
     return (x,) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]).unbind(0)
 
@@ -217,7 +219,7 @@ def _quantize_matrices(
 
 
 def format_constants(spec: TensorSpec | None) -> dict[str, bool | float | None]:
-    """A kernel's constants for the format that it quantizes to; of a kernel that does not, they mean nothing."""
+    """Return a kernel's constants for the format that it quantizes to; a kernel that does not quantize ignores them."""
     if spec is not None:
         _check_supported(spec)
     return {

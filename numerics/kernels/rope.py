@@ -77,7 +77,7 @@ def _rotate(
 
 @functools.lru_cache(maxsize=8)
 def _frequencies(theta: float, dim: int, yarn: Yarn | None, device: torch.device) -> torch.Tensor:
-    """`frequencies` where the kernel reads them."""
+    """Return `frequencies` on the kernel's device."""
     return frequencies(theta, dim, yarn).to(device)
 
 

@@ -22,7 +22,7 @@ _TOKENS = 4
 
 
 def top_experts(probs: torch.Tensor, top_k: int) -> torch.Tensor:
-    """probs [T, E] -> the k most probable experts int64 [T, k]; of equally probable ones those with the lower id."""
+    """Return the k most probable experts int64 [T, k] of probs [T, E]; among equals the lower ids."""
     probs = probs.contiguous()
     chosen = torch.empty(len(probs), top_k, dtype=torch.int64, device=probs.device)
     _launch(_top_kernel, probs, chosen, TOP_K=_checked(top_k, probs))
@@ -35,7 +35,8 @@ def route(
     renormalize: bool,
     choose: Callable[[torch.Tensor, int], torch.Tensor] = definition.top_experts,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], ascending, as `numerics.ops.router.route`.
+    """Route logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], ascending, as
+    `numerics.ops.router.route`.
 
     Another `choose` than the default is given the probabilities; the k different experts that it chooses get the same
     bits as if the kernel had chosen them.
@@ -92,7 +93,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """That of the definition, at the experts of the forward."""
+        """Return the gradient of the definition, at the experts of the forward."""
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
@@ -125,7 +126,7 @@ class _RouteSigmoid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """That of the definition, at the experts of the forward."""
+        """Return the gradient of the definition, at the experts of the forward."""
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
@@ -240,7 +241,7 @@ def _sigmoid(logits_ptr, token, expert, tokens, experts):
 
 @triton.jit
 def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """What experts are ranked by: sigmoid + bias, -inf outside the KEPT groups whose two best add up highest."""
+    """The scores that rank experts: sigmoid + bias, -inf outside the KEPT groups whose two best add up highest."""
     order = _order(probs + tl.load(bias_ptr + expert, mask=expert < experts, other=0.0), expert, experts)
     if KEPT < GROUPS:
         size = experts // GROUPS
@@ -262,7 +263,7 @@ def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.const
 
 @triton.jit
 def _choose(order, chosen_ptr, real, expert, experts, TOP_K: tl.constexpr, GIVEN: tl.constexpr):
-    """Which experts a token takes [TOKENS, EXPERTS]: those that are given, or the first ones in order."""
+    """The experts of each token [TOKENS, EXPERTS]: those that are given, or the first ones in order."""
     chosen = tl.zeros(order.shape, tl.int1)
     for index in range(TOP_K):
         if GIVEN:
@@ -284,7 +285,8 @@ def _store(probs, chosen, probs_ptr, chosen_ptr, real, expert, GIVEN: tl.constex
 
 @triton.jit
 def _order(probs, expert, experts):
-    """What experts are ranked by: NaN before everything, as torch sorts it, and no expert's place behind everything."""
+    """The scores that rank experts: NaN before everything, as torch sorts it, places behind the last expert at the
+    end."""
     return tl.where(expert < experts, tl.where(probs == probs, probs, float("inf")), float("-inf"))
 
 

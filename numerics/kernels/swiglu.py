@@ -22,14 +22,14 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_quantize(gate_up: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
-    """`quantize(swiglu(gate_up), spec)` of gate_up [T, 2F] in groups of 128. No gradient."""
+    """Return `quantize(swiglu(gate_up), spec)` of gate_up [T, 2F] in groups of 128. No gradient."""
     out = empty_rows((gate_up.shape[0], gate_up.shape[1] // 2), spec, gate_up.device)
     _forward(as_rows(gate_up), out.data, out)
     return out
 
 
 def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
+    """Return the gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
     features = dy.shape[-1]
     flat, dy = as_rows(gate_up), as_rows(dy)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)

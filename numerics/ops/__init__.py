@@ -13,7 +13,7 @@ from fp8rl.numerics.ops.attention import (
     packed_attention,
     paged_attention,
 )
-from fp8rl.numerics.ops.draw import draw, narrowed, support_floors, token_logprobs
+from fp8rl.numerics.ops.draw import draw, narrowed, token_logprobs, truncation_floors
 from fp8rl.numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from fp8rl.numerics.ops.latent import (
     head_linear,
@@ -90,11 +90,11 @@ __all__ = [
     "rope_pairs",
     "route",
     "route_sigmoid",
-    "support_floors",
     "swiglu",
     "token_logprobs",
     "top_experts",
     "trained_operand",
+    "truncation_floors",
     "updates",
     "weight_operand",
 ]

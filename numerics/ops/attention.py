@@ -96,8 +96,11 @@ def packed_attention(
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention`, without a gradient, and what its gradient is made of: the result [B, Q, heads, E], unrounded here,
-    and the logarithm of the sum of each row's weights, FP32 [B, Q, heads]."""
+    """Compute `attention` without a gradient, and what its gradient needs.
+
+    Return the result [B, Q, heads, E], unrounded here, and the logarithm of the sum of each row's weights, FP32 [B, Q,
+    heads].
+    """
     groups = k.shape[2]
     queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
     padding = max(0, FEWEST_ROWS - rows)
@@ -109,7 +112,9 @@ def attention_forward(
     for start in range(KEY_CHUNK, keys.shape[1], KEY_CHUNK):
         chunk = slice(start, start + KEY_CHUNK)
         own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, scale)
-        peak, total, out = _merge_chunk((peak, total, out), own)
+        before, peak = peak, torch.maximum(peak, own[0])  # finite: every row saw key 0, in the first chunk
+        rescale, share = torch.exp(before - peak), torch.exp(own[0] - peak)
+        total, out = total * rescale + own[1] * share, out * rescale + own[2] * share
     result = _unfold_rows((out / total)[:, :rows], (*q.shape[:3], v.shape[3]))
     return result.to(q.dtype), result, _unfold_rows((peak + total.log())[:, :rows], (*q.shape[:3], 1))[..., 0]
 
@@ -125,7 +130,7 @@ def attention_dq(
     logsumexp: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the queries, and what the softmax's gradient subtracts in each row, FP32 [B, Q, heads]."""
+    """Return the gradient of the queries, and the term that the softmax's gradient subtracts, FP32 [B, Q, heads]."""
     delta = (dout.float() * result.float()).sum(-1)
     _, dscores = _weights(dout, q, k, v, positions, logsumexp, delta, scale)
     return _unfold_rows(torch.bmm(dscores, _fold_keys(k)), q.shape).to(q.dtype), delta
@@ -142,8 +147,11 @@ def attention_dkv(
     delta: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of keys and values from all queries. The keys may be some of a sequence's, next to each other, and
-    positions are counted from the first of them: negative of a query that sees none."""
+    """Return the gradients of keys and values from all queries.
+
+    The keys may be a run of a sequence's keys. Positions are counted from the first of them: negative of a query that
+    sees none.
+    """
     weights, dscores = _weights(dout, q, k, v, positions, logsumexp, delta, scale)
     return _of_keys(dscores, q, k), _of_keys(weights, dout, v)
 
@@ -177,8 +185,10 @@ def _weights(
     delta: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of softmax attention from the saved log-sum-exp, and the gradient of its scores, FP32
-    [B * groups, rows, keys] (Dao et al. 2022, without tiling)."""
+    """Return the weights of softmax attention from the saved log-sum-exp, and the gradient of its scores.
+
+    Both are FP32 [B * groups, rows, keys] (Dao et al. 2022, without tiling).
+    """
     groups = k.shape[2]
     queries, keys, values = _fold_queries(q, groups), _fold_keys(k), _fold_keys(v)
     limits = _row_positions(positions, q.shape[2] // groups, groups)
@@ -190,15 +200,16 @@ def _weights(
 
 
 def _of_keys(weights: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """rows [B, Q, heads, D], summed with weights for each key, in the shape of k or v."""
+    """Return rows [B, Q, heads, D], summed with weights for each key, in the shape of k or v."""
     folded = torch.bmm(weights.transpose(1, 2), _fold_queries(rows, like.shape[2]))
-    return _unfold_keys(folded, like, like.shape[1])
+    batch, length, groups, dim = like.shape
+    return folded[:, :length].reshape(batch, groups, length, dim).permute(0, 2, 1, 3).to(like.dtype)
 
 
 def _attend_chunk(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, limits: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The online softmax of folded queries over the keys of a chunk, of which `first` is the position of the first.
+    """Compute the online softmax of folded queries over the keys of a chunk that begins at position `first`.
 
     Returns each row's largest score [B, rows, 1], -inf where it sees none of these keys; the sum of its weights,
     exp(score - largest) [B, rows, 1]; and the values summed with these weights [B, rows, E].
@@ -214,23 +225,10 @@ def _attend_chunk(
         peak, before = torch.maximum(peak, scores.amax(-1, keepdim=True)), peak
         shift = peak.masked_fill(peak == -torch.inf, 0.0)  # a row that sees no key has weights of 0
         weights, rescale = torch.exp(scores - shift), torch.exp(before - shift)
-        total = total * rescale + _sum_keys(weights)
+        padded = F.pad(weights, (0, KEY_SPLIT - weights.shape[-1]))  # so that a shorter split adds in the same order
+        total = total * rescale + padded.sum(-1, keepdim=True)
         out = out * rescale + torch.bmm(weights, values[:, start:stop])
     return peak, total, out
-
-
-def _merge_chunk(
-    before: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chunk: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add the (peak, total, out) of a chunk to those of all before it, in the first of which every row saw key 0."""
-    peak = torch.maximum(before[0], chunk[0])
-    rescale, share = torch.exp(before[0] - peak), torch.exp(chunk[0] - peak)
-    return peak, before[1] * rescale + chunk[1] * share, before[2] * rescale + chunk[2] * share
-
-
-def _sum_keys(weights: torch.Tensor) -> torch.Tensor:
-    """Row sums over a split of keys, always over KEY_SPLIT numbers, so that a shorter split adds in the same order."""
-    return F.pad(weights, (0, KEY_SPLIT - weights.shape[-1])).sum(-1, keepdim=True)
 
 
 def _fold_queries(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -258,19 +256,17 @@ def _fold_keys(x: torch.Tensor) -> torch.Tensor:
     return F.pad(folded, (0, 0, 0, -length % KEY_PADDING))
 
 
-def _unfold_keys(x: torch.Tensor, like: torch.Tensor, length: int) -> torch.Tensor:
-    batch, _, groups, dim = like.shape
-    return x[:, :length].reshape(batch, groups, length, dim).permute(0, 2, 1, 3).to(like.dtype)
-
-
 def _row_positions(positions: torch.Tensor, repeats: int, groups: int) -> torch.Tensor:
     """int64 [B, Q] -> [B * groups, repeats * Q, 1], the position of each folded row."""
     return positions.repeat(1, repeats).repeat_interleave(groups, 0).unsqueeze(-1)
 
 
 def _of_similar_length(new: torch.Tensor, total: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of sequences that are padded to one shape: new and total lengths alike to within a factor of two. Those
-    without new tokens or without keys are left out."""
+    """Yield the indices of sequences that are padded to one shape: new and total lengths alike to within a factor of
+    two.
+
+    Sequences without new tokens or without keys are left out.
+    """
     pairs = enumerate(zip(new.tolist(), total.tolist(), strict=True))
     keys = {i: (n.bit_length(), max(t, 64).bit_length()) for i, (n, t) in pairs if n and t}
     for key in sorted(set(keys.values())):

@@ -27,8 +27,9 @@ _ANY_FLOOR_BLOCK = 1 << 25
 
 
 @op
-def support_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """The lowest logit of each row that stays: a token may be drawn if and only if its logit is not below. FP32 [B].
+def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Return the lowest logit of each row that stays, FP32 [B]: a token may be drawn if and only if its logit is not
+    below.
 
     Tokens stand in the order of their logits, in FP32 and from the largest down. Equal logits stay or go together, so
     the order of ids does not matter, and there may be more than top-k. A token weighs exp((logit - largest) /
@@ -53,12 +54,12 @@ def support_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: T
 
 
 def narrowed(logits: Tensor, floors: Tensor) -> Tensor:
-    """Logits [..., V] with -inf in place of what is below its row's floor [...]; with gradient."""
+    """Return logits [..., V] with -inf in place of what is below its row's floor [...]; with gradient."""
     return logits.masked_fill(logits < floors.unsqueeze(-1), -torch.inf)
 
 
 def weights(logits: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """int64 [B, V] of FP32 logits [B, V], none NaN; largest, temperatures: FP32 [B, 1]."""
+    """Return each token's weight, int64 [B, V], of FP32 logits [B, V], none NaN; largest, temperatures: FP32 [B, 1]."""
     scaled, top = (logits / temperatures).double(), (largest / temperatures).double()
     exponent = torch.where(logits == largest, 0.0, (scaled - top) * LOG2_E).clamp_(min=LEAST)
     whole = (exponent + 0.5).floor()
@@ -90,7 +91,7 @@ def _floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, 
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
+    """Return log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits [..., V] of any float dtype, tokens int64 [...], temperature a number or a tensor [...], one of each row.
     Everything in FP32: one division, then log_softmax over the whole vocabulary in one reduction. A token of logit -inf
@@ -124,7 +125,7 @@ _ANY_BLOCK = 1 << 26
 
 @op
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """One token of each row of logits [B, V], int64 [B]; a NaN is never drawn.
+    """Draw one token of each row of logits [B, V], int64 [B]; a NaN is never drawn.
 
     By Gumbel's maximum: argmax(logits / temperature + noise) over the vocabulary is a draw from the softmax (Gumbel
     1954). It needs no sum, so there is no order of reduction to define. The quotient is in FP32, as in
@@ -138,19 +139,18 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
     """
     rows = max(1, _BLOCK.get(logits.device.type, _ANY_BLOCK) // logits.shape[-1])
     pieces = (values.split(rows) for values in (logits, temperatures, seeds, positions))
-    return torch.cat([_draw(*piece) for piece in zip(*pieces, strict=True)])
+    drawn = []
+    for some, temperature, seed, position in zip(*pieces, strict=True):
+        scaled = (some.float() / temperature.float().unsqueeze(-1)).double().nan_to_num(nan=-torch.inf)
+        noisy = scaled + gumbel(seed, position, some.shape[-1])
+        drawn.append(torch.where((seed == GREEDY).unsqueeze(-1), scaled, noisy).argmax(-1))
+    return torch.cat(drawn)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """The noise of tokens 0 to count - 1, FP64 [B, count]; seeds and positions: int64 [B]."""
+    """Return the noise of tokens 0 to count - 1, FP64 [B, count]; seeds and positions: int64 [B]."""
     row = mix(mix(seeds + GOLDEN) ^ mix(positions * GOLDEN + 1))
     column = torch.arange(1, count + 1, device=seeds.device) * GOLDEN
     bits = mix(row.unsqueeze(-1) + column)
     uniform = (shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 nor 1
     return -(-uniform.log()).log()
-
-
-def _draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    scaled = (logits.float() / temperatures.float().unsqueeze(-1)).double().nan_to_num(nan=-torch.inf)
-    noisy = scaled + gumbel(seeds, positions, logits.shape[-1])
-    return torch.where((seeds == GREEDY).unsqueeze(-1), scaled, noisy).argmax(-1)

@@ -18,14 +18,14 @@ from fp8rl.numerics.spec import QuantSpec
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """One matrix of every expert: the parameters [N, K] (or one, stacked), and their operand (None: not quantized).
-
-    low_rank: the adapter, each expert's own or one for all; None: none.
-    """
+    """One matrix of every expert."""
 
     weights: Sequence[torch.Tensor] | torch.Tensor
+    """The parameters [N, K], or one stack of them."""
     operand: Any = None
+    """Their operand; None: not quantized."""
     low_rank: LowRank | None = None
+    """The adapter, each expert's own or one for all; None: none."""
 
 
 @op
@@ -37,7 +37,7 @@ def experts(
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
 ) -> torch.Tensor:
-    """Each expert's MLP on its own tokens: x [T, H] sorted by expert, counts int64 [experts], -> [T, H].
+    """Run each expert's MLP on its own tokens: x [T, H] sorted by expert, counts int64 [experts], -> [T, H].
 
     An expert's w13 is [2F, H], gate rows first; its w2 is [H, F]. Rounded to x's dtype after each of the two products
     and after SwiGLU. Adapters are added as `numerics.ops.low_rank` says. The router's probability is applied by the
@@ -50,7 +50,7 @@ def experts(
 def adapted_grouped_linear(
     x: torch.Tensor, counts: torch.Tensor, w: ExpertWeights, spec: QuantSpec | None, backward: Backward
 ) -> torch.Tensor:
-    """`grouped_linear` with these weights, and with their adapter if there is one."""
+    """Compute `grouped_linear` with these weights, and with their adapter if there is one."""
     low_rank, plus = w.low_rank, None
     if low_rank is not None and low_rank.per_expert:
         h = grouped_linear(x, counts, low_rank.a)
@@ -61,7 +61,7 @@ def adapted_grouped_linear(
 
 
 def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """experts int64 [T, k] -> the order [T * k] that sorts (token, choice) pairs by expert, and tokens per expert."""
+    """Return the order [T * k] that sorts (token, choice) pairs of int64 [T, k] by expert, and tokens per expert."""
     flat = experts.reshape(-1)
     counts = flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
     return flat.argsort(stable=True), counts
@@ -69,7 +69,7 @@ def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 @op
 def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weighted sum over each token's experts, in ascending expert id, in FP32, rounded once to `dtype`.
+    """Return the weighted sum over each token's experts, in ascending expert id, in FP32, rounded once to `dtype`.
 
     outputs [T * k, H] in the order of `group_by_expert`, probs FP32 [T, k] as `route` gives them -> [T, H].
     """
@@ -79,7 +79,7 @@ def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dty
 
 
 def sum_in_order(choices: torch.Tensor) -> torch.Tensor:
-    """The sum over the k choices of each token, the first to the last: [T, k, H] -> [T, H]."""
+    """Sum the k choices of each token, the first to the last: [T, k, H] -> [T, H]."""
     total = choices[:, 0]
     for choice in range(1, choices.shape[1]):
         total = total + choices[:, choice]

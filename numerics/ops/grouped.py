@@ -29,8 +29,8 @@ def grouped_linear(
     backward: Backward = "fp8",
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Row by row the same as `linear`, or with an operand and a spec as `fp8_linear`, of the row's group; plus [T, N]
-    as there.
+    """Compute `linear` of each row with its group's weight, or with an operand and a spec `fp8_linear`; plus [T, N] as
+    there.
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
     K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
@@ -45,24 +45,21 @@ def grouped_linear(
 
 
 def given_to_autograd(weights: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a grouped product is a function of: each matrix, or the one stack of all."""
+    """Return the weights as inputs of a grouped product in autograd: each matrix, or the one stack of all."""
     return (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Where the gradients of a grouped product's weights go.
-
-    Attributes:
-        stacked: the weights are one tensor [groups, N, K].
-        dtype: of the weights, to which each gradient is rounded.
-        total: FP32, of a stack's shape, to which a trainer has them added where they are computed; None: autograd has
-            them. Megatron-core keeps it at the parameter.
-    """
+    """The place and the form of the gradients of a grouped product's weights."""
 
     stacked: bool
+    """The weights are one tensor [groups, N, K]."""
     dtype: torch.dtype
+    """The weights' dtype, to which each gradient is rounded."""
     total: torch.Tensor | None
+    """FP32, of a stack's shape: gradients are added to it where they are computed. None: autograd gets them.
+    Megatron-core keeps it at the parameter."""
 
     @classmethod
     def of(cls, weights: Sequence[torch.Tensor] | torch.Tensor) -> Gradients:
@@ -70,7 +67,7 @@ class Gradients:
         return cls(stacked, weights[0].dtype, getattr(weights, "main_grad", None) if stacked else None)
 
     def returned(self, found: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """What autograd has of gradients [groups, N, K]; None: they are in the total."""
+        """Return gradients [groups, N, K] as autograd takes them; None: they are in the total."""
         return (found,) if found is None or self.stacked else found.unbind(0)
 
 
@@ -97,7 +94,8 @@ class _GroupedProduct(torch.autograd.Function):
         if spec is None and plus is None and stacked is not None and narrow(x, counts, n * x.shape[1]):
             return side_by_side(x, counts, stacked.detach())
         out = x.new_empty(x.shape[0], n)
-        for (start, stop), weight in zip(_spans(counts), operands, strict=True):
+        stops = list(accumulate(counts))
+        for start, stop, weight in zip([0, *stops[:-1]], stops, operands, strict=True):
             if start < stop:
                 _span_product(rows, start, stop, dense(weight), plus, out)
         return out
@@ -127,7 +125,7 @@ class _GroupedProduct(torch.autograd.Function):
 def _weight_gradients(
     dy: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], gradients: Gradients
 ) -> Sequence[torch.Tensor | None]:
-    """What autograd has of the gradients, each of dy [T, N] and rows [T, K] of its group."""
+    """Return the gradients as autograd takes them, each of dy [T, N] and rows [T, K] of its group."""
     groups = zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
     found = (wide_mm(d.t(), r).to(gradients.dtype) if d.shape[0] else None for d, r in groups)
     if not gradients.stacked:
@@ -141,27 +139,26 @@ def _weight_gradients(
 
 
 def narrow(x: torch.Tensor, counts: Sequence[int], work: int) -> bool:
-    """Whether one product of all rows with the matrices of all groups, side by side, is faster than one for each group,
-    with the same bits: where a call costs more than what it computes. work: multiplications of a row with a matrix."""
+    """Return True if one product of all rows with the matrices of all groups, side by side, is faster than one per
+    group.
+
+    It has the same bits. It is faster where a call costs more than what it computes. work: multiplications of a row
+    with a matrix.
+    """
     used = sum(map(bool, counts))
     fast = len(counts) * work * (len(x) + _WEIGHTS_AS_ROWS) <= used * _CALL
     return fast and x.device.type == "cpu" and not chooses_by_rows(x.device, x.dtype)
 
 
 def side_by_side(x: torch.Tensor, counts: Sequence[int], stack: torch.Tensor) -> torch.Tensor:
-    """Rows x [T, K] by their groups' matrices, of stack [groups, N, K], computed by those of all groups -> [T, N]."""
+    """Multiply rows x [T, K] with their groups' matrices of stack [groups, N, K], by one product with all -> [T, N]."""
     whole = product(x, stack.flatten(0, 1), x.dtype).unflatten(1, stack.shape[:2])
     return whole[torch.arange(len(x)), group_of_rows(counts)]
 
 
 def group_of_rows(counts: Sequence[int]) -> torch.Tensor:
-    """The group of each row, int64 [T]."""
+    """Return the group of each row, int64 [T]."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-
-
-def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
-    stops = list(accumulate(counts))
-    return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def _span_product(
@@ -193,7 +190,7 @@ def _span_product(
 def _padded(
     tensors: Sequence[torch.Tensor], counts: Sequence[int], multiple: int
 ) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
-    """Tensors [T, ...] with each group filled up to a multiple of rows with zeros, and the rows per group then."""
+    """Return tensors [T, ...] with each group filled up to a multiple of rows with zeros, and the rows per group."""
     if multiple == 1:
         return tensors, counts
     padded = [-(-count // multiple) * multiple for count in counts]

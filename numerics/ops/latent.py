@@ -31,7 +31,7 @@ from fp8rl.numerics.ops.low_rank import LowRank, low_rank_term
 
 @op
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
-    """`attention` of q [B, Q, heads, D] over rows [B, T, D], whose first `rank` numbers are the values.
+    """Compute `attention` of q [B, Q, heads, D] over rows [B, T, D], whose first `rank` numbers are the values.
 
     positions int64 [B, Q]. Returns [B, Q, heads, rank]. A row's gradient is that of the key and that of the value.
     """
@@ -41,7 +41,7 @@ def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scal
 
 @op
 def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
-    """`latent_attention` of sequences that lie end to end, each over its own rows, bit for bit.
+    """Compute `latent_attention` of sequences that lie end to end, each over its own rows, bit for bit.
 
     q [T, heads, D]; rows [T, D]; lengths int64 [B], 1 or more each, T together. Returns [T, heads, rank].
     """
@@ -53,7 +53,7 @@ def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int,
 def paged_latent_attention(
     q: Tensor, cache: Tensor, table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor, rank: int, scale: float
 ) -> Tensor:
-    """`latent_attention` of the newest tokens over rows in the slots of a cache [slots, D], bit for bit.
+    """Compute `latent_attention` of the newest tokens over rows in the slots of a cache [slots, D], bit for bit.
 
     q [tokens, heads, D]; the rest as of `paged_attention`. Returns [tokens, heads, rank].
     """
@@ -71,18 +71,19 @@ def head_linear(
     transposed: bool = False,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """Each head's product with W [count, R]: the rows from `first` on of its equal part of weight [heads * M, R].
+    """Multiply each head with its W [count, R]: the rows from `first` on of the head's equal part of weight [heads * M,
+    R].
 
     x [T, heads, R] -> [T, heads, count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W.
     plus, of the result's shape and dtype, is added to the FP32 sum, which is rounded once to x's dtype. weight receives
-    the gradient; operand: its `weight_operand` or its `Frozen`, where it is quantized, of which the dequantized numbers
-    are taken and x as it is; None: the weight itself.
+    the gradient. operand: its `weight_operand` or its `Frozen`, if it is quantized: x stays as it is, and the operand
+    is dequantized; None: the weight itself.
     """
     return _HeadProduct.apply(x, weight, weight if operand is None else operand, first, count, transposed, plus)
 
 
 def head_term(x: Tensor, low_rank: LowRank, first: int, count: int, transposed: bool = False) -> Tensor:
-    """What the adapter of a weight adds to its `head_linear` of the other arguments, as the module defines it."""
+    """Return the term that a weight's adapter adds to its `head_linear` of the other arguments (see the module)."""
     if transposed:
         h = head_linear(x, low_rank.b, None, first, count, True)
         return low_rank.on_rows(low_rank_term(h, low_rank.a.t().contiguous(), low_rank.scale))
@@ -130,8 +131,11 @@ def head_gradients(
     transposed: bool,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `head_linear`: of x, and of its weight of `shape`, of which matrices [heads, count, R] stand at
-    `place`; zeros elsewhere. They need no fixed order."""
+    """Return the gradients of `head_linear`: of x, and of its weight of `shape`.
+
+    The matrices [heads, count, R] stand at `place` of the weight; its gradient is zero elsewhere. They need no fixed
+    order.
+    """
     dx = dw = None
     each = range(len(matrices))
     if needed[0]:

@@ -32,36 +32,38 @@ ROW_BLOCK = 64
 
 @op
 def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
-    """A quantized weight [..., N, K] in the form that products take: here, what it dequantizes to.
+    """Return a quantized weight [..., N, K] in the form that products take: here, what it dequantizes to.
 
-    It is made once per weight version. Experts' matrices may be stacked: [experts, N, K].
-    former: the operand of an earlier version of this weight, which nothing uses any more; its memory may be used again.
+    It is made once per weight version. Experts' matrices may be stacked: [experts, N, K]. former: the operand of an
+    earlier version of this weight, which nothing uses any more; its memory may be used again.
     """
     return quantized.dequantize(out=former)
 
 
 def dense(operand: Any) -> torch.Tensor:
-    """What a product multiplies with: the operand itself, or of a frozen weight what its codes say, made anew."""
+    """Return the factor of a product: the operand itself, or a frozen weight, dequantized anew."""
     made: torch.Tensor = operand.dequantized() if isinstance(operand, Frozen) else operand
     return made
 
 
 @op
 def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Any:
-    """`weight_operand` of weight [N, K] quantized by `spec`. What its gradients need may be made in the same pass."""
+    """Return the `weight_operand` of weight [N, K] quantized by `spec`, with what its gradients need."""
     return weight_operand(quantize(weight, spec))
 
 
 @op
 def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
-    """The experts' weights [N, K], or a stack of them, each quantized by `spec`, as grouped products take them."""
+    """Return the experts' weights [N, K], or their stack, each quantized by `spec`, as grouped products take them."""
     return [quantize(weight, spec).dequantize() for weight in weights]
 
 
 @op
 def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] @ weight [N, K]^T in x's dtype, unquantized. plus [..., N], in x's dtype, is added to the FP32 sum
-    before it is rounded."""
+    """Compute x [..., K] @ weight [N, K]^T in x's dtype, unquantized.
+
+    plus [..., N], in x's dtype, is added to the FP32 sum before it is rounded.
+    """
     if k_splits == 1:
         return _Product.apply(x, weight, weight, None, "bf16", x.dtype, plus)
     slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), strict=True)
@@ -70,7 +72,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch
 
 @op
 def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One K slice of `linear`: x [..., K/n], weight [N, K/n] -> FP32 [..., N]."""
+    """Compute one K slice of `linear`: x [..., K/n], weight [N, K/n] -> FP32 [..., N]."""
     return _Product.apply(x, weight, weight, None, "bf16", torch.float32, None)
 
 
@@ -84,13 +86,13 @@ def fp8_linear(
     k_splits: int = 1,
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The FP8 product of x [..., K] and a quantized weight, in x's dtype; plus as in `linear`.
+    """Compute the FP8 product of x [..., K] and a quantized weight, in x's dtype; plus as in `linear`.
 
     weight [N, K] is the parameter, which receives the gradient; operand is its `trained_operand`
     (`WeightCache.operand`), the `weight_operand` of its quantized form, or its `Frozen`. x is quantized by
-    `spec.activation` along K.
-    backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad (TransformerEngine's
-    Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is (straight through).
+    `spec.activation` along K. backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad
+    (TransformerEngine's Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is
+    (straight through).
     """
     if k_splits == 1:
         return _Product.apply(x, weight, operand, spec, backward, x.dtype, plus)
@@ -102,7 +104,7 @@ def fp8_linear(
 def fp8_linear_partial(
     x: torch.Tensor, weight: torch.Tensor, operand: Any, spec: QuantSpec, backward: Backward = "fp8"
 ) -> torch.Tensor:
-    """One K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
+    """Compute one K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
     return _Product.apply(x, weight, operand, spec, backward, torch.float32, None)
 
 
@@ -116,12 +118,12 @@ def norm_fp8_linear(
     spec: QuantSpec,
     backward: Backward = "fp8",
 ) -> torch.Tensor:
-    """`fp8_linear(rms_norm(x, norm_weight, eps), ...)`, in one op because a kernel need not store what is between."""
+    """Compute `fp8_linear(rms_norm(x, norm_weight, eps), ...)`. One op, because a kernel need not store the norm."""
     return fp8_linear(rms_norm(x, norm_weight, eps), weight, operand, spec, backward)
 
 
 def add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """product [..., N] + bias [N], for None the product: a second rounding, behind that of the product.
+    """Add a bias [N] to product [..., N], in a second rounding behind that of the product; None: return the product.
 
     Megatron and SGLang's FP8 products add it so too, while a fused BF16 product of torch's rounds once. A row's sum
     does not depend on other rows, so there is nothing for a kernel of ours to fix.
@@ -130,7 +132,7 @@ def add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 class _AddBias(torch.autograd.Function):
-    """The bias's gradient is added up over all rows in FP32 and rounded once."""
+    """A sum whose bias gets its gradient added up over all rows in FP32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, product: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,7 @@ class _AddBias(torch.autograd.Function):
 def merge_partials(
     partials: Sequence[torch.Tensor], dtype: torch.dtype, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """FP32 partials [..., N] added in the order given, and then plus [..., N], rounded once to `dtype`."""
+    """Add FP32 partials [..., N] in the order given, and then plus [..., N]; round once to `dtype`."""
     total = partials[0]
     for partial in partials[1:]:
         total = total + partial
@@ -155,7 +157,8 @@ def merge_partials(
 def product(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K]^T -> [T, N], each row the same whatever T is. An FP32 result is not rounded to BF16.
+    """Compute x [T, K] @ weight [N, K]^T -> [T, N], each row the same whatever T is. An FP32 result is not rounded to
+    BF16.
 
     plus [T, N], BF16, is added to the FP32 sum, which is rounded once.
     """
@@ -174,7 +177,7 @@ def product(
 
 
 def _mm(x: torch.Tensor, plus: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-    """One call of the matrix library. Of BF16 matrices it adds `plus` to its FP32 sum; an FP32 sum needs no help."""
+    """Call the matrix library once. Of BF16 matrices it adds `plus` to its FP32 sum; an FP32 sum needs no help."""
     if plus is None:
         return torch.mm(x, weight.t())
     return torch.addmm(plus, x, weight.t()) if x.dtype == plus.dtype else torch.mm(x, weight.t()) + plus
@@ -182,7 +185,7 @@ def _mm(x: torch.Tensor, plus: torch.Tensor | None, weight: torch.Tensor) -> tor
 
 @functools.cache
 def chooses_by_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this machine's matrix library gives a row other bits in a larger product, tried once per process."""
+    """Try, once per process, if this machine's matrix library gives a row other bits in a larger product."""
     generator = torch.Generator().manual_seed(0)
 
     def varies(k: int, n: int) -> bool:
@@ -233,7 +236,7 @@ class _Product(torch.autograd.Function):
 
 
 def wide_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in the wider of the two dtypes; gradients need no fixed order."""
+    """Compute a @ b in the wider of the two dtypes; gradients need no fixed order."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     return torch.mm(a, b)

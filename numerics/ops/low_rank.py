@@ -32,37 +32,38 @@ from fp8rl.numerics.spec import QuantSpec
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """The adapter of one product, or of all experts, as the product takes it.
-
-    a: [parts * r, K], the A of each matrix that the product fuses, one after the other. b: [N, parts * r]: in the
-        columns of the part that a row goes with that row of B, else zeros (`Fused.wide`). Both BF16. Of experts with
-        adapters of their own, a [experts, parts * r, K] and b [experts, N, parts * r].
-    scale: alpha / rank.
-    rows: bool [T or more], the rows of x that have the adapter, where others go without; None: all have it.
-    """
+    """The adapter of one product, or of all experts, as the product takes it. a and b are BF16."""
 
     a: Tensor
+    """[parts * r, K], the A of each matrix that the product fuses, one after the other; or [experts, parts * r, K] of
+    experts with adapters of their own."""
     b: Tensor
+    """[N, parts * r] or [experts, N, parts * r]: each row of B stands in the columns of its part; the rest is zeros
+    (`Fused.wide`)."""
     scale: float
+    """alpha / rank."""
     parts: int = 1
     rows: Tensor | None = None
+    """bool [T or more], the rows of x that have the adapter, where others go without; None: all have it."""
 
     @property
     def per_expert(self) -> bool:
-        """Whether each expert has its own."""
+        """True if each expert has an adapter of its own."""
         return self.b.dim() == 3
 
     def of_expert(self, index: int) -> LowRank:
-        """That of one expert."""
+        """Return the adapter of one expert."""
         return dataclasses.replace(self, a=self.a[index], b=self.b[index]) if self.per_expert else self
 
     def of_rows(self, index: Tensor) -> LowRank:
-        """That of these rows of x, int64 [T]."""
+        """Return the adapter for these rows of x, int64 [T]."""
         return self if self.rows is None else dataclasses.replace(self, rows=self.rows[index])
 
     def on_rows(self, term: Tensor) -> Tensor:
-        """d [T, ...] of the rows that have the adapter, and -0 of the others: added to a sum, it changes no bit, not
-        even the sign of a zero."""
+        """Return d [T, ...] of the rows that have the adapter, and -0 of the others.
+
+        Added to a sum, -0 changes no bit, not even the sign of a zero.
+        """
         if self.rows is None:
             return term
         return torch.where(self.rows[: len(term)].view(-1, *(1,) * (term.dim() - 1)), term, -0.0)
@@ -70,17 +71,16 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Where the rows of B [M, r] stand among the N rows of a product that fuses matrices, some of them without adapter.
-
-    index: int64 [M * r], of B's elements in the flattened [N, parts * r]. shape: (N, parts * r).
-    """
+    """The rows of B [M, r] among the N rows of a product that fuses matrices, some of them without adapter."""
 
     index: Tensor
+    """int64 [M * r], of B's elements in the flattened [N, parts * r]."""
     shape: tuple[int, int]
+    """(N, parts * r)."""
 
     @classmethod
     def of(cls, rows: Tensor, part: Tensor, n: int, parts: int, rank: int) -> Fused:
-        """Row i of B adds to the product's row rows[i], and goes with matrix part[i] of A; both int64 [M]."""
+        """Return the map of a B whose row i adds to the product's row rows[i], with matrix part[i] of A; int64 [M]."""
         first = (rows * parts + part) * rank
         return cls((first[:, None] + torch.arange(rank, device=rows.device)).flatten(), (n, parts * rank))
 
@@ -88,13 +88,13 @@ class Fused:
         return Fused(self.index.to(device), self.shape)
 
     def wide(self, b: Tensor) -> Tensor:
-        """`LowRank.b` of B [M, r], or of each expert's [experts, M, r]."""
+        """Return `LowRank.b` of B [M, r], or of each expert's [experts, M, r]."""
         zeros = b.new_zeros(*b.shape[:-2], self.shape[0] * self.shape[1])
         return zeros.index_copy(-1, self.index, b.flatten(-2)).unflatten(-1, self.shape)
 
 
 def adapted_linear(x: Tensor, weight: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
-    """`linear` of x [..., K] and weight [N, K] with an adapter, as the module defines it."""
+    """Compute `linear` of x [..., K] and weight [N, K] with an adapter, as the module defines it."""
     return linear(x, weight, k_splits, low_rank_of(x, low_rank, k_splits))
 
 
@@ -107,19 +107,20 @@ def adapted_fp8_linear(
     backward: Backward = "fp8",
     k_splits: int = 1,
 ) -> Tensor:
-    """`fp8_linear` of x [..., K] with an adapter, which takes x unquantized, as the module defines it."""
+    """Compute `fp8_linear` of x [..., K] with an adapter, which takes x unquantized, as the module defines it."""
     return fp8_linear(x, weight, operand, spec, backward, k_splits, low_rank_of(x, low_rank, k_splits))
 
 
 def low_rank_of(x: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
-    """d [..., N] of x [..., K]: what a product adds before it is rounded."""
+    """Return d [..., N] of x [..., K], the term that is added to a product before it is rounded."""
     h = linear(x, low_rank.a, k_splits)
     return low_rank.on_rows(low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
 
 
 @op
 def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
-    """round(scale * (h b^T)), h [..., parts * r] = round(x a^T) and b [N, parts * r] as in `LowRank`, -> [..., N].
+    """Compute round(scale * (h b^T)), h [..., parts * r] = round(x a^T) and b [N, parts * r] as in `LowRank`, -> [...,
+    N].
 
     Where ranks share K, h is their merged `linear_partial`s, and `merge_partials` adds the term.
     """
@@ -128,8 +129,10 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
 
 @op
 def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
-    """`low_rank_term` with b [groups, N, parts * r] of each row's group: h [T, parts * r] sorted by group, counts int64
-    [groups]."""
+    """Compute `low_rank_term` with b [groups, N, parts * r] of each row's group.
+
+    h [T, parts * r] is sorted by group, counts int64 [groups].
+    """
     return _Term.apply(h, b, scale, parts, counts.tolist())
 
 
@@ -164,9 +167,12 @@ class _Term(torch.autograd.Function):
 
 
 def _scaled(h: Tensor, b: Tensor, scale: float, even: bool) -> Tensor:
-    """round(scale * (h b^T)). Rounding commutes with a power of two, which then needs no sum in FP32 outside of the
-    matrix library. That adds terms of BF16 in pairs: a sum has the same bits within a wider one if it begins with a
-    pair, so the rank has to be `even`."""
+    """Compute round(scale * (h b^T)).
+
+    Rounding commutes with a power of two, which then needs no sum in FP32 outside of the matrix library. The library
+    adds terms of BF16 in pairs: a sum has the same bits within a wider one if it begins with a pair, so the rank has to
+    be `even`.
+    """
     if even and _is_power_of_two(scale):
         return product(h * scale, b, h.dtype)
     return (product(h, b, torch.float32) * scale).to(h.dtype)

@@ -1,9 +1,9 @@
-"""Adapters that are merged into the weight: what is served in its place, and how gradients reach the adapter.
+"""Adapters that are merged into the weight: the weight that is served, and the gradients of the adapter.
 
 The weight round(W + scale * B A) is multiplied with like any other, quantized or not, and no product knows the adapter.
-The gradient of a product's weight would be dy^T x [N, K]; what A and B need of it are products that
-have the rank as one of their sides: dh = scale * dy B, dA = dh^T x, dB = scale * dy^T h with h = x A^T. They are taken
-of dy and x as they are, whatever the weight is quantized to (straight through).
+The gradient of a product's weight would be dy^T x [N, K]; A and B need products of it that have the rank as one of
+their sides: dh = scale * dy B, dA = dh^T x, dB = scale * dy^T h with h = x A^T. They are taken of dy and x as they are,
+whatever the weight is quantized to (straight through).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8rl.numerics.ops.low_rank import LowRank
 
 @torch.no_grad()
 def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
-    """weight [..., N, K] + scale * B A, rounded to FP32 and then once to the weight's dtype.
+    """Return weight [..., N, K] + scale * B A, rounded to FP32 and then once to the weight's dtype.
 
     B A is summed in FP64, where the products of BF16 numbers are exact and so are, but for numbers of very different
     size, their sums: the order of the sum, and with it how ranks share the weight, makes no difference.
@@ -32,12 +32,12 @@ def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def updates(low_rank: LowRank) -> Tensor:
-    """scale * B A, FP64 [N, K]."""
+    """Return scale * B A, FP64 [N, K]."""
     return torch.mm(low_rank.b.double(), low_rank.a.double()).mul_(low_rank.scale)
 
 
 def reaching(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:
-    """`product` [..., N] of x [..., K] and `merged`, as it is; its gradient reaches a and b of the adapter.
+    """Return `product` [..., N] of x [..., K] and `merged`, as it is; its gradient reaches a and b of the adapter.
 
     counts: int64 [experts], where each group of rows [T, K] has an adapter of its own.
     """
@@ -47,7 +47,7 @@ def reaching(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | Non
 
 
 def reaching_term(product: Tensor, term: Tensor) -> Tensor:
-    """`product`, as it is; its gradient reaches what `term`, of the same shape, is made of, as if it were added."""
+    """Return `product`, as it is; its gradient reaches the inputs of `term`, of the same shape, as if it were added."""
     out: Tensor = _ReachingTerm.apply(product, term)
     return out
 
@@ -87,6 +87,6 @@ class _Reaching(torch.autograd.Function):
 
 
 def _gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The gradients of a [R, K] and b [N, R], in their dtype, from dy [T, N] and x [T, K]."""
+    """Return the gradients of a [R, K] and b [N, R], in their dtype, from dy [T, N] and x [T, K]."""
     dh, h = wide_mm(dy, b) * scale, wide_mm(x, a.t()) * scale
     return wide_mm(dh.t(), x).to(a.dtype), wide_mm(dy.t(), h).to(b.dtype)

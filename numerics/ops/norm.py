@@ -12,7 +12,7 @@ from fp8rl.numerics.backend.dispatch import op
 
 @op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+    """Compute x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
     x [..., H], weight [H]. Everything in FP32, rounded once to x's dtype at the end.
     """
@@ -23,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(s), s) with s = x + residual rounded to x's dtype *before* it is normalised, as Megatron stores it."""
+    """Return (rms_norm(s), s) with s = x + residual, rounded to x's dtype *before* the norm, as Megatron stores it."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -52,7 +52,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @op
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer 2020), [..., 2F] -> [..., F], gate first. FP32 inside, rounded once."""
+    """Compute silu(gate) * up (Shazeer 2020), [..., 2F] -> [..., F], gate first. FP32 inside, rounded once."""
     return _SwiGlu.apply(gate_up)
 
 

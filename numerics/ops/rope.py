@@ -14,24 +14,22 @@ from fp8rl.numerics.backend.dispatch import op
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """The frequencies of a model whose context was lengthened by YaRN (arXiv 2309.00071, 3.2 and 3.3).
-
-    Attributes:
-        factor: by which the context was lengthened. original: positions before that.
-        beta_fast, beta_slow: turns over these positions above which a pair is left alone, and below which its frequency
-            is divided by the factor.
-        mscale: weight of the factor's logarithm in the temperature of the softmax.
-    """
+    """The frequencies of a model whose context was lengthened by YaRN (arXiv 2309.00071, 3.2 and 3.3)."""
 
     factor: float
+    """The factor by which the context was lengthened."""
     original: int
+    """Positions before that."""
     beta_fast: float
+    """Turns over the original positions above which a pair is left alone."""
     beta_slow: float
+    """Turns below which a pair's frequency is divided by the factor."""
     mscale: float
+    """Weight of the factor's logarithm in the temperature of the softmax."""
 
     @property
     def temperature(self) -> float:
-        """What scores are multiplied by, beside the square root of a head's width."""
+        """Return the factor of the scores, beside the square root of a head's width."""
         return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
 
@@ -54,13 +52,13 @@ def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yar
 
 
 def frequencies(theta: float, rotary_dim: int, yarn: Yarn | None = None) -> torch.Tensor:
-    """Radians per position of each pair, FP64 [rotary_dim / 2]."""
+    """Return the radians per position of each pair, FP64 [rotary_dim / 2]."""
     plain = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     if yarn is None:
         return plain
 
     def pair_with(turns: float) -> float:
-        """Which pair turns so often over the original positions."""
+        """Return the pair that makes this number of turns over the original positions."""
         return rotary_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair_with(yarn.beta_fast)), 0)
@@ -105,6 +103,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: bool) 
 
 @functools.lru_cache(maxsize=8)
 def _table(theta: float, rotary_dim: int, yarn: Yarn | None, length: int, device: torch.device) -> torch.Tensor:
-    """cos and sin, FP32 [2, length, rotary_dim / 2]."""
+    """Return cos and sin, FP32 [2, length, rotary_dim / 2]."""
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(theta, rotary_dim, yarn)
     return torch.stack((angles.cos(), angles.sin())).float().to(device)

@@ -14,7 +14,7 @@ SMALLEST_SUM = 1e-20
 
 @op
 def top_experts(probs: torch.Tensor, top_k: int) -> torch.Tensor:
-    """probs [T, E] -> the k most probable experts int64 [T, k]; of equally probable ones those with the lower id."""
+    """Return the k most probable experts int64 [T, k] of probs [T, E]; among equals the lower ids."""
     return torch.sort(probs, dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
@@ -67,13 +67,16 @@ def route_sigmoid(
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x)). torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others,
-    so that a token's bits would depend on where it stands in the batch."""
+    """Compute 1 / (1 + exp(-x)).
+
+    torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others, so that a token's
+    bits would depend on its place in the batch.
+    """
     return 1 / (1 + torch.exp(-x))
 
 
 def kept_scores(scores: torch.Tensor, groups: int, kept_groups: int) -> torch.Tensor:
-    """scores [T, E] with -inf outside the `kept_groups` groups whose two best scores add up highest."""
+    """Return scores [T, E] with -inf outside the `kept_groups` groups whose two best scores add up highest."""
     if groups == kept_groups:
         return scores
     best = scores.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True, stable=True).values

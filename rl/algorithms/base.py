@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.section import Section, SpecFunction
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.named_functions import named_object
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 
@@ -74,7 +74,7 @@ class AlgorithmConfig(Section):
     compares: ClassVar[bool] = False
     """Whether an answer is measured by the others of its prompt: in a group of one, by 0."""
 
-    def resolved(self, rollout: RolloutConfig) -> Self:
+    def resolved(self, rollout: RolloutSection) -> Self:
         """The same with the settings decided that depend on how answers are sampled."""
         return self
 
@@ -92,7 +92,7 @@ class AlgorithmConfig(Section):
         """What its batches are given before the first update."""
         return Needs()
 
-    def critic_config(self, trainer: TrainerConfig) -> TrainerConfig | None:
+    def critic_config(self, trainer: TrainerSection) -> TrainerSection | None:
         """How the critic is trained beside a policy that is trained so; None: there is none."""
         return None
 
@@ -100,7 +100,7 @@ class AlgorithmConfig(Section):
         """Whether the policy is updated in this step of the run, counted from 1."""
         return True
 
-    def problems_per_step(self, rollout: RolloutConfig) -> int:
+    def problems_per_step(self, rollout: RolloutSection) -> int:
         """How many problems of the data a step takes."""
         return rollout.prompts_per_step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fp8rl.rl.algorithms.grpo import GroupRelative
-from fp8rl.rl.algorithms.parts.surrogates import OverlongConfig
+from fp8rl.rl.algorithms.parts.surrogates import OverlongSection
 
 
 class Dapo(GroupRelative):
@@ -14,4 +14,4 @@ class Dapo(GroupRelative):
 
     name: Literal["dapo"]
     dynamic_sampling: bool = True
-    overlong: OverlongConfig | None = OverlongConfig()
+    overlong: OverlongSection | None = OverlongSection()

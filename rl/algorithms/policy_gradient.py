@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import spread, whitened
-from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionConfig
-from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlConfig, k3
-from fp8rl.rl.algorithms.parts.surrogates import Aggregation, Mode, OverlongConfig, Surrogate, clipped, token_ratio
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
+from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
+from fp8rl.rl.algorithms.parts.surrogates import Aggregation, Mode, OverlongSection, Surrogate, clipped, token_ratio
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
@@ -52,7 +52,7 @@ class PolicyObjective:
     algorithm: HasSurrogate
     correction: Correction
     aggregate: Aggregation
-    kl: KlConfig
+    kl: KlSection
     entropy: float
     bypass: bool
 
@@ -130,7 +130,7 @@ class PolicyGradient(AlgorithmConfig):
     """Sample further groups in place of those of equal rewards, which teach nothing (DAPO, Yu et al. 2025)."""
     whiten_advantages: bool = False
     """Give the advantages of all tokens of a batch mean 0 and variance 1."""
-    overlong: OverlongConfig | None = None
+    overlong: OverlongSection | None = None
     """What becomes of answers that come near the length limit, or are cut by it."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -142,7 +142,7 @@ class PolicyGradient(AlgorithmConfig):
     entropy: float = Field(default=0.0, ge=0.0)
     """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. The entropy is
     that of the tokens which top-p, top-k and min-p leave. 0: no bonus, and the entropy is a metric alone."""
-    kl: KlConfig = KlConfig()
+    kl: KlSection = KlSection()
     """What keeps the policy near the model that the run started from: a term of the loss, or a price in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy is
@@ -161,7 +161,7 @@ class PolicyGradient(AlgorithmConfig):
     is, which is the default with these two."""
     tis_level: Literal["token", "sequence"] = "token"
     """Whether the weight is a token's own ratio or the product of its sequence's."""
-    rejection: RejectionConfig | None = None
+    rejection: RejectionSection | None = None
     """Tokens or sequences that are not trained on because trainer and engine disagree too much."""
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """A sequence with a token whose ratio trainer / rollout is below this is not trained on; 1e-4 is usual."""
@@ -230,7 +230,7 @@ class PolicyGradient(AlgorithmConfig):
             )
         return self
 
-    def resolved(self, rollout: RolloutConfig) -> Self:
+    def resolved(self, rollout: RolloutSection) -> Self:
         stale = rollout.staleness > 0 and not self._rejects
         found: dict[str, Any] = {"ratio": self.ratio or ("bypass" if stale else "recompute")}
         if self.loss_aggregation == "seq_mean_token_sum_norm":

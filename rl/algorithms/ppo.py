@@ -12,12 +12,12 @@ from torch import Tensor
 from fp8rl.rl.algorithms.base import Needs, Outcomes, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.trainer.config import RateConfig, TrainerConfig
+from fp8rl.trainer.config import RateSection, TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
-class CriticConfig(RateConfig):
+class CriticSection(RateSection):
     """How the critic is trained; what is not here is as in the `trainer` section."""
 
     lr: float = Field(default=1e-5, gt=0.0, le=100.0)
@@ -40,7 +40,7 @@ class Ppo(PolicyGradient):
     """What a reward counts less for each token that it is away."""
     gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
     """1: advantages are what came less what was expected, 0: by how much the next expectation is another."""
-    critic: CriticConfig = CriticConfig()
+    critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
     """Steps of the run in which the critic learns alone."""
@@ -52,7 +52,7 @@ class Ppo(PolicyGradient):
     def needs(self) -> Needs:
         return replace(super().needs, critic=True)
 
-    def critic_config(self, trainer: TrainerConfig) -> TrainerConfig:
+    def critic_config(self, trainer: TrainerSection) -> TrainerSection:
         return trainer.model_copy(update=self.critic.model_dump())
 
     def learns(self, step: int) -> bool:

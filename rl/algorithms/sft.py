@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
 
@@ -24,7 +24,7 @@ class Sft(AlgorithmConfig):
     batch_size: int = Field(default=64, ge=1)
     """Question and answer pairs per step."""
 
-    def problems_per_step(self, rollout: RolloutConfig) -> int:
+    def problems_per_step(self, rollout: RolloutSection) -> int:
         return self.batch_size
 
     def objective(self, batch: TokenBatch) -> SftObjective:

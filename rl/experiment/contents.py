@@ -19,9 +19,9 @@ from pathlib import Path
 
 from fp8rl.numerics.io.reading import open_regular
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rollout.environments.config import HarnessConfig
+from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 
 _HEX = 32
 SAMPLED_BEYOND = 64 << 20
@@ -76,7 +76,7 @@ def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
         yield "environment.harness.command", " ".join(harness.command), _programs(harness)
 
 
-def _judges(rewards: RewardsConfig, key: str) -> Iterator[tuple[str, str, Iterator[Path]]]:
+def _judges(rewards: RewardsSection, key: str) -> Iterator[tuple[str, str, Iterator[Path]]]:
     for index, config in enumerate(rewards.functions):
         name = f"{key}.functions.{index}"
         yield f"{name}.function", config.function, _sources(config.function)
@@ -112,7 +112,7 @@ def _sources(name: str) -> Iterator[Path]:
         yield from _with_neighbours(file)
 
 
-def _programs(harness: HarnessConfig) -> Iterator[Path]:
+def _programs(harness: HarnessSection) -> Iterator[Path]:
     """The files that a command names, and the module behind `-m`; not compiled programs, such as the interpreter."""
     directory = Path(harness.directory or "").absolute()
     for before, argument in zip(("", *harness.command), harness.command, strict=False):

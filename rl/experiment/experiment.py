@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.io.section import Section
 from fp8rl.numerics.spec import QuantSpec
@@ -25,11 +25,11 @@ from fp8rl.rl.experiment.sections import (
     TrackingSection,
 )
 from fp8rl.rl.experiment.teacher import TeacherSection
-from fp8rl.rollout.config import RolloutConfig
-from fp8rl.rollout.environments.config import EnvironmentConfig
-from fp8rl.rollout.rewards.config import RewardsConfig
-from fp8rl.trainer.config import TrainerConfig
-from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.environments.config import EnvironmentSection
+from fp8rl.rollout.rewards.config import RewardsSection
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.weight_sync.config import SyncSection
 
 
 class Experiment(Section):
@@ -40,15 +40,15 @@ class Experiment(Section):
     model: ModelSection
     numerics: NumericsSection = NumericsSection()
     data: DataSection
-    environment: EnvironmentConfig = EnvironmentConfig()
-    rewards: RewardsConfig = RewardsConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentSection = EnvironmentSection()
+    rewards: RewardsSection = RewardsSection()
+    rollout: RolloutSection = RolloutSection()
     teacher: TeacherSection | None = None
     """None but for `algorithm.name=opd`."""
-    trainer: TrainerConfig = TrainerConfig()
-    adapter: AdapterConfig | None = None
+    trainer: TrainerSection = TrainerSection()
+    adapter: AdapterSection | None = None
     algorithm: Algorithm = Grpo()
-    sync: SyncConfig = SyncConfig()
+    sync: SyncSection = SyncSection()
     # Strictness would refuse the list that YAML gives; the gates inside stay strict.
     gates: tuple[GateSection, ...] = Field(default=(), strict=False)
     guard: GuardSection = GuardSection()

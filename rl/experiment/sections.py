@@ -13,9 +13,9 @@ from fp8rl.numerics.config import Mode, NumericsConfig, RolloutPrecision, Router
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.io.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
-from fp8rl.rl.record.wandb_run import WandbConfig
+from fp8rl.rl.record.wandb_run import WandbSection
 from fp8rl.rollout.data.sources import Source
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.types import some_or_all
 
 
@@ -277,7 +277,7 @@ class EvalSet(DataSource):
     """The configuration, where a data set has several: what other sources call `name`."""
     problems: int | None = Field(default=None, ge=1)
     """The first so many. Null: `eval.problems` of them, or all there are."""
-    rewards: RewardsConfig | None = None
+    rewards: RewardsSection | None = None
     """Rewards in place of the run's; the first one decides."""
     samples: int = Field(default=1, ge=1, le=1024)
     """Answers to each problem."""
@@ -350,10 +350,10 @@ class TrackingSection(Section):
     """Trackers that are told of the run. But for wandb each needs the extra of its name, and is a process beside the
     run that may be lost without harm. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in
     `mlflow/`, or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
-    wandb: WandbConfig = WandbConfig()
+    wandb: WandbSection = WandbSection()
     """The run in wandb; the others take the name of the project from here."""
 
     @property
-    def recorded_wandb(self) -> WandbConfig:
+    def recorded_wandb(self) -> WandbSection:
         """`wandb`, disabled where it is not among those that are told."""
         return self.wandb if "wandb" in self.to else self.wandb.model_copy(update={"mode": "disabled"})

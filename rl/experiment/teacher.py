@@ -11,7 +11,7 @@ from fp8rl.models.hub import HubPath, Revision, model_directory
 from fp8rl.numerics.config import NumericsConfig, RolloutPrecision
 from fp8rl.numerics.io.section import Section
 from fp8rl.rl.experiment.sections import NumericsSection
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.server.client import SCORED_SHORT_OF
 
 
@@ -45,7 +45,7 @@ class TeacherSection(Section):
         """`max_total_tokens`, as the policy's engines call it."""
         return self.max_total_tokens
 
-    def engine(self, rollout: RolloutConfig) -> RolloutConfig:
+    def engine(self, rollout: RolloutSection) -> RolloutSection:
         """What its engines are started with, beside those of the policy."""
         return rollout.model_copy(
             update={

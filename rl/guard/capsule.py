@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors.torch import save_file
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.storing import open_tensors
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import user_error
@@ -31,7 +31,7 @@ from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.evidence import Evidence
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.written import CAPSULE
-from fp8rl.trainer.step.batch import Supports, TokenBatch
+from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
 from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _About(BaseModel):
 _TRUNCATION = TypeAdapter(Truncation)
 
 
-def export_weights(trainer: TrainerGroup, adapter: AdapterConfig | None, path: Path) -> None:
+def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: Path) -> None:
     """Write what scores a batch to a new directory: a model's, and in it that of the adapters beside its weights."""
     trainer.export_hf(path)
     if adapter is not None and adapter.mode == "separate":
@@ -253,7 +253,7 @@ def _evidence(tensors: dict[str, torch.Tensor], about: _About) -> Evidence:
         replay=about.replay,
         seeds=tensors.get("seeds"),
         truncation=_TRUNCATION.validate_python(about.truncation),
-        supports=Supports(tensors["supports.at"], tensors["supports.pool"]) if "supports.at" in tensors else None,
+        supports=KeptTokenPool(tensors["supports.at"], tensors["supports.pool"]) if "supports.at" in tensors else None,
     )
     shape, routes = batch.tokens.shape, None if batch.routes is None else batch.routes.shape
     expected = {

@@ -133,7 +133,7 @@ _WEAVE = "WANDB_DISABLE_WEAVE"
 _KEY = "tracking.wandb"
 
 
-class WandbConfig(Section):
+class WandbSection(Section):
     """The `tracking.wandb:` section of an experiment."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
@@ -143,7 +143,7 @@ class WandbConfig(Section):
     """The project of wandb that the run belongs to."""
 
 
-def check_wandb(config: WandbConfig) -> None:
+def check_wandb(config: WandbSection) -> None:
     """Whether wandb takes the project's name and, online, knows who is there. Asks no server.
 
     Raises:
@@ -200,7 +200,7 @@ class WandbRun:
         self,
         run: RunDir,
         experiment: Mapping[str, Any],
-        config: WandbConfig,
+        config: WandbSection,
         *,
         resumed: bool,
         lost: Callable[[str], object],
@@ -302,7 +302,7 @@ def _no_weave_advert() -> Iterator[None]:
 
 
 @_no_weave_advert()
-def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbConfig, resumed: bool) -> wandb.Run:
+def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbSection, resumed: bool) -> wandb.Run:
     import wandb
 
     try:

@@ -24,7 +24,7 @@ from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.sampling import Asked, Sampling
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.data.sources import load_problems
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.sampler import check_versions
 from fp8rl.rollout.types import Group, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
@@ -41,7 +41,7 @@ class HeldOut:
     name: str
     groups: tuple[Group, ...]
     sampling: SamplingParams
-    rewards: RewardsConfig
+    rewards: RewardsSection
     rewards_key: str = ""
     pass_at: tuple[int, ...] = ()
     right_from: float = 1.0

@@ -17,7 +17,7 @@ from fp8rl.rl.run.listener import STALE_RESYNCS, Listener
 from fp8rl.rl.run.syncing import Syncing
 from fp8rl.rl.run.turns import Turns
 from fp8rl.rollout.chat import end_ids
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import StaleWeightsError
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 
@@ -86,7 +86,7 @@ class Sampling:
         carries_supports: see `Experiment`.
     """
 
-    rollout: RolloutConfig
+    rollout: RolloutSection
     tokenizer: PreTrainedTokenizerBase
     engines: EnginePool
     conversations: Conversations | None

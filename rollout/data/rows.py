@@ -1,6 +1,6 @@
-"""Rows of data by number, read from where they lie: a file of JSON lines, or tables that `datasets` maps into memory.
+"""Rows of data by number, read in place: from a file of JSON lines, or from tables that `datasets` maps into memory.
 
-Neither holds a row as a Python object before it is asked for, so that data may be larger than memory.
+Neither holds a row as a Python object before it is read, so that data may be larger than memory.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ _EXPECTED = "an existing JSONL file, parquet file or directory of a data set"
 
 
 class JsonLines(Sequence[Row]):
-    """The objects of a file of JSON lines. A line is read when it is asked for; one that is none raises `UserError`.
-
-    columns: not known, as each line has its own.
-    """
+    """The objects of a file of JSON lines. A line is parsed at each access; a bad one raises `UserError`."""
 
     columns: tuple[str, ...] | None = None
+    """None: each line has its own."""
     unit = "line"
 
     def __init__(self, path: Path, key: str) -> None:
@@ -78,8 +76,8 @@ class JsonLines(Sequence[Row]):
 class TableRows(Sequence[Row]):
     """The rows of a data set, as they would be in JSON lines: nothing in them is decoded, and bytes are left out.
 
-    Arrow gives all structs of a column the same keys. A key that a row does not have is null there, and a null of the
-    row's own looks the same: both are left out of nested values. A column that is null in a row stays, as `None`.
+    Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null of the row's own
+    looks the same: both are left out of nested values. A column that is null in a row stays, as `None`.
     """
 
     unit = "row"
@@ -120,7 +118,7 @@ Rows = JsonLines | TableRows
 
 
 def open_rows(path: Path, split: str | None, key: str, name: str | None = None) -> Rows:
-    """The rows at `path`: of a `.parquet` file, of a data set's directory, else of a file of JSON lines.
+    """Open the rows at `path`: a `.parquet` file, a data set's directory, or else a file of JSON lines.
 
     A directory is one that `datasets` has saved, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV.
     Tables other than saved ones are written once into its cache, as they are mapped from there. name: configuration of
@@ -139,17 +137,13 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None) 
                 f"{key}.{what}", found=value, expected=f"none, as {path} is one file", remedy=f"Remove {key}.{what}."
             )
     if path.suffix == ".parquet" and path.is_file():
-        return TableRows(_parquet(path, key), path, key)
+        datasets = _quiet_datasets()
+        try:
+            found = datasets.load_dataset("parquet", data_files={"train": glob.escape(str(path))})
+        except Exception as error:  # whatever a reader of damaged files raises
+            raise _unreadable(path, key, error, "a whole parquet file") from error
+        return TableRows(found["train"], path, key)
     return JsonLines(path, key)
-
-
-def _parquet(path: Path, key: str) -> Dataset:
-    datasets = _quiet_datasets()
-    try:
-        found = datasets.load_dataset("parquet", data_files={"train": glob.escape(str(path))})
-    except Exception as error:  # whatever a reader of damaged files raises
-        raise _unreadable(path, key, error, "a whole parquet file") from error
-    return found["train"]
 
 
 def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
@@ -172,7 +166,7 @@ def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
 
 
 def _quiet_datasets() -> Any:
-    """The library, which takes a second to import: not before a source needs it."""
+    """Import the library, which takes a second: not before a source needs it."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -229,7 +223,7 @@ def _check_size(size: int, where: str, remedy: str) -> None:
 
 
 def _line_starts(data: bytes | mmap.mmap) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where each line begins, and the end of the last one: int64 [lines + 1]."""
+    """Return the offsets of all lines, and the end of the last one: int64 [lines + 1]."""
     step, starts = 64 * 2**20, [np.zeros(1, np.int64)]
     for offset in range(0, len(data), step):
         piece = np.frombuffer(data[offset : offset + step], np.uint8)
@@ -243,7 +237,8 @@ def _row(columns: Row, features: Mapping[str, Any]) -> Row:
 
 
 def _plain(value: Any, feature: Any) -> Any:
-    """The value as JSON has it: a date as text, without bytes, and without the nulls that Arrow puts into structs.
+    """Return the value as JSON has it: a date as text, without bytes, and without the nulls that Arrow puts into
+    structs.
 
     feature: of `datasets`, whose type `Json` is text in Arrow: values that differ in more than their keys.
     """

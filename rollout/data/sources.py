@@ -16,25 +16,27 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Source:
-    """Where problems are, and what they are made of.
-
-    key: what messages call it. split: of a data set with several. question, answer: columns; a dot leads into a nested
-    one. system_prompt: begins conversations that have none; empty: none. chat_template: see `Problem`. name: of the
-    configuration, where a data set has several.
-    """
+    """The path of a data set, and its columns."""
 
     path: str | Path
     key: str = "data"
+    """The key in messages."""
     split: str | None = None
+    """The split of a data set with several."""
     question: str = "question"
+    """A column; a dot leads into a nested one."""
     answer: str = "answer"
+    """A column, as `question`."""
     system_prompt: str = ""
+    """Begins conversations that have none; empty: none."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """See `Problem`."""
     name: str | None = None
+    """The configuration of a data set with several."""
 
 
 def load_problems(source: Source) -> Problems:
-    """The problems of a source in its order, each read when it is asked for.
+    """Return the problems of a source in its order, each read when it is asked for.
 
     Raises:
         UserError: there is nothing at the path, nothing in it, or no such column. The message names the source's key. A
@@ -79,7 +81,7 @@ class Problems(Sequence[Problem]):
             yield self._problem(row, index)
 
     def name(self, index: int) -> str:
-        """What messages call one: `line 3`."""
+        """Return the name of a problem in messages: `line 3`."""
         return f"{self._rows.unit} {index + 1}"
 
     def _problem(self, row: Row, index: int) -> Problem:
@@ -115,7 +117,7 @@ class Problems(Sequence[Problem]):
 
 
 def _value(row: Row, column: str) -> Any:
-    """What a row has under a name: its own, or one after the other into nested ones; `_ABSENT`."""
+    """Look up a column in a row: a key of its own, or keys of nested values; `_ABSENT`."""
     if column in row:
         return row[column]
     value: Any = row
@@ -127,7 +129,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
-    """The turns of a conversation for the model to answer, without what a column has for others only."""
+    """Return the turns of a conversation for the model to answer, without the keys that a column has for others."""
     for turn in turns:
         named = isinstance(turn, dict) and _is_text(turn.get("role")) and isinstance(turn.get("content"), str)
         if not named or not _encodes(turn["content"]):
@@ -144,7 +146,7 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
 
 
 def _names(row: Row) -> list[str]:
-    """The names of a row's values, with a dot for those inside of one."""
+    """Return the names of a row's values, with a dot before nested ones."""
     inner = {name: _names(value) if isinstance(value, dict) else [] for name, value in row.items()}
     return [path for name, parts in inner.items() for path in ([f"{name}.{part}" for part in parts] or [name])]
 
@@ -154,5 +156,5 @@ def _is_text(value: object) -> bool:
 
 
 def _encodes(text: str) -> bool:
-    """Whether UTF-8 can encode it; JSON escapes may spell half of a surrogate pair, which it cannot."""
+    """Return True if UTF-8 can encode a text; JSON escapes may spell half of a surrogate pair, which it cannot."""
     return text.encode("utf-8", "replace").decode() == text

@@ -1,4 +1,4 @@
-"""Problems with reference answers, and how one becomes a prompt."""
+"""Problems with reference answers, and their prompts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result.
-
-    question: as text; of a conversation, its last user turn. messages: the conversation that the model is to answer, a
-    system prompt included; empty: the question as one user turn. fields: the data's further columns, as JSON values.
-    chat_template: further arguments of the tokenizer's chat template.
-    """
+    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result."""
 
     question: str
+    """The text; of a conversation, its last user turn."""
     answer: str
+    """The reference answer."""
     messages: Sequence[Message] = ()
+    """The conversation that the model is to answer, a system prompt included; empty: the question as one user turn."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    """The data's further columns, as JSON values."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the tokenizer's chat template."""
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The turns that the model is to answer."""
+        """Return the turns that the model is to answer."""
         return [dict(message) for message in self.messages] or [{"role": "user", "content": self.question}]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """The problem's conversation in the tokenizer's chat template, up to where the assistant begins."""
+    """Tokenize the problem's conversation by the chat template, up to where the assistant begins."""
     return chat.prompt_ids(tokenizer, problem.conversation, problem.chat_template)

@@ -1,1 +1,1 @@
-"""Environments: what happens between a prompt and the end of its answer."""
+"""Environments: the conversation between a prompt and the end of its answer."""

@@ -1,4 +1,4 @@
-"""A row of tokens that a conversation makes: what the model sampled and what was told, which can only grow."""
+"""A row of tokens of a conversation: the model's and the environment's. It can only grow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fp8rl.rollout.types import Supports, Trajectory
+from fp8rl.rollout.types import KeptTokens, Trajectory
 
 
 class ConversationOverError(Exception):
@@ -15,26 +15,26 @@ class ConversationOverError(Exception):
 
 @dataclass(eq=False)
 class Branch:
-    """One row of a conversation. Most have one; a program that changes what was said before, or talks to the model as
-    several agents, opens others.
-
-    Attributes:
-        prompt_ids: [P], nothing of which is learnt here. seed: of all its draws, as each goes by the position too.
-        limit: tokens that the model and the environment may put after the prompt, together.
-        tokens: [T], what follows. turns: how many the model had. cut: its tokens are used up.
-    """
+    """One row of a conversation. Most have one; a program that changes earlier messages, or talks to the model as
+    several agents, opens others."""
 
     prompt_ids: list[int]
+    """[P], the prompt. Nothing of it is learnt here."""
     seed: int
+    """The seed of all its draws; each goes by the position too."""
     limit: int
+    """The most tokens that the model and the environment may put after the prompt, together."""
     tokens: list[int] = field(default_factory=list)
+    """[T], the tokens after the prompt."""
     turns: int = 0
+    """The number of the model's turns."""
     cut: bool = False
+    """Its tokens are used up."""
     _logprobs: list[float] = field(default_factory=list)
     _weight_versions: list[int] = field(default_factory=list)
     _told: list[tuple[int, int]] = field(default_factory=list)
     _routes: Tensor | None = None
-    _supports: Supports | None = None
+    _supports: KeptTokens | None = None
     _stopped: bool = False
 
     @property
@@ -48,9 +48,9 @@ class Branch:
         return self.prompt_ids + self.tokens
 
     def add(self, said: Trajectory, *, length: int | None = None, stops: tuple[int, ...] = ()) -> None:
-        """Put the model's turn there as the engine gave it.
+        """Append the model's turn as the engine gave it.
 
-        length: only its first so many tokens. stops: last tokens that do not end the answer.
+        length: append only the first `length` tokens. stops: last tokens that do not end the answer.
         """
         count = len(said.token_ids) if length is None else length
         finished = said.finished and count == len(said.token_ids)
@@ -67,7 +67,7 @@ class Branch:
         self.cut = not finished and self.room < 1
 
     def tell(self, ids: list[int], at: int | None = None) -> None:
-        """Put the environment's tokens there. at: in place of what was told from there on.
+        """Append the environment's tokens. at: position from which they replace the environment's earlier ones.
 
         Raises ConversationOverError: there is no room for them.
         """
@@ -84,7 +84,7 @@ class Branch:
         self._told.append((begin, len(self.tokens)))
 
     def trajectory(self, outcome: dict[str, float], *, failed: bool = False, number: int = 0) -> Trajectory:
-        """What has become of it. What the environment said last, and nobody answered, is left out."""
+        """Return the row as a trajectory. The environment's last tokens, which nobody answered, are left out."""
         length, told = len(self.tokens), list(self._told)
         if told and told[-1][1] == length:
             length = told.pop()[0]

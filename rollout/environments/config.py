@@ -1,4 +1,4 @@
-"""What the `environment:` section of an experiment spec may say."""
+"""The `environment:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HARNESS = "harness"
 VERIFIERS = "verifiers"
 
 
-class HarnessConfig(Section):
+class HarnessSection(Section):
     """The program of `function: harness`; [agents.md](agents.md) says what it is given."""
 
     # Strictness would refuse the lists that YAML gives.
@@ -27,7 +27,7 @@ class HarnessConfig(Section):
     """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
     key and the problem. It runs in the run's own process."""
     directory: SpecPath | None = None
-    """Where a command runs. Null: where the run was started."""
+    """The working directory of a command. Null: that of the run."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
     """Names of environment variables of the run that a command is given beside the usual ones."""
     tool_parser: str | None = None
@@ -56,8 +56,8 @@ class HarnessConfig(Section):
         return values
 
 
-class EnvironmentConfig(Section):
-    """What owns the conversation of an answer. A text stands for `function` alone."""
+class EnvironmentSection(Section):
+    """The environment that owns the conversation of an answer. A text stands for `function` alone."""
 
     shorthand: ClassVar[str] = "function"
 
@@ -65,7 +65,7 @@ class EnvironmentConfig(Section):
     """One of ours (`single_turn`, `calculator`, `python`, `guess`, `openenv`, `verifiers`),
     `harness` for a program that speaks OpenAI's API,
     `package.module:name` or `path/to/file.py:name`."""
-    harness: HarnessConfig | None = None
+    harness: HarnessSection | None = None
     """The program of `function: harness`; of `function: verifiers`, what its endpoint takes."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """An environment that takes longer between two turns of the model, or before the first or after the last, has
@@ -87,10 +87,10 @@ class EnvironmentConfig(Section):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.function.rpartition(":")[2]
 
 
 def _program(name: Any, directory: Path) -> Any:
-    """A program as a file in `directory` names it: a path where it has a slash, else a name in PATH."""
+    """Return a program as a file in `directory` names it: a path if it has a slash, else a name in PATH."""
     return located_as(SpecPath, name, directory) if isinstance(name, str) and os.sep in name else name

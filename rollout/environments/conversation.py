@@ -8,7 +8,7 @@ the trainer scores exactly what was sampled, and the engine finds each prefix in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,34 +30,34 @@ Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model said in one go.
-
-    text: without the token that ended it. ended_by: the text of that token, a stop of the environment's or the model's
-    end of turn; None if its length did.
-    """
+    """One turn of the model."""
 
     text: str
+    """The text without the token that ended it."""
     token_ids: tuple[int, ...]
+    """The tokens."""
     ended_by: str | None
+    """The text of its last token, a stop of the environment's or the end of turn; None if its length ended it."""
 
 
 @dataclass
 class _Talk:
-    """Messages around the model's turn that goes on, which the chat template continues.
-
-    history: before it. opened: tokens of the prompt, before messages were put behind it. begin: the turn's first token
-    in the row. said: messages after it, whose tokens begin at `end`. cut: the turn was ended by its length.
-    """
+    """Messages around the model's turn that goes on, which the chat template continues."""
 
     history: list[Mapping[str, Any]]
+    """The messages before the turn."""
     opened: list[int]
+    """Tokens of the prompt, before messages were put behind it."""
     begin: int = 0
+    """The turn's first token in the row."""
     said: list[Mapping[str, Any]] = field(default_factory=list)
+    """Messages after it, whose tokens begin at `end`."""
     end: int = 0
     cut: bool = False
+    """The turn was ended by its length."""
 
     def go_on(self, length: int) -> None:
-        """Begin the model's next turn, of a row with so many tokens, if messages have been put after the last one."""
+        """Begin the model's next turn, at `length` tokens of the row, if messages have been put after the last one."""
         if self.said:
             turn = [{"role": "assistant", "content": ""}] if self.end or self.begin else []
             self.history += [*turn, *self.said]
@@ -65,11 +65,10 @@ class _Talk:
 
 
 class Conversation:
-    """One answer while it comes about. An environment gets it, and says what happens.
+    """One answer while it comes about. An environment owns it, and decides what happens.
 
-    Attributes:
-        problem: the question that it began with, and the data's answer to it.
-        sampling, tokenizer: how its tokens are drawn, and what they say.
+    problem: the question that it began with, and the data's answer to it. sampling, tokenizer: its sampling parameters,
+    and the tokenizer of its texts.
     """
 
     def __init__(
@@ -82,8 +81,9 @@ class Conversation:
         timeout_s: float,
         longest: int | None = None,
     ) -> None:
-        """seed: of all its draws, as each goes by the position too. sampling: `max_new_tokens` bounds everything after
-        the prompt. timeout_s: between two turns of the model. longest: tokens of a row; None: its prompt and that."""
+        """seed: of all its draws; each goes by the position too. sampling: `max_new_tokens` bounds everything after the
+        prompt. timeout_s: between two turns of the model. longest: the most tokens of a row; None: those of the prompt
+        and `max_new_tokens`."""
         self.problem: Problem = prompt.problem
         self.sampling, self._sampler = sampling, sampler
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
@@ -102,16 +102,16 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """How many the model had."""
+        """The number of the model's turns."""
         return self._main.turns + sum(branch.turns for branch in self._branches)
 
     @property
     def longest(self) -> int:
-        """The tokens that a row of it may have."""
+        """The most tokens that a row of it may have."""
         return self._longest or len(self._main.prompt_ids) + self._main.limit
 
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Have it begin with these messages in place of the problem's own: what an environment shows at its start.
+        """Replace the problem's own messages by those that an environment shows at its start.
 
         Raises:
             ValueError: something has been said already.
@@ -124,8 +124,10 @@ class Conversation:
         self._open(ids)
 
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
-        """The model's next turn: up to its end of turn, one of the `stop` texts (each one token of the vocabulary,
-        which stays part of the conversation), or `max_new_tokens`.
+        """Sample the model's next turn.
+
+        It ends at its end of turn, at one of the `stop` texts (each one token of the vocabulary, which stays part of
+        the conversation), or after `max_new_tokens`.
 
         Raises:
             ConversationOverError: no room is left.
@@ -141,15 +143,16 @@ class Conversation:
         return Turn(self.tokenizer.decode(text), tuple(said.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
-        """Put the environment's words after what is there. Raises ConversationOverError: there is no room for them."""
+        """Append a text of the environment's. Raises ConversationOverError: there is no room for it."""
         self._talk.go_on(len(self._main.tokens))
         self._main.tell(self.tokenizer(text, add_special_tokens=False).input_ids)
         self._talk.cut = False
 
     def message(self, role: str, content: str, **further: Any) -> None:
-        """Put a message there as the chat template writes one after the model's turn, up to where the model's next
-        begins. Messages in a row are written together, and those before the model's first turn become part of the
-        prompt. further: what else the template reads of it, such as `name`.
+        """Append a message as the chat template writes one after the model's turn, up to where the model's next begins.
+
+        Messages in a row are written together, and those before the model's first turn become part of the prompt.
+        further: other keys that the template reads, such as `name`.
 
         Raises:
             ConversationOverError: there is no room for it.
@@ -166,7 +169,7 @@ class Conversation:
         self._main.tell(ids, at=talk.end)
 
     def branch(self, prompt_ids: list[int]) -> Branch:
-        """Open a row of its own. Its seed follows from its prompt, not from when it was opened.
+        """Open a row of its own. Its seed follows from its prompt, not from the time.
 
         Raises ConversationOverError: the prompt leaves no room for an answer.
         """
@@ -179,8 +182,8 @@ class Conversation:
         return branch
 
     async def ask(self, branch: Branch, stops: tuple[int, ...] = (), max_new_tokens: int | None = None) -> Trajectory:
-        """What the engine says after a branch, which `Branch.add` puts there. stops: tokens that end it, as the end of
-        turn does.
+        """Sample the engine's continuation of a branch, which `Branch.add` appends. stops: tokens that end it, as the
+        end of turn does.
 
         Raises ConversationOverError: no room is left.
         """
@@ -204,7 +207,8 @@ class Conversation:
         return said
 
     async def run(self, environment: Callable[[Conversation], Awaitable[object]]) -> object:
-        """Let an environment own it from its beginning to its end; what it returned, None if room ran out.
+        """Let an environment own the conversation from its beginning to its end. Return its result, None if room ran
+        out.
 
         Raises:
             TimeoutError: it took too long between two turns.
@@ -229,12 +233,15 @@ class Conversation:
         return returned
 
     def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
-        """What has become of the row that `sample` wrote."""
+        """Return the row that `sample` wrote, as a trajectory."""
         return self._main.trajectory(outcome, failed=failed)
 
     def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
-        """Every row in which the model said something; at least one. The one that it spoke in last comes first, the
-        others in an order that does not depend on when they were opened."""
+        """Return every row in which the model has a turn; at least one.
+
+        The row with the model's last turn comes first, the others in an order that does not depend on when they were
+        opened.
+        """
         spoken = [branch for branch in (self._main, *self._branches) if branch.turns]
         others = sorted(spoken, key=lambda branch: (branch is not self._last, branch.prompt_ids, branch.seed))
         return [
@@ -252,7 +259,7 @@ class Conversation:
         return limit if self._longest is None else min(limit, self._longest - len(begun))
 
     def _give(self, seconds: float | None) -> None:
-        """Let the environment have so many seconds from now on, or all that there are."""
+        """Give the environment `seconds` from now on; None: no deadline."""
         with suppress(RuntimeError):  # what a program has asked for, and ended without
             self._scope.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
@@ -269,15 +276,11 @@ Said = tuple[Literal["model", "environment"], str]
 
 
 def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Said]:
-    """Each turn after the prompt, in order, without the end of turn that ends the answer."""
-    return [(by, tokenizer.decode(ids)) for by, ids in _spans(trajectory)]
-
-
-def _spans(trajectory: Trajectory) -> Iterator[tuple[Literal["model", "environment"], list[int]]]:
+    """Return each turn after the prompt, in order, without the end of turn that ends the answer."""
     ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
+    turns: list[Said] = []
     at = 0
     for first, after in trajectory.told:
-        yield "model", ids[at:first]
-        yield "environment", ids[first:after]
+        turns += [("model", tokenizer.decode(ids[at:first])), ("environment", tokenizer.decode(ids[first:after]))]
         at = after
-    yield "model", ids[at:]
+    return [*turns, ("model", tokenizer.decode(ids[at:]))]

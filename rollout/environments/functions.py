@@ -1,4 +1,4 @@
-"""Finds the function of an environment by its name."""
+"""Loads the function of an environment by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fp8rl.numerics.errors import user_error
-from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentConfig, HarnessConfig
+from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.harness.harness import Harness
 from fp8rl.rollout.environments.harness.tools import parsers
@@ -21,16 +21,16 @@ from fp8rl.rollout.named_functions import named_object, signature_of
 Environment = Callable[[Conversation], Awaitable[Any]]
 
 BUILT_IN = {
-    "single_turn": "fp8rl.rollout.environments.single_turn:single_turn",
-    "calculator": "fp8rl.rollout.environments.calculator:calculator",
+    "single_turn": "fp8rl.rollout.environments.builtin:single_turn",
+    "calculator": "fp8rl.rollout.environments.builtin:calculator",
     "python": "fp8rl.rollout.environments.python:python",
-    "guess": "fp8rl.rollout.environments.guess:guess",
+    "guess": "fp8rl.rollout.environments.builtin:guess",
     "openenv": "fp8rl.rollout.environments.openenv:openenv",
 }
 
 
-def load_environment(config: EnvironmentConfig, key: str = "environment") -> Environment:
-    """The function that `config` names, with its `kwargs`; a harness, with its program.
+def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
+    """Load the function that `config` names, with its `kwargs`; a harness, with its program.
 
     Raises:
         UserError: naming `key`: there is no such function, its module cannot be imported, it is not `async`, or it
@@ -53,8 +53,8 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
     )
 
 
-def _harness(config: EnvironmentConfig, key: str) -> Harness:
-    harness = config.harness or HarnessConfig()
+def _harness(config: EnvironmentSection, key: str) -> Harness:
+    harness = config.harness or HarnessSection()
     if config.kwargs or bool(harness.command) == (harness.program is not None):
         found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
         raise user_error(
@@ -72,9 +72,9 @@ def _harness(config: EnvironmentConfig, key: str) -> Harness:
     return Harness(harness, None)
 
 
-def _verifiers(config: EnvironmentConfig, key: str) -> Harness:
-    """The endpoint for what verifiers plays; `config.harness` has its settings alone."""
-    harness = config.harness or HarnessConfig()
+def _verifiers(config: EnvironmentSection, key: str) -> Harness:
+    """Return the endpoint for verifiers; `config.harness` has its settings alone."""
+    harness = config.harness or HarnessSection()
     if harness.command or harness.program is not None:
         raise user_error(
             f"{key}.harness",
@@ -106,7 +106,7 @@ def _verifiers(config: EnvironmentConfig, key: str) -> Harness:
     return Harness(harness, program, program.close, same_keys=True)
 
 
-def _check_parser(harness: HarnessConfig, key: str) -> None:
+def _check_parser(harness: HarnessSection, key: str) -> None:
     if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
         raise user_error(
             f"{key}.harness.tool_parser",
@@ -116,7 +116,7 @@ def _check_parser(harness: HarnessConfig, key: str) -> None:
         )
 
 
-def _check_command(harness: HarnessConfig, key: str) -> None:
+def _check_command(harness: HarnessSection, key: str) -> None:
     if harness.directory is not None and not os.path.isdir(harness.directory):
         raise user_error(
             f"{key}.harness.directory", found=harness.directory, expected="a folder", remedy="Correct the path."
@@ -141,7 +141,7 @@ def _check_command(harness: HarnessConfig, key: str) -> None:
 def _callable(
     call: Callable[..., Any], name: str, key: str, given: list[str], kwargs: dict[str, Any]
 ) -> Callable[..., Awaitable[Any]]:
-    """The async function itself, once it is known to take what it will be given."""
+    """Return the async function itself, once it is known to take its arguments."""
     label = name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(call):
         raise user_error(

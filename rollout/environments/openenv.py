@@ -26,12 +26,12 @@ async def openenv(
     reset: Mapping[str, Any] | None = None,
     steps: int = 16,
 ) -> dict[str, float]:
-    """The problem's question and, below it, what the environment shows at its reset open the conversation. Each turn of
-    the model is an action, and what the environment shows then is the next message, until it is done.
+    """Play an environment of OpenEnv: each turn of the model is an action, each observation the next message.
 
-    url: of the server. action: the field of an action that a turn is put into; empty: a turn is a whole action, as
-    JSON. observation: the field that is shown; empty: all of them, as JSON. reset: arguments of the reset, and those in
-    the problem's field `reset`, an object or null, beside them. steps: after so many, it is over.
+    The problem's question and, below it, the observation of the reset open the conversation. It ends when the
+    environment is done. url: of the server. action: the field of an action that takes a turn; empty: a turn is a whole
+    action, as JSON. observation: the field that is shown; empty: all of them, as JSON. reset: arguments of the reset,
+    and those in the problem's field `reset`, an object or null, beside them. steps: the most steps.
 
     Returns `reward`, the sum over the steps, `steps`, and `unread`, actions that the environment refused, whose reason
     the model is shown.
@@ -67,7 +67,7 @@ async def openenv(
 
 
 def _action(text: str, field: str) -> dict[str, Any]:
-    """What a turn does. A text that is no JSON object is sent as one without fields, which the server refuses."""
+    """Return the action of a turn. Text that is no JSON object becomes one without fields, which the server refuses."""
     if field:
         return {field: text}
     try:
@@ -87,7 +87,7 @@ def _shown(result: Mapping[str, Any], field: str) -> str:
 
 
 async def _said(socket: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server says to a reset or a step: `observation`, `reward` and `done`, or the `message` of an error."""
+    """Send a reset or a step; return the reply: `observation`, `reward` and `done`, or the `message` of an error."""
     await socket.send_json({"type": kind, "data": dict(data)})
     received = await socket.receive()
     if received.type is not aiohttp.WSMsgType.TEXT:

@@ -1,4 +1,4 @@
-"""A Python interpreter that the model may use: code between fences is run, and its output told."""
+"""A Python interpreter for the model: code between fences is run, and its output appended."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _START_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of code. text: its output, or why there is none. ok: it ended by itself, without an error."""
+    """The result of code."""
 
     text: str
+    """Its output, or the reason for its absence."""
     ok: bool
+    """It ended by itself, without an error."""
 
 
 async def run_python(code: str, *, timeout_s: float = 5.0, memory_mib: int = 512) -> Ran:
@@ -62,11 +64,12 @@ FENCE, LANGUAGE = "```", "python"
 async def python(
     conversation: Conversation, calls: int = 4, timeout_s: float = 5.0, memory_mib: int = 512, role: str = "user"
 ) -> dict[str, float]:
-    """The model writes a block of code, ```` ```python ... ``` ````, and ends its turn; what the block prints comes
-    back as a message. A turn without such a block is the answer.
+    """Run the block of code, ```` ```python ... ``` ````, that ends the model's turn, and append its output as a
+    message.
 
-    calls: after so many, code is not run any more. timeout_s, memory_mib: of one call. role: of the message, `tool` for
-    models whose chat template has it. Returns `calls`, and `errors`, those of them that did not end well.
+    A turn without such a block is the answer. calls: the most blocks that are run. timeout_s, memory_mib: of one call.
+    role: of the message, `tool` for models whose chat template has it. Returns `calls`, and `errors`, those of them
+    that did not end well.
     """
     counts = {"calls": 0.0, "errors": 0.0}
     while True:
@@ -80,7 +83,7 @@ async def python(
 
 
 def last_block(text: str) -> str | None:
-    """The code of the last whole block of Python; None without one."""
+    """Return the code of the last whole block of Python; None without one."""
     before, fence, _ = text.rpartition(FENCE)
     _, opened, code = before.rpartition(FENCE + LANGUAGE)
     return code.strip("\n") if fence and opened else None

@@ -1,7 +1,7 @@
 """Environments of Prime Intellect's `verifiers`, played by that package in a process of its own, by its own Python.
 
 The process needs nothing of ours, and this file is its program too, so it imports the standard library alone. It plays
-many tasks at once; what its agents ask a model for comes to the run's endpoint, where it is recorded.
+many tasks at once; its agents send their requests to the run's endpoint, where they are recorded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Verifiers:
         self._number = 0
 
     async def __call__(self, base_url: str, api_key: str, problem: Problem) -> dict[str, float]:
-        """The task's reward, and its named rewards and metrics.
+        """Return the task's reward, and its named rewards and metrics.
 
         Raises VerifiersError.
         """
@@ -123,7 +123,7 @@ def _write(process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> N
 
 
 def main() -> None:
-    """`play CONFIG`: play what comes in on the standard input; `tasks CONFIG COUNT`: write tasks as lines of data."""
+    """Play tasks of the standard input (`play CONFIG`), or write tasks as lines of data (`tasks CONFIG COUNT`)."""
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

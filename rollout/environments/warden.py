@@ -1,7 +1,7 @@
-"""The main program of the process that runs a model's Python code; see `rollout.environments.sandbox`.
+"""The main program of the process that runs a model's Python code; see `rollout.environments.python`.
 
 It imports the standard library alone. Its standard input is one JSON object: the code, its limits of time and memory,
-and how much of its output is wanted; its standard output what became of it.
+and the length of output that is wanted. Its standard output is the result.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _refuse_sockets() -> None:
 
 
 def _read(output: int, seconds: float, longest: int) -> tuple[bytes, bool]:
-    """What is written until nobody can write any more, its first so many bytes; False: there was no end in time."""
+    """Read until nobody can write any more; return the first `longest` bytes, and False if there was no end in time."""
     printed, deadline = b"", time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0 and select.select([output], [], [], left)[0]:
         piece = os.read(output, 1 << 16)
@@ -112,25 +112,21 @@ def _read(output: int, seconds: float, longest: int) -> tuple[bytes, bool]:
 
 
 def _end_all(child: int) -> int:
-    """Kill the code and all that it has started, also what has left its session; the status of its own process."""
+    """Kill the code and all that it has started, also what has left its session; return the exit status of the code."""
     status = 0
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
         pass  # it ended before it had a session
     while True:
-        for pid in _children():
-            os.kill(pid, signal.SIGKILL)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            for pid in map(int, file.read().split()):
+                os.kill(pid, signal.SIGKILL)
         try:
             pid, ended = os.wait()
         except ChildProcessError:
             return status
         status = ended if pid == child else status
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
 
 
 def _prctl(option: int, *arguments: Any) -> None:

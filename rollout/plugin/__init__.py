@@ -22,9 +22,9 @@ def register() -> None:
     import torch
 
     from fp8rl.models import load_architecture
-    from fp8rl.models.adapters import AdapterConfig
+    from fp8rl.models.adapters import AdapterSection
     from fp8rl.numerics.config import NumericsConfig
-    from fp8rl.rollout.config import Speculation
+    from fp8rl.rollout.config import SpeculationSection
     from fp8rl.rollout.plugin import hooks, speculation, state
 
     config = json.loads(text)
@@ -35,11 +35,11 @@ def register() -> None:
     state.configure(
         numerics,
         config.get("role", "policy"),
-        AdapterConfig.model_validate(adapter) if adapter is not None else None,
+        AdapterSection.model_validate(adapter) if adapter is not None else None,
         config.get("shared_base", False),
         config.get("base_name"),
         architecture,
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
     if (drafts := config.get("speculation")) is not None:
-        speculation.register(Speculation.model_validate(drafts))
+        speculation.register(SpeculationSection.model_validate(drafts))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rl.models import Model
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tensors import EngineRank, TensorRow
 from fp8rl.numerics.ops import Fused, LowRank
 
@@ -74,7 +74,7 @@ def attach(model: nn.Module, definition: Model, rank: EngineRank) -> dict[Tensor
     return found
 
 
-def _adapted(definition: Model, config: AdapterConfig) -> Iterator[Sequence[TensorRow]]:
+def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
     """The tensors in each of the engine's parameters that has an adapter, in their order there; of stacked experts
     those of the first."""
     for by_index in definition.tensors.in_engine.values():

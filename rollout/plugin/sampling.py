@@ -47,7 +47,7 @@ def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
     top_p = sampling_info.top_ps.float().masked_fill(greedy, 1.0)
     top_k = sampling_info.top_ks.long().masked_fill(greedy, -1)
     min_p = sampling_info.min_ps.float().masked_fill(greedy, 0.0)
-    floors = ops.support_floors(logits, sampling_info.temperatures.reshape(-1), top_p, top_k, min_p)
+    floors = ops.truncation_floors(logits, sampling_info.temperatures.reshape(-1), top_p, top_k, min_p)
     return ops.narrowed(logits, floors)
 
 

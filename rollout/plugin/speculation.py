@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8rl.rollout.config import Speculation
+from fp8rl.rollout.config import SpeculationSection
 from fp8rl.rollout.plugin import ranks
 from fp8rl.rollout.plugin.drafts import CONTEXT, Drafts, Ints, Price
 from fp8rl.rollout.plugin.state import state
@@ -38,7 +38,7 @@ def accepted(drafts: Tensor, drawn: Tensor) -> Tensor:
     return 1 + (drafts == drawn[:, :-1]).long().cumprod(-1).sum(-1)
 
 
-def register(speculation: Speculation) -> None:
+def register(speculation: SpeculationSection) -> None:
     """Make the algorithm known to SGLang in this process."""
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -63,7 +63,7 @@ def register(speculation: Speculation) -> None:
     named(lambda arguments: _worker(speculation))
 
 
-def _worker(speculation: Speculation) -> type:
+def _worker(speculation: SpeculationSection) -> type:
     """The class of SGLang's worker; what it is made of is imported in the scheduler alone."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.runtime_context import get_schedule
@@ -187,7 +187,7 @@ class Rows:
 class Drafter:
     """Makes the drafts of a pass, and learns from what was drawn."""
 
-    def __init__(self, speculation: Speculation, most_rows: int) -> None:
+    def __init__(self, speculation: SpeculationSection, most_rows: int) -> None:
         """most_rows: of a pass; what is above it is not drafted. Below 1: as many as there are."""
         self._speculation, self._most_rows = speculation, most_rows
         self._drafts, self._price = Drafts(speculation.source), Price()

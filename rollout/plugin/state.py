@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.backend.probe import row_variant_ops
@@ -25,7 +25,7 @@ class EngineState:
     numerics: NumericsConfig
     role: Role
     weights: ServedWeights
-    adapter: AdapterConfig | None = None
+    adapter: AdapterSection | None = None
     waits: bool = False
     """Whether it has placeholders for weights, until a base arrives."""
     base_name: str | None = None
@@ -47,7 +47,7 @@ _state: EngineState | None = None
 def configure(
     numerics: NumericsConfig,
     role: Role = "policy",
-    adapter: AdapterConfig | None = None,
+    adapter: AdapterSection | None = None,
     waits: bool = False,
     base_name: str | None = None,
     architecture: str | None = None,

@@ -1,1 +1,1 @@
-"""Rewards: functions that an experiment names, ours in a file each, users' wherever they are."""
+"""Rewards: functions that a spec names, ours in a file each, users' anywhere."""

@@ -1,4 +1,4 @@
-"""What the `rewards:` section of an experiment spec may say."""
+"""The `rewards:` section of an experiment spec."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fp8rl.numerics.io.section import Section, SpecFunction, SpecPath, located_a
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 
 
-class RewardConfig(Section):
-    """One function and how much it counts."""
+class RewardSection(Section):
+    """One reward function and its weight."""
 
     function: SpecFunction
     """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
@@ -20,7 +20,7 @@ class RewardConfig(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
     """The name in metrics, `rollout/reward/NAME`. Null: that of the function."""
     weight: float = 1.0
-    """What its number counts times, in the sum that is the reward."""
+    """The factor of its number in the sum that is the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
     """A call that takes longer has failed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -39,22 +39,22 @@ class RewardConfig(Section):
 
     @property
     def label(self) -> str:
-        """What metrics and messages call it."""
+        """The name in metrics and messages."""
         return self.name or self.function.rpartition(":")[2]
 
 
-class RewardsConfig(Section):
-    """The reward of an answer: the weighted sum of what these functions say. A list stands for `functions` alone.
+class RewardsSection(Section):
+    """The reward of an answer: the weighted sum of these functions. A list stands for `functions` alone.
 
     Evaluation goes by the first one, unweighted.
     """
 
     shorthand: ClassVar[str] = "functions"
 
-    functions: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)] = (
-        RewardConfig(function="integer"),
+    functions: Annotated[tuple[RewardSection, ...], Field(min_length=1, strict=False)] = (
+        RewardSection(function="integer"),
     )
-    """What judges an answer."""
+    """The functions that judge an answer."""
     max_failures: int = Field(default=32, ge=0)
     """Calls of a run that may raise, take too long or return no number, before the run ends. Each counts as a reward of
     0 until then."""
@@ -63,7 +63,7 @@ class RewardsConfig(Section):
     the same time."""
 
     @model_validator(mode="after")
-    def _labels_differ(self) -> RewardsConfig:
+    def _labels_differ(self) -> RewardsSection:
         labels = [function.label for function in self.functions]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"found two functions called {', '.join(twice)}, expected one. Give them a name each")

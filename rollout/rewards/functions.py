@@ -1,4 +1,4 @@
-"""Finds a reward function by its name, imports it and looks at its signature.
+"""Loads a reward function by its name, and inspects its signature.
 
 A function names what it wants to see as its parameters:
 
@@ -20,20 +20,21 @@ from typing import Any
 from fp8rl.numerics.errors import user_error
 from fp8rl.rollout.named_functions import Numbers, ReturnError, brief, named_numbers, named_object, signature_of
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 
 EACH = ("finished", "tokens", "turns", "outcome")
-"""What each answer has of its own, besides its text."""
+"""The arguments that each answer has of its own, besides its text."""
 OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """asks: its parameters out of `OFFERED`. of_group: it judges all answers of a prompt in one call."""
+    """A reward function with its settings."""
 
-    config: RewardConfig
+    config: RewardSection
     call: Callable[..., Any]
     asks: tuple[str, ...]
+    """Its parameters out of `OFFERED`."""
 
     @property
     def of_group(self) -> bool:
@@ -44,15 +45,15 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.call)
 
     def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """What it wants to see of all that it could ask for."""
+        """Pick the function's arguments from all that are offered."""
         return {name: offered[name] for name in self.asks}
 
     def __call__(self, offered: Mapping[str, Any]) -> Any:
-        """What it returns, of all that it could ask for."""
+        """Call the function with its part of what is offered."""
         return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Numbers]:
-        """Its verdict on each of the answers that a call was about. Raises ReturnError."""
+        """Return the rewards of each answer of a call. Raises ReturnError."""
         if not self.of_group:
             return [named_numbers(returned)]
         if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != answers:
@@ -60,8 +61,8 @@ class RewardFunction:
         return [named_numbers(value) for value in returned]
 
 
-def load_function(config: RewardConfig, key: str) -> RewardFunction:
-    """The function that `config` names.
+def load_function(config: RewardSection, key: str) -> RewardFunction:
+    """Load the function that `config` names.
 
     Raises:
         UserError: naming `key`: there is no such function, its module cannot be imported, or it cannot be called with

@@ -7,7 +7,7 @@ import re
 from itertools import product
 from typing import Any
 
-from fp8rl.rollout.rewards.integer import final_integer
+from fp8rl.rollout.rewards.rules import final_integer
 
 # Texts as math-verify reads them: without Markdown, currency, and separators of digits.
 #
@@ -46,7 +46,7 @@ _EXPONENT = re.compile(
 
 
 def plain(text: str) -> str:
-    """Return a text with its expressions as they are, and without what is written around and within them for people."""
+    """Return a text with its expressions as they are, without the markup around and within them."""
     for pattern, to in _COMPILED:
         text = pattern.sub(to, text)
     text = _SPACED.sub(lambda found: found[1].replace(" ", ""), text)
@@ -65,8 +65,9 @@ _DIGITS = 50
 
 
 def math(answer: str, reference: str, finished: bool) -> float:
-    """1 if the model ended the answer and its last expression equals the reference's result (after `####`, if there is
-    one), else 0. An answer that breaks math-verify is wrong.
+    """Return 1 if the model ended the answer and its last expression equals the reference's result, else 0.
+
+    The result stands after `####`, if there is one. An answer that breaks math-verify is wrong.
 
     Raises:
         ValueError: `reference` holds no expression that math-verify can read.
@@ -152,6 +153,6 @@ def _same_number(one: Any, other: Any) -> bool:
 
 
 def prepare() -> None:
-    """Do what the first comparison of a process spends seconds on."""
+    """Do the work on which the first comparison of a process spends seconds."""
     logging.disable(logging.CRITICAL)
     math("$\\frac{1}{2}$", "0.5", finished=True)

@@ -1,4 +1,4 @@
-"""Processes for plain reward functions: what hangs there is killed, with all that it has started."""
+"""A pool of processes for plain reward functions: a call that hangs is killed, with all that it has started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fp8rl.rollout.named_functions import Numbers
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 
 START_SECONDS = 120.0
 """Seconds in which sympy is imported on a busy machine with cold caches."""
@@ -25,9 +25,9 @@ class RewardFailure(Exception):
 
 
 class Workers:
-    """So many processes, each of which calls one function at a time. They end with this one, or at `close`."""
+    """A pool of processes, each of which calls one function at a time. They end with this one, or at `close`."""
 
-    def __init__(self, configs: Sequence[RewardConfig], count: int) -> None:
+    def __init__(self, configs: Sequence[RewardSection], count: int) -> None:
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="reward")
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._all = [_Worker(configs) for _ in range(count)]
@@ -35,7 +35,7 @@ class Workers:
             self._idle.put(worker)
 
     def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Numbers]:
-        """What function `index` says of so many answers; in a thread of `threads`. Raises RewardFailure."""
+        """Call function `index` on `answers` answers, in a thread of `threads`. Raises RewardFailure."""
         worker = self._idle.get()
         try:
             return worker.call(index, offered, answers, timeout_s)
@@ -43,7 +43,7 @@ class Workers:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill them; what is under way fails."""
+        """Kill the processes; calls that are under way fail."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._all:
             worker.stop()
@@ -52,7 +52,7 @@ class Workers:
 class _Worker:
     """One process, started when it is first needed and again after it was killed."""
 
-    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+    def __init__(self, configs: Sequence[RewardSection]) -> None:
         self._configs = [config.model_dump() for config in configs]
         self._process: subprocess.Popen[str] | None = None
 
@@ -98,7 +98,7 @@ class _Worker:
 
 
 def _asked(process: subprocess.Popen[str], question: Any, seconds: float) -> dict[str, Any]:
-    """The reply to a question; `{}` if there is none in time, `{"ended": True}` if there will be none."""
+    """Send a request; return the reply, `{}` if there is none in time, `{"ended": True}` if there will be none."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(question) + "\n")

@@ -15,13 +15,13 @@ import torch
 
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import Mode
-from fp8rl.rollout.config import RolloutConfig, Speculation, check_drafts
+from fp8rl.rollout.config import RolloutSection, check_drafts
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
 from fp8rl.rollout.types import IDLE_S, LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
-"""What an engine has no use for."""
+"""Variables that an engine has no use for."""
 
 PLUGIN = "fp8rl"
 """Name of our `sglang.srt.plugins` entry point."""
@@ -78,15 +78,17 @@ _CUDA_ENVIRONMENT_OF: dict[Mode, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class ServedChats:
-    """What a server speaks of in OpenAI's API. name: of the model. tool_parser: the format in which it calls tools, as
-    SGLang names it. chat_template: arguments of the chat template, for requests that do not name them."""
+    """The settings of a server's OpenAI API."""
 
     name: str
+    """Of the model."""
     tool_parser: str | None = None
+    """The format of tool calls, as SGLang names it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, for requests that do not name them."""
 
     def arguments(self) -> list[str]:
-        """Arguments of `sglang.launch_server` for it."""
+        """Return the arguments of `sglang.launch_server` for it."""
         found = ["--served-model-name", self.name, "--enable-cache-report"]
         if self.tool_parser is not None:
             found += ["--tool-call-parser", self.tool_parser]
@@ -96,13 +98,13 @@ class ServedChats:
 
 
 def has_cuda() -> bool:
-    """Whether engines of this machine run on a GPU."""
+    """Return True if engines of this machine run on a GPU."""
     return torch.cuda.is_available()
 
 
 def server_arguments(
     model_path: Path,
-    config: RolloutConfig,
+    config: RolloutSection,
     *,
     host: str = LOOPBACK,
     port: int,
@@ -113,7 +115,7 @@ def server_arguments(
     served: ServedChats | None = None,
     dummy: bool = False,
 ) -> list[str]:
-    """Arguments of `sglang.launch_server`, without the keys.
+    """Return the arguments of `sglang.launch_server`, without the keys.
 
     routes: record each token's experts, for requests that ask for them. served: text in and out; None: token ids, and
     no tokenizer. dummy: the directory has no weights, a sync brings them.
@@ -136,7 +138,10 @@ def server_arguments(
         arguments += ["--max-running-requests", str(config.max_running_requests)]
     check_drafts(config.speculation, cuda)
     if config.speculation is not None:
-        arguments += _drafting(config.speculation)
+        # A chain of drafts by the plugin's algorithm; SGLang counts the last token among them.
+        arguments += ["--speculative-algorithm", ALGORITHM, "--speculative-eagle-topk", "1"]
+        arguments += ["--speculative-num-steps", str(config.speculation.drafts)]
+        arguments += ["--speculative-num-draft-tokens", str(config.speculation.width)]
     if not config.prefix_cache:
         arguments.append("--disable-radix-cache")
     if routes:
@@ -155,15 +160,6 @@ def server_arguments(
     return [*arguments, *_CUDA_ARGUMENTS[mode]]
 
 
-def _drafting(speculation: Speculation) -> list[str]:
-    """A chain of drafts by the plugin's algorithm; SGLang counts the last token among them."""
-    steps = str(speculation.drafts)
-    return [
-        *("--speculative-algorithm", ALGORITHM, "--speculative-eagle-topk", "1"),
-        *("--speculative-num-steps", steps, "--speculative-num-draft-tokens", str(speculation.width)),
-    ]
-
-
 def server_environment(
     plugin: Mapping[str, Any] | None,
     scratch: Path,
@@ -174,7 +170,7 @@ def server_environment(
     ranks: int = 1,
     sleep: bool = False,
 ) -> dict[str, str]:
-    """Environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
+    """Return the environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
 
     scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes. sleep: it will
     give up its memory now and then.

@@ -36,7 +36,7 @@ from fp8rl.rollout.protocol import (
     to_action,
 )
 from fp8rl.rollout.routes import RouteShape, parse_routes
-from fp8rl.rollout.types import IDLE_S, Completion, Decoding, Endpoint, Load, SamplingParams, Supports
+from fp8rl.rollout.types import IDLE_S, Completion, Decoding, Endpoint, KeptTokens, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -48,7 +48,7 @@ class EngineClient:
     """Generation with the one key, administration with the other. Belongs to the event loop that first uses it."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
-        """routes: ask for the experts of every token, which the server must have been started to report."""
+        """routes: request the experts of every token, which the server must have been started to report."""
         self._client = httpx.AsyncClient(
             base_url=endpoint.url,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
@@ -86,9 +86,9 @@ class EngineClient:
         seeds: Sequence[int] | None = None,
         spent: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """One answer for each row of `input_ids`, in order, in one request.
+        """Sample one answer for each row of `input_ids`, in order, in one request.
 
-        seeds: of each answer. spent: how many tokens of its budget each row has already, at its end.
+        seeds: of each answer. spent: tokens of its budget that each row has already, at its end.
 
         One request for all is about four times as fast as one for each (7,200 against 1,700 tokens per second at 256
         answers of 15 tokens).
@@ -104,12 +104,12 @@ class EngineClient:
         return [parse_completion(answer, self._routes, sampling.supports) for answer in answers]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of the tokens of each sequence from index 1 on, at the loaded weights and temperature 1.
+        """Return the log-probabilities of each sequence's tokens from index 1 on, at the loaded weights and temperature
+        1.
 
         By prefill, in chunks as the server is set, without reuse of cached prefixes. SGLang 0.5.19 applies no
         temperature to the log-probabilities of a prompt, and takes prompts up to `SCORED_SHORT_OF` tokens short of its
-        context length.
-        A value that is not finite is NaN, as in `complete`.
+        context length. A value that is not finite is NaN, as in `complete`.
         """
         if not sequences:
             return []
@@ -121,8 +121,8 @@ class EngineClient:
         """Stop generating; new requests wait.
 
         Running ones go back to the queue and have their prefix prefilled anew (`retract`), end as they are (`abort`),
-        or keep their KV cache (`in_place`), so that no weights alone have sampled the tokens after an update. Updates
-        must not flush the cache of themselves; `flush` does once all is sent, except after `in_place`.
+        or keep their KV cache (`in_place`), so that tokens after an update come from a mixture of weights. Updates must
+        not flush the cache of themselves; `flush` does once all is sent, except after `in_place`.
         """
         await self.admin("/pause_generation", mode=mode)
 
@@ -131,11 +131,11 @@ class EngineClient:
         await self.admin("/continue_generation")
 
     async def release(self, tags: Sequence[str] = RELEASED) -> None:
-        """Have the engine, which is paused, give up memory (`rollout.protocol.RELEASED`), with all that is in it."""
+        """Give up memory (`rollout.protocol.RELEASED`) of the engine, which is paused, with all that is in it."""
         await self.admin("/release_memory_occupation", tags=list(tags))
 
     async def occupy(self, *tags: str) -> None:
-        """Have the engine take memory back, in which nothing is yet. What it has not given up is left as it is."""
+        """Take memory back, in which nothing is yet. Memory that was not given up is left as it is."""
         await self.admin("/resume_memory_occupation", tags=list(tags))
 
     async def flush(self) -> None:
@@ -209,46 +209,46 @@ class EngineClient:
         await self.admin("/destroy_weights_update_group", group_name=name)
 
     async def weight_version(self) -> int:
-        """The version of the weights that are loaded."""
+        """Return the version of the weights that are loaded."""
         response = await self._client.get("/model_info", headers=self._generation_key())
         _raise_for_status(response)
         return int(response.json()["weight_version"])
 
     async def commit(self, version: int) -> Held:
-        """Refresh all that the engine makes of its weights, under this version; what it holds then."""
+        """Rebuild the GEMM operands of the engine's weights, under this version; return the digests of its weights."""
         return merged(await self._ask_plugin(Commit(version=str(version))))
 
     async def map_base(self, address: str) -> Mapped:
-        """Have the engine's weights be those at this address (`numerics.io.shared`); `commit` makes them known."""
+        """Let the engine read its weights at this address (`numerics.io.shared`); `commit` makes them known."""
         return Mapped.model_validate_json(_only(await self._ask_plugin(MapBase(address=address))))
 
     async def manifest(self) -> Held:
-        """What the engine holds."""
+        """Return the digests of what the engine holds."""
         return merged(await self._ask_plugin(ReadManifest()))
 
     async def probe(self, recording: Path) -> ProbeAnswer:
-        """Have the engine's ops answer a recording of the trainer's; see `rollout.plugin.op_probe`."""
+        """Run the engine's ops on a recording of the trainer's; see `rollout.plugin.op_probe`."""
         return ProbeAnswer.model_validate_json(_only(await self._ask_plugin(Probe(recording=recording))))
 
     async def report(self) -> EngineReport:
-        """What runs in the engine, on each of its ranks alike."""
+        """Return the report of the engine, in which all its ranks agree."""
         return EngineReport.model_validate_json(_only(await self._ask_plugin(ReadReport())))
 
     async def inventory(self) -> list[tuple[Holding, ...]]:
-        """What each of the engine's ranks holds, tensor by tensor."""
+        """Return the tensors that each of the engine's ranks holds."""
         answers = await self._ask_plugin(ReadInventory())
         return [Inventory.model_validate_json(answer).held for answer in answers]
 
     async def memory(self) -> list[Memory]:
-        """How many bytes are in use in each of the engine's ranks."""
+        """Return the bytes in use in each of the engine's ranks."""
         return [Memory.model_validate_json(answer) for answer in await self._ask_plugin(ReadMemory())]
 
     async def ping(self) -> str | None:
-        """The weight version that the scheduler itself says it holds, also beside long requests and while paused."""
+        """Return the scheduler's own weight version, also beside long requests and while paused."""
         return Pong.model_validate_json(_only(await self._ask_plugin(Ping()))).weight_version
 
     async def load(self) -> Load:
-        """What the engine has to do, as its scheduler last published it."""
+        """Return the engine's load, as its scheduler last published it."""
         response = await self._client.get("/v1/loads", params={"include": "core"}, headers=self._generation_key())
         _raise_for_status(response)
         ranks = response.json()["loads"]
@@ -259,12 +259,12 @@ class EngineClient:
         )
 
     async def _ask_plugin(self, call: Call) -> list[str]:
-        """The JSON that each rank's plugin answers. Raises EngineError if there is no plugin, or the call failed."""
+        """Return the JSON of each rank's plugin. Raises EngineError if there is no plugin, or the call failed."""
         ranks = (await self.admin("/weights_checker", action=to_action(call)))["ranks"]
         return [from_checksums(rank["checksums"]) for rank in ranks]
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST to an administration endpoint; its answer, {} if that is no JSON object.
+        """POST to an administration endpoint; return its answer, {} if that is no JSON object.
 
         Raises EngineError if the answer is not 200 or says `"success": false`.
         """
@@ -289,7 +289,7 @@ class EngineClient:
         return response
 
     def _extras(self) -> dict[str, Any]:
-        """What is asked for beside the tokens."""
+        """Return the settings of a request for data beside the tokens."""
         return {} if self._routes is None else {"return_routed_experts": True}
 
     def _generation_key(self) -> dict[str, str]:
@@ -300,7 +300,7 @@ class EngineClient:
 
 
 def merged(answers: list[str]) -> Held:
-    """What all ranks of an engine hold. What two of them hold otherwise has both digests, and so equals nothing."""
+    """Merge the manifests of all ranks of an engine. A tensor with two digests has both, and so equals nothing."""
     entries: dict[str, str] = {}
     for answer in answers:
         for name, digest in Held.model_validate_json(answer).entries.items():
@@ -310,16 +310,18 @@ def merged(answers: list[str]) -> Held:
 
 
 def _only(answers: list[str]) -> str:
-    """What all ranks of an engine answer. Raises EngineError if they do not say the same."""
+    """Return the one answer of all ranks of an engine. Raises EngineError if they differ."""
     if len(set(answers)) != 1:
         raise EngineError(f"found ranks of one engine that answer {' and '.join(sorted(set(answers)))}, expected one")
     return answers[0]
 
 
 def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
-    """One answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is given.
+    """Parse one answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is
+    given.
 
-    supports: it was asked with `return_sampling_mask`; log-probabilities are then those among what was drawn from.
+    supports: it was asked with `return_sampling_mask`; log-probabilities are then those among the tokens that were
+    kept.
 
     Raises EngineError if the engine gave up, or its tokens, logprobs, version spans, routes and supports do not fit
     each other.
@@ -338,6 +340,9 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
     drawn_from = _supports(meta, token_ids) if supports else None
     if drawn_from is not None:
         reported = [(logprob, 0, None) for logprob in meta.get("output_token_sampling_logprobs", [])]
+    # SGLang leaves these out if it does not draft, or has cut the answer; it gives the mean drafts of a pass.
+    passes = meta.get("spec_verify_ct", 0)
+    drafted = round(passes * meta.get("spec_cap_length", 0.0))
     return Completion(
         token_ids=token_ids,
         supports=drawn_from,
@@ -345,20 +350,12 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
         finished=reason["type"] == "stop",
         cut=cut,
-        decoding=_decoding(meta),
+        decoding=Decoding(passes, drafted, meta.get("spec_num_correct_drafts", 0)),
         routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
     )
 
 
-def _decoding(meta: dict[str, Any]) -> Decoding:
-    """SGLang says nothing of it where it does not draft, or has cut the answer; of drafts it says how many a pass had,
-    in the mean."""
-    passes = meta.get("spec_verify_ct", 0)
-    drafted = round(passes * meta.get("spec_cap_length", 0.0))
-    return Decoding(passes, drafted, meta.get("spec_num_correct_drafts", 0))
-
-
-def _supports(meta: dict[str, Any], token_ids: list[int]) -> Supports:
+def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
     masks = meta.get("output_token_sampling_mask", [])
     said = len(masks) == len(token_ids) == len(meta.get("output_token_sampling_logprobs", []))
     if not said or any(mask is None or token not in mask for mask, token in zip(masks, token_ids)):
@@ -366,11 +363,11 @@ def _supports(meta: dict[str, Any], token_ids: list[int]) -> Supports:
             f"request {meta['id']}: found {len(masks)} sets of tokens to draw from, expected one for each of the "
             f"{len(token_ids)} generated tokens, with the token in it"
         )
-    return Supports.of(masks)
+    return KeptTokens.of(masks)
 
 
 def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
-    """Log-probabilities of a prompt's `length` tokens but the first, of one answer asked with `logprob_start_len` 0.
+    """Parse the log-probabilities of a prompt's `length` tokens but the first, asked with `logprob_start_len` 0.
 
     Raises EngineError if the request was aborted, or there is not one log-probability for each token.
     """
@@ -386,7 +383,7 @@ def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
 
 
 def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
-    """The weight version of each of `length` tokens from SGLang's spans [{version, start, end}], end exclusive.
+    """Return the weight version of each of `length` tokens from SGLang's spans [{version, start, end}], end exclusive.
 
     Raises EngineError if the spans do not cover the tokens without gap or overlap, or a version is no number.
     """

@@ -1,7 +1,7 @@
-"""Before the first rollout: does the engine run what the experiment says? Anything else is refused.
+"""The handshake before the first rollout: an engine that does not run what the experiment says is refused.
 
 SGLang logs a plugin that fails, skips it and serves on its stock ops, healthy to look at. So the plugin is asked for a
-report, which is compared with what is expected, item by item.
+report, which is compared with the expected one, item by item.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def check(expected: EngineReport, found: EngineReport) -> None:
 
 
 def failed_plugin(log: str) -> HandshakeError | None:
-    """The refusal of a server that did not come up, if its log says that SGLang skipped a plugin that failed."""
+    """Return the refusal of a server that did not come up, if its log says that SGLang skipped a plugin that failed."""
     if "Failed to load plugin" in log or "Failed to execute general plugin" in log:
         return missing_report(log)
     return None
 
 
 def missing_report(log: str) -> HandshakeError:
-    """The refusal of a server that does not answer the plugin's calls. log: the server's, quoted about the plugin."""
+    """Return the refusal of a server that does not answer the plugin's calls, with the log's lines on the plugin."""
     lines = log.splitlines()
     mentions = [i for i, line in enumerate(lines) if "plugin" in line.lower() or "fp8rl" in line.lower()]
     quoted = sorted({i for mention in mentions for i in range(mention, min(mention + 15, len(lines)))})[:60]
@@ -61,7 +61,7 @@ def missing_report(log: str) -> HandshakeError:
 
 
 def differences(expected: EngineReport, found: EngineReport) -> list[str]:
-    """Every item of the report that is not as expected, as one sentence each."""
+    """Return one sentence for each item of the report that differs from the expected one."""
     want, have = expected.model_dump(mode="json"), found.model_dump(mode="json")
     hooks = _differ_hooks(have.pop("hooks"), want.pop("hooks"))
     return hooks + [line for name in want for line in _differ_within(name, have[name], want[name], _REMEDIES[name])]

@@ -38,14 +38,20 @@ ENDPOINTS = {
     "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
     "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
-"""What `rollout.server.client` uses, and what SGLang itself calls at the end of a start: it keeps the garbage collector
-from walking through all that the imports have made, which would take 0.3 s in each flush of a sync."""
+"""The endpoints that `rollout.server.client` uses, and one that SGLang itself calls at the end of a start: it keeps
+the garbage collector from walking through all that the imports have made, which would take 0.3 s in each flush of a
+sync."""
 
 
 def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
     request = json.loads(_read_line(0))
-    _check_keys(request)
+    host = request["arguments"][request["arguments"].index("--host") + 1]
+    if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
+        raise SystemExit(
+            f"engine: found no two keys for an engine at {host}, expected one for generation and one "
+            "for administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
+        )
     start_watch()
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -88,17 +94,8 @@ def main() -> None:
         remove_scratch(Path(os.environ["TMPDIR"]))
 
 
-def _check_keys(request: dict[str, Any]) -> None:
-    host = request["arguments"][request["arguments"].index("--host") + 1]
-    if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
-        raise SystemExit(
-            f"engine: found no two keys for an engine at {host}, expected one for generation and one "
-            "for administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
-        )
-
-
 def _read_line(descriptor: int) -> bytes:
-    """One line, read byte by byte so that nothing after it is buffered away."""
+    """Read one line byte by byte, so that nothing after it is buffered away."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
@@ -111,8 +108,8 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def start_watch() -> None:
-    """Fork a process that kills this process group, and removes its scratch directory, once standard input has ended or
-    this process has."""
+    """Fork a watch that kills this process group, and removes its scratch directory, once the lifeline or this process
+    ends."""
     server = os.getpid()
     if os.fork():
         return
@@ -128,7 +125,7 @@ def start_watch() -> None:
 
 
 def _group() -> list[int]:
-    """The processes of this one's group."""
+    """Return the processes of this one's group."""
     import psutil
 
     found = []
@@ -147,8 +144,10 @@ def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
 
 
 def _import_one_model_only(model_type: str) -> None:
-    """Keep SGLang from importing all of its models, which takes a second and fills the log with what is missing. Its
-    module of a model is mostly called by the `model_type` of config.json; where none is, it imports them all."""
+    """Keep SGLang from importing all of its models, which takes a second and fills the log.
+
+    Its module of a model is mostly called by the `model_type` of config.json; if there is none, it imports them all.
+    """
     models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
     modules = {path.stem for path in models.glob("*.py")}
     if model_type in modules:
@@ -156,9 +155,9 @@ def _import_one_model_only(model_type: str) -> None:
 
 
 async def _exit_promptly(original: Any, manager: Any) -> None:
-    """SGLang looks for a SIGTERM every five seconds; look more often, then let it drain as it does.
+    """Look for a SIGTERM more often than SGLang, which does every five seconds, then let it drain.
 
-    Its `sys.exit` would go through the server's event loop, which logs a traceback for it.
+    SGLang's `sys.exit` would go through the server's event loop, which logs a traceback for it.
     """
     while not manager.gracefully_exit:
         await asyncio.sleep(0.1)
@@ -175,10 +174,10 @@ def _fork_workers(result: None, *_: Any) -> None:
 
 
 def _close_all_but(endpoints: set[str]) -> None:
-    """Leave these of SGLang's ninety.
+    """Leave these of SGLang's ninety endpoints.
 
-    Others say what nobody should read (/server_info shows the administration key), or open to the generation key what
-    is not generation: sessions, schemas, documentation.
+    Others show what nobody should read (/server_info shows the administration key), or open sessions, schemas and
+    documentation to the generation key.
     """
     from sglang.srt.entrypoints import http_server
 

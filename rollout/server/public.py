@@ -1,7 +1,7 @@
-"""What `fp8rl serve` changes at SGLang's OpenAI endpoints, for clients that are not ours.
+"""The changes of `fp8rl serve` at SGLang's OpenAI endpoints, for clients that are not ours.
 
-Every error has OpenAI's form, and says nothing of where the code lies. What would be answered wrongly is refused: an
-unknown model, settings that are not served, and numbers that would end the engine.
+Every error has OpenAI's form, and says nothing of where the code lies. A request that would be answered wrongly is
+refused: an unknown model, settings that are not served, and numbers that would end the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
-"""What is opened besides what the engine's owner uses, and besides the list of models (`open_models`)."""
+"""The endpoints that are opened besides those of the engine's owner, and besides the list of models (`open_models`)."""
 MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
 MOST_BYTES, LONGEST_SALT = 32 << 20, 256
 _COMMON = {
@@ -37,12 +37,12 @@ SETTINGS = {
     | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"}
     | {"tools", "tool_choice", "parallel_tool_calls", "response_format"},
 }
-"""What a request may set. SGLang takes a hundred settings more: some would be left aside in silence, some let a client
-run code or take another's answer, and some end the engine."""
+"""The settings that a request may have. SGLang takes a hundred more: some would be ignored in silence, some let a
+client run code or take another's answer, and some end the engine."""
 
 
 async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any) -> Any:
-    """`OpenAIServingBase.handle_request`: the refusal of a request, or SGLang's answer."""
+    """Answer or refuse a request (`OpenAIServingBase.handle_request`)."""
     names = _names(serving.tokenizer_manager)
     if "model" in request.model_fields_set and request.model not in names:
         return _no_such_model(request.model, names)
@@ -58,14 +58,14 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
 
 
 def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
-    """After `get_tokenizer`: write chats on the date that the run's prompts have, and note where their turns end."""
+    """Write chats on the date of the run's prompts, and note where their turns end (after `get_tokenizer`)."""
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **template_arguments({}))
     tokenizer.ends = end_ids(tokenizer) if tokenizer.chat_template else ()
     return tokenizer
 
 
 def parse_arguments(arguments: str) -> dict[str, Any]:
-    """`parse_tool_call_arguments`: the arguments of a call in a chat's history, as the trainer's prompts have them."""
+    """Parse a call's arguments in a chat's history as the trainer's prompts have them (`parse_tool_call_arguments`)."""
     found = read_arguments(arguments)
     if not isinstance(found, dict):
         raise ValueError(f"tool_calls: found the arguments {arguments[:80]!r}, expected a JSON object")
@@ -73,8 +73,10 @@ def parse_arguments(arguments: str) -> dict[str, Any]:
 
 
 def open_models(app: Any, manager: Callable[[], Any]) -> None:
-    """Put the list of models, and each by itself, in place of SGLang's, which has the one name alone. manager: SGLang's
-    TokenizerManager, once there is one."""
+    """Put the list of models, and each by itself, in place of SGLang's, which has the one name alone.
+
+    manager: SGLang's TokenizerManager, once there is one.
+    """
 
     @app.get("/v1/models")  # type: ignore[untyped-decorator]
     async def models() -> Any:
@@ -87,7 +89,7 @@ def open_models(app: Any, manager: Callable[[], Any]) -> None:
 
 
 def _names(manager: Any) -> list[str]:
-    """What clients may ask for: the model, and the base without the adapters that it has, if it has some."""
+    """Return the models that clients may name: the model, and the base without its adapters, if it has some."""
     return [manager.served_model_name, *filter(None, [state().base_name])]
 
 
@@ -107,13 +109,15 @@ def _said(names: list[str]) -> str:
 
 
 def name_base(serving: Any, request_model: str, explicit_lora_path: Any) -> str | None:
-    """`OpenAIServingBase._resolve_lora_path`: the name of the base, for requests that go without the adapters."""
+    """Return the name of the base, for requests without the adapters (`OpenAIServingBase._resolve_lora_path`)."""
     return request_model if request_model == state().base_name else None
 
 
 async def mark_base(manager: Any, obj: Any) -> None:
-    """`TokenizerManager._validate_and_resolve_lora`: what `name_base` has named, as the `lora_id` of each answer, by
-    which the engine leaves the adapters out (`AdaptedRows`) and keeps prefixes apart."""
+    """Set the base's name as the `lora_id` of each answer (`TokenizerManager._validate_and_resolve_lora`).
+
+    By it the engine leaves the adapters out (`AdaptedRows`) and keeps prefixes apart.
+    """
     obj.lora_id = obj.lora_path
     for part in obj.__dict__.get("_sub_obj_cache", {}).values():
         part.lora_id = part.lora_path
@@ -127,7 +131,7 @@ def error_response(
     param: str | None = None,
     code: str | None = None,
 ) -> Any:
-    """`OpenAIServingBase.create_error_response`, in OpenAI's form."""
+    """Return an error in OpenAI's form (`OpenAIServingBase.create_error_response`)."""
     from fastapi.responses import JSONResponse
 
     kind = "invalid_request_error" if status_code < 500 else "server_error"
@@ -136,7 +140,7 @@ def error_response(
 
 
 class ObjectsOnly:
-    """Middleware before `app` that lets only JSON objects through, as SGLang's validators take other bodies apart."""
+    """A middleware before `app` that lets only JSON objects through, as SGLang's validators take other bodies apart."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -167,7 +171,7 @@ class ObjectsOnly:
 
 
 class InOneForm:
-    """Middleware around all of `app` that gives OpenAI's form to errors without it: a wrong key, an unknown path."""
+    """A middleware around all of `app` that gives OpenAI's form to errors without it: a wrong key, an unknown path."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -214,19 +218,19 @@ _REFUSALS = {
 
 
 def one_form(result: None, app: Any, **_: Any) -> None:
-    """After `add_api_key_middleware`, which is added last and so comes first: come before it."""
+    """Put `InOneForm` first (after `add_api_key_middleware`, which is added last and so would come before it)."""
     app.add_middleware(InOneForm)
 
 
 async def invalid(request: Any, error: Any) -> Any:
-    """The answer to an object that is not of the request's form. SGLang's quotes the lines of its code."""
+    """Answer an object that is not of the request's form. SGLang's answer quotes the lines of its code."""
     first, *_ = error.errors()
     place = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
     return error_response(None, f"{place}: {first['msg']}", param=place)
 
 
 def seed_each_answer(manager: Any, tokenized: Any) -> None:
-    """Before `TokenizerManager._send_one_request`: give each of several answers to a prompt a seed of its own.
+    """Give each of several answers to a prompt a seed of its own (before `TokenizerManager._send_one_request`).
 
     Those of one prompt follow each other, and share one object of sampling parameters.
     """
@@ -241,13 +245,13 @@ def seed_each_answer(manager: Any, tokenized: Any) -> None:
 
 
 def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
-    """After `to_openai_style_logprobs`: how many characters the tokens before have, where SGLang says -1."""
+    """Count the characters of the tokens before each, where SGLang says -1 (after `to_openai_style_logprobs`)."""
     logprobs.text_offset = [0, *accumulate(len(token) for token in logprobs.tokens)][:-1]
     return logprobs
 
 
 def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str, str]]:
-    """A setting of a body that is not served, and what to do about it."""
+    """Yield each setting of a body that is not served, and its remedy."""
     for parameter in sorted(found.keys() - settings):
         if found[parameter] is not None and (parameter, found[parameter]) != ("response_format", {"type": "text"}):
             yield parameter[:80], "is not served. Leave it out"
@@ -261,7 +265,7 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
 
 
 def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[str, str]]:
-    """A parameter, and what is wrong with it. manager: SGLang's TokenizerManager."""
+    """Yield each bad parameter, and its fault. manager: SGLang's TokenizerManager."""
     vocabulary = manager.model_config.vocab_size
     if "model" not in request.model_fields_set:
         yield "model", f"found none, expected {_said(names)}"
@@ -289,7 +293,14 @@ def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[st
         outside = [token for token in ([part] if isinstance(part, int) else part) if not _is_in(token, vocabulary)]
         if outside:
             yield "prompt", f"found the token {outside[0]}, expected 0 to {vocabulary - 1}"
-    for parameter, text in _texts(request):
+    # Each prompt by itself, or all messages of a chat, become tokens.
+    texts: list[tuple[str, Any]] = [
+        ("prompt", text) for text in (prompt if isinstance(prompt, list) else [prompt]) if isinstance(text, str)
+    ]
+    messages = request.model_dump(include={"messages"}).get("messages")
+    if messages is not None:
+        texts.insert(0, ("messages", [message.get("content") for message in messages]))
+    for parameter, text in texts:
         tokens, limit = fewest_tokens(manager.tokenizer, text_size(text)), manager.model_config.context_len
         if tokens > limit:  # which would be tokenized first, for minutes
             yield parameter, f"found at least {tokens} tokens, expected at most {limit}"
@@ -298,19 +309,8 @@ def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[st
         yield "prompt", f"found {len(prompt) * request.n} answers to give, expected at most {MOST_OF_A_REQUEST}"
 
 
-def _texts(request: Any) -> Iterator[tuple[str, Any]]:
-    """What is to be tokenized: each prompt by itself, or all messages of a chat."""
-    messages = request.model_dump(include={"messages"}).get("messages")
-    if messages is not None:
-        yield "messages", [message.get("content") for message in messages]
-    prompt = getattr(request, "prompt", "")
-    for text in prompt if isinstance(prompt, list) else [prompt]:
-        if isinstance(text, str):
-            yield "prompt", text
-
-
 def _is_in(token: int | str, vocabulary: int) -> bool:
-    """Whether a token id is one of the model's; characters of a text are. Another one would end the engine."""
+    """Return True if a token id is one of the model's; characters of a text are. Another one would end the engine."""
     return isinstance(token, str) or 0 <= token < vocabulary
 
 
@@ -348,7 +348,7 @@ HEADERS_S = 30.0
 
 
 def limit_headers(seconds: float = HEADERS_S) -> None:
-    """Have the HTTP servers of this process that start from now on close such connections."""
+    """Close connections without a whole request, in the HTTP servers of this process that start from now on."""
     from uvicorn.protocols.http import auto
 
     auto.AutoHTTPProtocol = limited(auto.AutoHTTPProtocol, seconds)

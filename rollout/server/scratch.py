@@ -1,8 +1,7 @@
-"""Scratch directories for sockets and temporary files, with a note of what their owners leave elsewhere.
+"""Scratch directories for sockets and temporary files, with a note of files that their owners make elsewhere.
 
-Who is killed cannot clean up, so each start sweeps up after the dead. Whether a directory's owner lives is told by a
-lock on a file in it: its processes hold it, and the kernel releases it with the last of them. Nobody else may look
-inside.
+A killed process cannot clean up, so each start sweeps up after the dead. The owner's processes hold a lock on a file in
+the directory, which the kernel releases with the last of them. Nobody else may look inside.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from fp8rl.numerics.io.files import write_atomically
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
 """Prefixes by owner."""
 SHARED = Path("/dev/shm")
-"""Where processes share memory."""
+"""The directory of shared memory."""
 _LOCK = "lock"
 _SHARED_MEMORY = "shared_memory"
 
 
 def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path, int]:
-    """A new directory, and the descriptor that holds its lock: to be kept open, or inherited by a server and closed.
+    """Return a new directory, and the descriptor that holds its lock: to be kept open, or inherited by a server and
+    closed.
 
     parent: in place of the temporary directory.
     """
@@ -43,8 +43,10 @@ def note_shared_memory(scratch: Path, path: str) -> None:
 
 
 def remove_queues(pids: Collection[int]) -> None:
-    """Remove the shared memory that the ranks of an engine talk through, of these processes: SGLang, which kills its
-    ranks, leaves it. A name is `sgl_shm_KIND_PID_RANDOM`."""
+    """Remove the shared memory through which these processes, ranks of an engine, communicate.
+
+    SGLang, which kills its ranks, leaves it. A name is `sgl_shm_KIND_PID_RANDOM`.
+    """
     for path in SHARED.glob("sgl_shm_*_*_*"):
         if path.name.split("_")[-2] in {str(pid) for pid in pids}:
             path.unlink(missing_ok=True)
@@ -60,7 +62,7 @@ def remove_scratch(scratch: Path) -> None:
 
 
 def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
-    """Remove our directories whose owners are gone. Nobody else's: a note in those may name any file of ours."""
+    """Remove our directories whose owners are gone, and nobody else's: a note in those may name any file of ours."""
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
         with suppress(OSError):  # locked, or removed by another sweep
             if lock.parent.lstat().st_uid != os.getuid():

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import psutil
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.errors import user_error
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
 from fp8rl.rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
@@ -49,7 +50,7 @@ class SGLangServer:
     def start(
         cls,
         model_path: str | Path,
-        config: RolloutConfig,
+        config: RolloutSection,
         *,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
@@ -150,13 +151,26 @@ class SGLangServer:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of the server: main, scheduler, detokenizer and whatever they started."""
-        return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
+        """Return every live process of the server: main, scheduler, detokenizer and their children."""
+        members = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self.pid:
+                    members.append(process)
+        return _living(members)
 
     def cpu_seconds(self) -> float:
-        """Return the seconds of processors that all processes of the server have taken so far, but for the one that
-        answers requests: it works also where a scheduler waits for ever."""
-        return sum(_cpu_seconds(process) for process in self.processes() if process.pid != self.pid)
+        """Return the processor seconds of all processes of the server so far, but for the one that answers requests.
+
+        It works also if a scheduler waits for ever.
+        """
+        seconds = 0.0
+        for process in self.processes():
+            if process.pid != self.pid:
+                with suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    seconds += times.user + times.system + times.children_user + times.children_system
+        return seconds
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
@@ -182,7 +196,7 @@ class SGLangServer:
         self._process.wait(_KILLED_S)
 
     def _wait_until_gone(self, timeout_s: float) -> list[psutil.Process]:
-        """Wait for the end of all processes; those that are left."""
+        """Wait for the end of all processes; return those that are left."""
         deadline = time.monotonic() + timeout_s
         members = self.processes()
         while members and time.monotonic() < deadline:
@@ -219,40 +233,23 @@ class SGLangServer:
 
 
 def log_tail(path: Path, lines: int = 30) -> str:
-    """The last lines of a log file."""
+    """Return the last lines of a log file."""
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - 65536))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
 
 def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if _lives(p)]
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return float(times.user + times.system + times.children_user + times.children_system)
-
-
-def _group(process: psutil.Process) -> int:
-    try:
-        return os.getpgid(process.pid)
-    except ProcessLookupError:
-        return -1
+    living = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
 
 
 def _claim_port(port: int | None, host: str) -> int:
-    """`port` if nobody listens there, or a free one for None."""
+    """Return `port` if nobody listens there, or a free one for None."""
     if port is None:
         return _free_port(host)
     with socket.socket() as probe:
@@ -270,7 +267,7 @@ def _claim_port(port: int | None, host: str) -> int:
 
 
 def _free_port(host: str) -> int:
-    """One that stays free while the server imports: outgoing connections get theirs from above these."""
+    """Return a port that stays free while the server imports: outgoing connections get theirs from above these."""
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100):
         with socket.socket() as probe:

@@ -20,7 +20,7 @@ from fp8rl.diagnose.audit.audit_report import Deviation, answers, differences_of
 from fp8rl.diagnose.audit.sightings import Grids, Sighting, engine_sightings, stored
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
@@ -32,7 +32,7 @@ from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.errors import HandshakeError
 from fp8rl.rollout.plugin.inventory import WEIGHTS
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_model
 
@@ -55,10 +55,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def make(paths: dict[str, Path], layout: Any) -> Callable[..., Any]:
-    def make(numerics: NumericsConfig, kind: str = "moe", adapter: AdapterConfig | None = None) -> Any:
+    def make(numerics: NumericsConfig, kind: str = "moe", adapter: AdapterSection | None = None) -> Any:
         from fp8rl.trainer.trainer import Trainer
 
-        config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
+        config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
         sizes = {"seed": 0, "total_steps": 10, "max_sequence_length": LENGTH}
         return Trainer(paths[kind], config, numerics, layout, adapter=adapter, **sizes)
 
@@ -118,7 +118,7 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
 def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
     kind: str, merged: bool, make: Callable[..., Any]
 ) -> None:
-    numerics, adapter = plan("exact"), AdapterConfig(rank=8, mode="merged" if merged else "separate")
+    numerics, adapter = plan("exact"), AdapterSection(rank=8, mode="merged" if merged else "separate")
     trainer = make(numerics, kind, adapter=adapter)
     batch = random_batch(rows=4, longest=40)
     trainer.train_step(batch, cross_entropy(batch))  # B is zero before the first update, which says nothing
@@ -141,7 +141,7 @@ def test_an_adapter_that_is_multiplied_in_fp8_is_found(
         return term(fake_quantize(h, SPEC.activation, h.dtype), *rest)
 
     monkeypatch.setattr("fp8rl.numerics.ops.low_rank.low_rank_term", coarse)
-    trainer = make(numerics, "dense", AdapterConfig(rank=64))
+    trainer = make(numerics, "dense", AdapterSection(rank=64))
     (difference,) = differences_of(watched(trainer, numerics))
     assert (difference.key, difference.found) == ("adapter.operands", "e4m3")
     assert all(name.startswith("decoder.layers.") for name in difference.names)

@@ -31,7 +31,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import random_batch
 from tests.support.evidence import CapsuleRun
@@ -488,7 +488,7 @@ def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout: Layout, t
 
     model, batch = EXAMPLES / "models/tiny_qwen3_moe", random_batch(rows=6, longest=40)
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    trainer = Trainer(model, TrainerConfig(), numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
+    trainer = Trainer(model, TrainerSection(), numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
     order, logprobs = trainer.score(batch)
     found = []
     for row, values in zip(order, logprobs, strict=True):

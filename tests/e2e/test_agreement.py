@@ -20,7 +20,7 @@ from safetensors import safe_open
 from fp8rl.diagnose.attribution import attribute
 from fp8rl.diagnose.attribution.attribution_report import Finding
 from fp8rl.models import read_model
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import architectures
 from fp8rl.models.tensors import base_name
 from fp8rl.numerics import ops
@@ -47,8 +47,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Tests and cases stand in an order in which neighbours share an engine.
 TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
 BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
-MERGED = AdapterConfig(rank=8, alpha=256.0, mode="merged", experts="shared")
-SEPARATE = AdapterConfig(rank=8, alpha=256.0)
+MERGED = AdapterSection(rank=8, alpha=256.0, mode="merged", experts="shared")
+SEPARATE = AdapterSection(rank=8, alpha=256.0)
 GLM = Setup("glm", bf16_ends=1, k_splits=2, layout=(("router_bias_rate", 0.3),), router_replay="record")
 LATENT = Setup("deepseek", bf16_ends=1, k_splits=2, router_replay="record")
 LESS_MEMORY = (("head_chunk_tokens", 96), ("packing", True))
@@ -381,7 +381,7 @@ def tampered(fault: Callable[..., Any]) -> Callable[..., None]:
 
 def another_scale(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
     """The trainer has another one than the engine was started with."""
-    patch.setattr(type(pipeline.setup), "beside", AdapterConfig(rank=SEPARATE.rank, alpha=SEPARATE.alpha / 2))
+    patch.setattr(type(pipeline.setup), "beside", AdapterSection(rank=SEPARATE.rank, alpha=SEPARATE.alpha / 2))
 
 
 def changed_base(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from fp8rl.rl.record.metric_rows import METRICS
 from fp8rl.rl.record.metrics import describe
 from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.quantized import served_bytes
 from tests.support.cli_runs import FP8RL, SMALL, StartedRun
 from tests.support.paths import EXAMPLES
@@ -150,7 +150,7 @@ def test_the_run_directory_is_whole(run: StartedRun) -> None:
 
 
 def test_a_step_is_computed_again_from_what_the_run_left(run: StartedRun, tmp_path: Path) -> None:
-    ((metrics, logprobs),) = run_on_ranks(TrainerConfig(), tmp_path, partial(first_step, run.path))
+    ((metrics, logprobs),) = run_on_ranks(TrainerSection(), tmp_path, partial(first_step, run.path))
     row, answers = run.rows()[1], rollouts(run, 1)
     assert metrics == {name: row[name] for name in metrics} and "train/grad_norm" in metrics
     assert logprobs == [answer["train_logprobs"] for answer in answers]
@@ -230,7 +230,7 @@ def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path
         prompts_are_scored_as_lm_eval_asks(client, model, asked[0])
         what_is_wrong_is_refused(client, model)
         the_last_evaluation_is_found_again(client, run)
-    (scores,) = run_on_ranks(TrainerConfig(), tmp_path, partial(trained_scores, run.path, answers))
+    (scores,) = run_on_ranks(TrainerSection(), tmp_path, partial(trained_scores, run.path, answers))
     assert scores == [answer["logprobs"] for answer in answers], "bit for bit"
 
 

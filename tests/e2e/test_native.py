@@ -27,7 +27,7 @@ from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Prompt, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
@@ -65,7 +65,7 @@ def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]
     engines = {name: make_engine(folder / f"{name}.log", setup.numerics) for name, setup in setups.items()}
     for name, setup in setups.items():
         convert_checkpoint(model, folder / name, setup.numerics.rollout_spec)
-    config = TrainerConfig(lr=1e-3, warmup_steps=0)
+    config = TrainerSection(lr=1e-3, warmup_steps=0)
     rig.stop_engine()
     trainer = rig.start_trainer(model, config, FP8.numerics)
 

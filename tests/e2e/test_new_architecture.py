@@ -23,7 +23,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_trainer(model: Path, layout: Layout, **changes: Any) -> Any:
     from fp8rl.trainer.trainer import Trainer
 
-    config = TrainerConfig(lr=1e-3, warmup_steps=0)
+    config = TrainerSection(lr=1e-3, warmup_steps=0)
     options = {"seed": 0, "total_steps": 9, "max_sequence_length": 256, **changes}
     numerics = options.pop("numerics", NUMERICS)
     return Trainer(model, config, numerics, layout, **options)

@@ -17,7 +17,7 @@ from fp8rl.models import read_model
 from fp8rl.models.peft import write_adapter
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import scores_beside
@@ -77,7 +77,7 @@ def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_th
     for name in names:
         pairs = [prompt for prompt in PROMPTS for _ in range(2)]
         found[name] += [{"prompt_ids": p, **answer} for p, answer in zip(pairs, several[name], strict=True)]
-    ((adapted, bare),) = run_on_ranks(TrainerConfig(), tmp_path, partial(scores_beside, run, *found.values()))
+    ((adapted, bare),) = run_on_ranks(TrainerSection(), tmp_path, partial(scores_beside, run, *found.values()))
     assert adapted == [answer["logprobs"] for answer in found["run"]], "bit for bit"
     assert bare == [answer["logprobs"] for answer in found["run-base"]], "bit for bit"
     assert all(one["logprobs"] != two["logprobs"] for one, two in zip(*found.values(), strict=True))

@@ -9,7 +9,7 @@ import pytest
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import Speculation
+from fp8rl.rollout.config import SpeculationSection
 from fp8rl.rollout.types import Decoding, SamplingParams, Trajectory
 from fp8rl.trainer.step.batch import UNKNOWN
 from tests.support.rig import NEW_TOKENS, Pipeline, Rig, Setup, differences, prompts
@@ -17,7 +17,7 @@ from tests.support.updates import UPDATES, differences_by_version, sampled_acros
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SETUP = Setup("moe", router_replay="record", speculation=Speculation(drafts=4))
+SETUP = Setup("moe", router_replay="record", speculation=SpeculationSection(drafts=4))
 KINDS = {
     "greedy": SamplingParams(NEW_TOKENS, temperature=0.0),
     "sampled": SamplingParams(NEW_TOKENS, temperature=1.0),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from tests.support.cli_runs import StartedRun
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import taught_step
@@ -37,7 +37,7 @@ def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_pa
     assert two["train/teacher_kl"] != 0.0
     assert all(answer["teacher_logprobs"] != answer["rollout_logprobs"] for answer in second)
     again = partial(taught_step, run.path, start, second)
-    ((metrics, scores),) = run_on_ranks(TrainerConfig(), tmp_path / "again", again)
+    ((metrics, scores),) = run_on_ranks(TrainerSection(), tmp_path / "again", again)
     assert scores == [answer["teacher_logprobs"] for answer in second]
     assert metrics == {name: one[name] for name in metrics} and "train/teacher_kl" in metrics
 

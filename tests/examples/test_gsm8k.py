@@ -14,7 +14,7 @@ from fp8rl.rl.run.evaluation import held_out
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
-from fp8rl.rollout.rewards.integer import integer
+from fp8rl.rollout.rewards.rules import integer
 from tests.support.paths import EXAMPLES
 
 SAMPLE = EXAMPLES / "data/gsm8k_sample.jsonl"

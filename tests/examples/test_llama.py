@@ -26,10 +26,10 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
@@ -79,7 +79,7 @@ def write(path: Path, tied: bool = False) -> Path:
 def make_trainer(path: Path, layout: Layout, numerics: NumericsConfig, dtype: torch.dtype = torch.bfloat16) -> Any:
     from fp8rl.trainer.trainer import Trainer
 
-    config = TrainerConfig(lr=1e-3, warmup_steps=0)
+    config = TrainerSection(lr=1e-3, warmup_steps=0)
     return Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=256, dtype=dtype)
 
 
@@ -159,7 +159,7 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     load_architecture(FILE)
     convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)
     architecture._known.clear()
-    Engine(RolloutConfig(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
+    Engine(RolloutSection(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
     assert read_model(tmp_path / "served", served=True).architecture.name == "LlamaForCausalLM"
     program = (
         "from fp8rl.rollout import plugin; plugin.register(); "

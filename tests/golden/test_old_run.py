@@ -18,7 +18,7 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.run.checkpoints import check_contents, check_resumable
 from fp8rl.trainer.checkpoint.files import check_digests, read_about
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.paths import EXAMPLES
 
@@ -61,7 +61,7 @@ def test_its_checkpoint_has_the_adapters_that_it_exported(old: RunDir, layout: L
     check_digests(old.checkpoint(2))
     trainer = Trainer(
         EXAMPLES / "models/tiny_qwen3_moe",
-        TrainerConfig(),
+        TrainerSection(),
         experiment.numerics_config(),
         layout,
         seed=0,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.models.adapters import AdapterConfig, adapter_rows, check_adapter
+from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.architecture import Model, architectures
 from fp8rl.numerics.errors import UserError
 from tests.support.definitions import SIZES, tiny_models
@@ -17,11 +17,11 @@ LAYER = "model.layers.1."
 
 
 def names(**config: object) -> list[str]:
-    return [row.name for row in adapter_rows(MOE.tensors.rows.values(), AdapterConfig(**config))]
+    return [row.name for row in adapter_rows(MOE.tensors.rows.values(), AdapterSection(**config))]
 
 
 def test_every_product_but_router_and_head_has_an_adapter_that_stands_where_its_weight_does() -> None:
-    adapted = MOE.adapted(AdapterConfig(rank=4)).tensors
+    adapted = MOE.adapted(AdapterSection(rank=4)).tensors
     rows = {row.name: row for row in adapted.rows.values() if row.adapts}
     assert {row.adapts for row in rows.values()} == {row.name for row in MOE.tensors.rows.values() if row.kind}
     assert len(rows) == 2 * SIZES.layers * (4 + 3 * SIZES.experts)
@@ -39,8 +39,8 @@ def test_every_product_but_router_and_head_has_an_adapter_that_stands_where_its_
 
 
 def test_every_product_of_latent_attention_has_an_adapter_also_where_the_engine_fuses_two() -> None:
-    check_adapter(LATENT.tensors.rows.values(), AdapterConfig(rank=4))
-    adapted = LATENT.adapted(AdapterConfig(rank=4)).tensors
+    check_adapter(LATENT.tensors.rows.values(), AdapterSection(rank=4))
+    adapted = LATENT.adapted(AdapterSection(rank=4)).tensors
     rows = {row.name.removeprefix(f"{LAYER}self_attn."): row for row in adapted.rows.values() if row.adapts}
     products = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"}
     assert {name.split(".")[0] for name in rows if not name.startswith("model.")} == products
@@ -74,5 +74,5 @@ def test_experts_share_one_adapter_or_have_none() -> None:
 )
 def test_what_the_model_cannot_have_is_refused_in_one_message(config: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_adapter(MOE.tensors.rows.values(), AdapterConfig(**config))
+        check_adapter(MOE.tensors.rows.values(), AdapterSection(**config))
     assert message.replace("'", "") in str(refused.value).replace("'", "") and "\n" not in str(refused.value)

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from fp8rl.rollout.loopback import is_loopback, reach_loopback
-from fp8rl.rollout.rewards.http import posted
+from fp8rl.rollout.rewards.services import posted
 from tests.rollout.rewards.test_ours import service
 
 NOBODY = "http://127.0.0.1:9"

@@ -9,7 +9,7 @@ import pytest
 from fp8rl.numerics.errors import UserError
 from fp8rl.rollout import named_functions
 from fp8rl.rollout.named_functions import check_importable, named_object
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 from fp8rl.rollout.rewards.functions import load_function
 
 RAISING_SIGNATURE = """
@@ -63,7 +63,7 @@ def test_what_a_module_raises_is_said(tmp_path: Path, text: str, expected: str) 
     name = f"{tmp_path / 'own.py'}:reward"
     check_importable(name, "rewards")
     with pytest.raises(UserError, match=expected):
-        load_function(RewardConfig(function=name), "rewards")
+        load_function(RewardSection(function=name), "rewards")
 
 
 def test_a_file_of_python_is_a_file(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_a_file_is_imported_once_and_again_when_it_has_changed(tmp_path: Path) -
     text = f"from pathlib import Path\nwith Path({str(said)!r}).open('a') as log: log.write('x')\n"
     for functions, times in (("def one(answer): return 1.0", 1), ("def one(answer): return 2.0", 2)):
         module.write_text(text + functions)
-        first, second = (load_function(RewardConfig(function=f"{module}:one"), "rewards.0") for _ in range(2))
+        first, second = (load_function(RewardSection(function=f"{module}:one"), "rewards.0") for _ in range(2))
         assert first.call is second.call and said.read_text() == "x" * times

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 
@@ -22,7 +22,7 @@ WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(["tests.support.trainer_imports"])
 
 
-def run_on_ranks(config: TrainerConfig, folder: Path, function: Callable[[Layout, TrainerConfig], Any]) -> list[Any]:
+def run_on_ranks(config: TrainerSection, folder: Path, function: Callable[[Layout, TrainerSection], Any]) -> list[Any]:
     """The results of `function(layout, config)` in rank order; they travel through files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     store = parallel.open_store(parallel.LOOPBACK, config.world_size)
@@ -43,7 +43,7 @@ def run_on_ranks(config: TrainerConfig, folder: Path, function: Callable[[Layout
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(config.world_size)]
 
 
-def _rank(rank: int, port: int, config: TrainerConfig, folder: Path, function: Callable[..., Any]) -> None:
+def _rank(rank: int, port: int, config: TrainerSection, folder: Path, function: Callable[..., Any]) -> None:
     try:
         store = parallel.join_store(parallel.LOOPBACK, port, config.world_size)
         layout = parallel.initialize(config, rank, store)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.mismatch import agreement, drift_metrics
 from fp8rl.rl.run.records import train_metrics
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
 
 
-def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[str, float], list[list[float]]]:
+def first_step(run: Path, layout: Layout, config: TrainerSection) -> tuple[dict[str, float], list[list[float]]]:
     """`train/...` of step 1, and the trainer's log-probabilities by trajectory, at the run's first weights."""
     experiment = read_resolved(run / "spec.yaml")
     lines = _lines(run / "rollouts/step_1.jsonl")
@@ -71,14 +71,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def taught_step(
-    run: Path, teacher: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+    run: Path, teacher: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerSection
 ) -> tuple[dict[str, float], list[list[float]]]:
     """`train/...` of step 1, and what a trainer at the weights of `teacher` says of the answers of another step."""
     return first_step(run, layout, config)[0], scores_of(run, teacher, answers, layout, config)
 
 
 def trained_scores(
-    run: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+    run: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerSection
 ) -> list[list[float]]:
     """What a trainer at the run's last weights gives the `token_ids` of each answer after its `prompt_ids`, at
     temperature 1."""
@@ -86,14 +86,14 @@ def trained_scores(
 
 
 def scores_of(
-    run: Path, model: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+    run: Path, model: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerSection
 ) -> list[list[float]]:
     """The same at the weights of a model directory."""
     return _scores(_trainer(read_resolved(run / "spec.yaml"), model, layout), answers)
 
 
 def scores_beside(
-    run: Path, adapted: list[dict[str, Any]], bare: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+    run: Path, adapted: list[dict[str, Any]], bare: list[dict[str, Any]], layout: Layout, config: TrainerSection
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The same of a run of adapters: of one list of answers with its last adapters, of another without them."""
     from fp8rl.trainer.roles import Base
@@ -112,7 +112,7 @@ def _scores(scorer: Any, answers: list[dict[str, Any]]) -> list[list[float]]:
     return [by_row[row][mask].tolist() for row, mask in enumerate(batch.loss_mask)]
 
 
-def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: AdapterConfig | None = None) -> Trainer:
+def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: AdapterSection | None = None) -> Trainer:
     from fp8rl.trainer import device
     from fp8rl.trainer.trainer import Trainer
 

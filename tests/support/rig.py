@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from fp8rl.models import Model, read_model
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
@@ -31,7 +31,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutConfig, Speculation
+from fp8rl.rollout.config import RolloutSection, SpeculationSection
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.environments.conversation import Conversation
@@ -39,13 +39,13 @@ from fp8rl.rollout.sampler import check_versions
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.result import PassResult
 from fp8rl.weight_sync.adapters import HeldBase
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
-from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, write_description
 from tests.support.warm_engine import EngineTemplate
 
@@ -90,9 +90,9 @@ class Setup:
     mode: str = "exact"
     router_replay: str = "off"
     engine_tp: int = 1
-    adapter: AdapterConfig | None = None
+    adapter: AdapterSection | None = None
     shared_base: bool = False
-    speculation: Speculation | None = None
+    speculation: SpeculationSection | None = None
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -114,7 +114,7 @@ class Setup:
         return self.model, *numerics, self.beside, self.speculation, self.shared_base
 
     @property
-    def beside(self) -> AdapterConfig | None:
+    def beside(self) -> AdapterSection | None:
         """The adapters that the engine holds beside its weights."""
         return self.adapter if self.adapter is not None and self.adapter.mode == "separate" else None
 
@@ -144,9 +144,9 @@ class Rig:
     def start_trainer(
         self,
         model: Path,
-        config: TrainerConfig,
+        config: TrainerSection,
         numerics: NumericsConfig,
-        adapter: AdapterConfig | None = None,
+        adapter: AdapterSection | None = None,
         shared_base: bool = False,
     ) -> TrainerGroup:
         """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
@@ -218,13 +218,13 @@ class Rig:
     def _trainer_for(self, setup: Setup) -> TrainerGroup:
         if self._trainer is None or self._trainer[0] != setup:
             # Three layers of up to 360 tokens in several micro-batches, and steps large enough to move every expert.
-            config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
+            config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
             own = setup.numerics, setup.adapter, setup.shared_base
             self._trainer = setup, self.start_trainer(self.models[setup.model], config, *own)
         return self._trainer[1]
 
 
-def begin_again(actor: TrainerActor, rank: int, config: TrainerConfig) -> None:
+def begin_again(actor: TrainerActor, rank: int, config: TrainerSection) -> None:
     """Forget all models, and the other ranks."""
     actor.stop()
     gc.collect()
@@ -262,7 +262,7 @@ class Pipeline:
     def bridge(
         self, transport: str = "tensor", pause: str = "retract", delta: bool = False, wakes: bool = False
     ) -> Bridge:
-        config = SyncConfig(
+        config = SyncSection(
             transport=transport, pause=pause, bucket_mib=1, delta=delta, shared_base=self.setup.shared_base
         )
         model, spec = self.rig.models[self.setup.model], self.setup.numerics.rollout_spec
@@ -325,13 +325,13 @@ def make_engine(
     log: Path,
     numerics: NumericsConfig,
     tp: int = 1,
-    adapter: AdapterConfig | None = None,
-    speculation: Speculation | None = None,
+    adapter: AdapterSection | None = None,
+    speculation: SpeculationSection | None = None,
     shared_base: bool = False,
     **changes: Any,
 ) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
-    config = RolloutConfig(
+    config = RolloutSection(
         context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp, speculation=speculation
     )
     plugin = {

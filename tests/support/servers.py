@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import psutil
 
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
@@ -23,8 +23,8 @@ EOS = 7
 VOCABULARY = 64
 
 
-def small_config(**changes: object) -> RolloutConfig:
-    return RolloutConfig(**{"context_length": 512, "max_total_tokens": 8192, **changes})
+def small_config(**changes: object) -> RolloutSection:
+    return RolloutSection(**{"context_length": 512, "max_total_tokens": 8192, **changes})
 
 
 def groups(count: int, size: int) -> list[Group]:

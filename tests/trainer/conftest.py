@@ -11,7 +11,7 @@ import torch
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import LENGTH, write_family, write_model
 from tests.support.trainers import MakeTrainer
@@ -52,7 +52,7 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         numerics = NumericsConfig(mode=mode, spec=spec, trainer=precision, k_splits=k_splits)
         return Trainer(
             path,
-            TrainerConfig(**settings),
+            TrainerSection(**settings),
             numerics,
             layout,
             seed=0,

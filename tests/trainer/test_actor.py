@@ -19,7 +19,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import Poisoned, cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.trainers import MakeTrainer
@@ -38,7 +38,7 @@ def cluster() -> Iterator[None]:
 def start(path: Path, k_splits: int = 1, **config: Any) -> TrainerGroup:
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), k_splits=k_splits)
     return TrainerGroup.start(
-        path, TrainerConfig(**SETTINGS, **config), numerics, seed=0, total_steps=100, max_sequence_length=LENGTH
+        path, TrainerSection(**SETTINGS, **config), numerics, seed=0, total_steps=100, max_sequence_length=LENGTH
     )
 
 

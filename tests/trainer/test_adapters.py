@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8rl.models import read_shape
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import base_digest
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -54,7 +54,7 @@ def test_a_merged_adapter_trains_what_the_full_gradient_says(
 ) -> None:
     """The model that is served, trained whole: its weight gradients, contracted, are those of A and B."""
     batch = random_batch(seed=0)
-    merged = make_trainer(path, "bf16", adapter=AdapterConfig(rank=8, mode="merged", experts=experts))
+    merged = make_trainer(path, "bf16", adapter=AdapterSection(rank=8, mode="merged", experts=experts))
     spread(merged)
     merged.export_hf(tmp_path / "merged")
     whole = make_trainer(tmp_path / "merged", "bf16")
@@ -88,7 +88,7 @@ def test_at_the_start_an_adapter_changes_nothing_and_the_base_has_no_state(
     mode: str, moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
     batch = random_batch(seed=0)
-    plain, adapted = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "fp8", adapter=AdapterConfig(mode=mode))
+    plain, adapted = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "fp8", adapter=AdapterSection(mode=mode))
     assert torch.equal(plain.score(batch)[1], adapted.score(batch)[1])
     before = {name: p.clone() for name, p in adapted.model.named_parameters()}
     adapted.train_step(batch, cross_entropy(batch))
@@ -102,7 +102,7 @@ def test_at_the_start_an_adapter_changes_nothing_and_the_base_has_no_state(
 @pytest.mark.parametrize("mode", ["merged", "separate", "full"])
 def test_no_gradient_of_a_weight_is_computed(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     """Nothing that a pass makes has the shape of a weight, unless weights are trained."""
-    config = None if mode == "full" else AdapterConfig(rank=24, mode=mode)
+    config = None if mode == "full" else AdapterSection(rank=24, mode=mode)
     trainer, batch = make_trainer(moe_path, "fp8", adapter=config), random_batch(seed=0)
     rows = trainer.weights.rows(trainer.model)
     of_layers = (each for name, each in named_weights(trainer.model) if rows[name][0].kind)
@@ -133,7 +133,7 @@ class made(TorchDispatchMode):
 def test_what_is_computed_once_more_gives_adapters_of_the_first_layer_the_same_gradients(
     recompute: str, moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    config, batch = AdapterConfig(rank=8, targets=("gate_proj", "up_proj", "down_proj")), random_batch(seed=0)
+    config, batch = AdapterSection(rank=8, targets=("gate_proj", "up_proj", "down_proj")), random_batch(seed=0)
     found = []
     for settings in ({}, {"recompute": recompute}):
         trainer = make_trainer(moe_path, adapter=config, **settings)
@@ -145,7 +145,7 @@ def test_what_is_computed_once_more_gives_adapters_of_the_first_layer_the_same_g
 
 def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     """As `q_proj` and `v_proj` alone: keys stay the base's, also in what is written."""
-    config = AdapterConfig(rank=4, mode="merged", targets=("q_proj", "v_proj", "up_proj"))
+    config = AdapterSection(rank=4, mode="merged", targets=("q_proj", "v_proj", "up_proj"))
     trainer = make_trainer(moe_path, adapter=config)
     spread(trainer)
     base, served = (dict(each) for each in (trainer.weights.base(trainer.model), trainer.export_weights()))
@@ -161,7 +161,7 @@ def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, 
 def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
     moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    config = AdapterConfig(rank=4, mode="merged", targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
+    config = AdapterSection(rank=4, mode="merged", targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
     straight, first, resumed, whole = (make_trainer(moe_path, "fp8", adapter=each) for each in (*[config] * 3, None))
     expected = train(straight, 0, 4)
     assert train(first, 0, 2) == expected[:2]
@@ -185,9 +185,9 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
         )
 
 
-@pytest.mark.parametrize("config", [AdapterConfig(rank=8, targets=("kv_b_proj",)), None], ids=["adapters", "weights"])
+@pytest.mark.parametrize("config", [AdapterSection(rank=8, targets=("kv_b_proj",)), None], ids=["adapters", "weights"])
 def test_latent_attention_that_is_computed_once_more_gives_the_same_gradients(
-    config: AdapterConfig | None, latent_path: Path, make_trainer: MakeTrainer
+    config: AdapterSection | None, latent_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """To adapters of the first layer too, where nothing before the attention is trained."""
     batch, found = random_batch(seed=0), []
@@ -202,7 +202,7 @@ def test_latent_attention_that_is_computed_once_more_gives_the_same_gradients(
 
 
 def test_latent_attention_reads_what_engines_read_too(latent_path: Path, make_trainer: MakeTrainer) -> None:
-    config, spec = AdapterConfig(rank=4), QuantSpec.preset("fp8_block_pow2")
+    config, spec = AdapterSection(rank=4), QuantSpec.preset("fp8_block_pow2")
     apart, shared = (make_trainer(latent_path, "fp8", adapter=config, shared_base=each) for each in (False, True))
     write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)
     assert train(shared, 0, 2) == train(apart, 0, 2)
@@ -214,7 +214,7 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     precision: str, preset: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """Each way between two trainers of which one has its frozen weights in a base, and never had them elsewhere."""
-    config, spec = AdapterConfig(rank=4), QuantSpec.preset(preset)
+    config, spec = AdapterSection(rank=4), QuantSpec.preset(preset)
     apart, shared = (make_trainer(moe_path, precision, adapter=config, shared_base=shared) for shared in (False, True))
     frozen = [p for p in shared.model.parameters() if not p.requires_grad]
     assert len({p.untyped_storage().data_ptr() for p in frozen}) == 1 and all(p.isnan().all() for p in frozen)
@@ -247,7 +247,7 @@ def test_without_its_adapter_a_policy_is_its_base(path: Path, make_trainer: Make
     batch = random_batch(seed=0)
     before = make_trainer(path, "fp8").score(batch)[1]
     for mode in ("merged", "separate"):
-        policy = make_trainer(path, "fp8", adapter=AdapterConfig(mode=mode))
+        policy = make_trainer(path, "fp8", adapter=AdapterSection(mode=mode))
         spread(policy)
         learned = policy.score(batch)[1]
         assert torch.equal(WithoutAdapter(policy).score(batch)[1], before)
@@ -257,19 +257,19 @@ def test_without_its_adapter_a_policy_is_its_base(path: Path, make_trainer: Make
 def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_grid(
     moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    trainer = make_trainer(moe_path, "fp8", adapter=AdapterConfig(rank=4, mode="merged", experts="shared"))
+    trainer = make_trainer(moe_path, "fp8", adapter=AdapterSection(rank=4, mode="merged", experts="shared"))
     assert trainer.update_survival() is None
     found = []
     for size in (1.0, 0.01, 1e-4):
         spread(trainer, size)
         found.append(trainer.update_survival())
     assert 1.0 > found[0] > 0.99 > found[1] > found[2] + 0.2 > 0.2
-    assert make_trainer(moe_path, "bf16", adapter=AdapterConfig(mode="merged")).update_survival() is None
+    assert make_trainer(moe_path, "bf16", adapter=AdapterSection(mode="merged")).update_survival() is None
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
 def test_a_gate_may_turn_to_bf16_with_adapters(mode: str, path: Path, make_trainer: MakeTrainer) -> None:
-    batch, config = random_batch(seed=0), AdapterConfig(mode=mode)
+    batch, config = random_batch(seed=0), AdapterSection(mode=mode)
     turned, plain = (make_trainer(path, precision, adapter=config) for precision in ("fp8", "bf16"))
     for trainer in (turned, plain):
         spread(trainer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
@@ -21,7 +21,7 @@ from tests.support.models import LENGTH, reference
 
 pytestmark = pytest.mark.slow
 
-CONFIG = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
+CONFIG = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
 CRITIC = CONFIG.model_copy(update={"lr": 2e-3, "decay": "linear"})
 OPTIONS: dict[str, Any] = {"seed": 0, "total_steps": 9, "max_sequence_length": LENGTH}
 

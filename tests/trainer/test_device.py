@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.megatron import patches
 
@@ -45,7 +45,7 @@ def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.distributed, "init_process_group", join)
     with pytest.raises(JoinedError):
-        parallel.initialize(TrainerConfig(dp=4), rank=2, host="10.0.0.1")
+        parallel.initialize(TrainerSection(dp=4), rank=2, host="10.0.0.1")
     assert gpus == [2]
 
 

@@ -20,7 +20,7 @@ from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches
@@ -66,7 +66,7 @@ class Made(TorchDispatchMode):
         return out
 
 
-def _experts_on_meta(path: Path, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """What a layer's experts ask of a GPU for a micro-batch, once weights are quantized; in a process of its own."""
     from fp8rl.trainer.distributed.optimizer import wrap
     from fp8rl.trainer.megatron.lowering import Lowering
@@ -100,7 +100,7 @@ def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: P
     """With a parameter for each expert's matrix it took 284 ops and 256 hooks. There is no tensor of all gradients."""
     config = json.loads((moe_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": EXPERTS, "num_local_experts": EXPERTS}))
-    (found,) = run_on_ranks(TrainerConfig(), tmp_path / "ranks", partial(_experts_on_meta, tmp_path))
+    (found,) = run_on_ranks(TrainerSection(), tmp_path / "ranks", partial(_experts_on_meta, tmp_path))
     assert found["hooks"] == found["parameters"] == 2
     assert found["ops"] <= 30 and 10 <= found["kernels"] <= 15
     assert found["stacks"] == []

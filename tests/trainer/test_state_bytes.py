@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from fp8rl.models import read_shape
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.state_bytes import StateBytes, Storage, state_bytes
 from tests.support.batches import random_batch
 from tests.support.holdings import bytes_held
@@ -39,7 +39,7 @@ def total(
     rank: int = 0,
     **layout: int,
 ) -> StateBytes:
-    states = state_bytes(shape_of(name), TrainerConfig(**layout), numerics, storage, rank)
+    states = state_bytes(shape_of(name), TrainerSection(**layout), numerics, storage, rank)
     return sum(states.values(), StateBytes())
 
 
@@ -93,7 +93,7 @@ def test_ranks_share_all_there_is() -> None:
 def test_a_buffer_is_padded_to_a_whole_number_for_each_rank() -> None:
     """Three ranks share 465,152 / 2 dense elements: up to a multiple of 3 * 128, and the last has less of them."""
     dense = [
-        state_bytes(shape_of("tiny_qwen3_moe"), TrainerConfig(dp=3), BF16, "torch", rank)["dense"] for rank in range(3)
+        state_bytes(shape_of("tiny_qwen3_moe"), TrainerSection(dp=3), BF16, "torch", rank)["dense"] for rank in range(3)
     ]
     elements = 232_576
     padded = -(-elements // 384) * 384
@@ -111,14 +111,14 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        ("moe_path", AdapterConfig(rank=8, targets=SOME)),
-        ("moe_path", AdapterConfig(rank=8, targets=SOME, experts="shared")),
-        ("latent_path", AdapterConfig(rank=8)),
+        ("moe_path", AdapterSection(rank=8, targets=SOME)),
+        ("moe_path", AdapterSection(rank=8, targets=SOME, experts="shared")),
+        ("latent_path", AdapterSection(rank=8)),
     ],
     ids=["per_expert", "shared", "latent"],
 )
 def test_a_live_trainer_of_adapters_holds_them(
-    model: str, config: AdapterConfig, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+    model: str, config: AdapterSection, make_trainer: MakeTrainer, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(model)
     trainer = make_trainer(path, "fp8", adapter=config)

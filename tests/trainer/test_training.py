@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.lowering import Lowering
 from tests.support.batches import Entropy, Poisoned, cross_entropy, random_batch
 from tests.support.models import reference
@@ -154,7 +154,7 @@ def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> N
 
     def rates(steps: int, **changes: Any) -> list[float]:
         optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
-        timetable = schedule(optimizer, TrainerConfig(lr=1.0, **changes), steps)
+        timetable = schedule(optimizer, TrainerSection(lr=1.0, **changes), steps)
         out = []
         for _ in range(steps):
             timetable.step(1)

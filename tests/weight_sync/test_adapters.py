@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import quantize
@@ -18,7 +18,7 @@ from fp8rl.weight_sync.adapters import HeldBase, check_frozen
 from fp8rl.weight_sync.manifest import Sent, SyncError
 from tests.support.served_model import SPEC
 
-ADAPTER = AdapterConfig(rank=8, alpha=16.0)
+ADAPTER = AdapterSection(rank=8, alpha=16.0)
 BASE = {"x.weight": "one", "x.weight_scale_inv": "two"}
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.errors import EngineError
-from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.quantized import served_tensors
 from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
 from fp8rl.weight_sync.transports import tensor as tensor_transport
@@ -169,6 +169,6 @@ def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Pat
 
 def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
     kinds = {"tensor": TensorTransport, "distributed": DistributedTransport, "disk": DiskTransport}
-    assert kinds.keys() == set(get_args(SyncConfig.model_fields["transport"].annotation))
+    assert kinds.keys() == set(get_args(SyncSection.model_fields["transport"].annotation))
     for name, kind in kinds.items():
-        assert type(make_transport(SyncConfig(transport=name), tmp_path, tmp_path, SPEC)) is kind
+        assert type(make_transport(SyncSection(transport=name), tmp_path, tmp_path, SPEC)) is kind

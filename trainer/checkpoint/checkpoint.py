@@ -55,7 +55,8 @@ _NAMES = {
 
 @contextmanager
 def safe_pickles(path: Path) -> Iterator[None]:
-    """Refuse the checkpoint at `path`, by a `UserError`, if the block meets a pickle that is not made of these."""
+    """Refuse the checkpoint at `path`, by a `UserError`, if the block meets a pickle of classes that are not
+    allowed."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
@@ -72,7 +73,7 @@ def safe_pickles(path: Path) -> Iterator[None]:
 
 
 def read_metadata(file: Path) -> metadata.Metadata:
-    """Return the `.metadata` of a checkpoint's state. Raises UnpicklingError if it is made of anything else."""
+    """Return the `.metadata` of a checkpoint's state. Raises UnpicklingError if it has other classes."""
     with file.open("rb") as opened:
         try:
             found = _Unpickler(opened).load()
@@ -89,7 +90,7 @@ def read_metadata(file: Path) -> metadata.Metadata:
 
 
 def metadata_of_reader(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> metadata.Metadata:
-    """`FileSystemReader.read_metadata` of torch, by `read_metadata`."""
+    """Replace torch's `FileSystemReader.read_metadata` by `read_metadata`."""
     found = read_metadata(Path(reader._get_metadata_path(kwargs.get("rank"))))
     found.storage_meta = getattr(found, "storage_meta", None) or metadata.StorageMeta()
     found.storage_meta.load_id = reader.load_id
@@ -97,7 +98,7 @@ def metadata_of_reader(reader: filesystem.FileSystemReader, *args: Any, **kwargs
 
 
 def load_bytes(loading: default_planner.DefaultLoadPlanner, read_item: planner.ReadItem, value: io.BytesIO) -> None:
-    """`DefaultLoadPlanner.load_bytes` of torch, of what is taken for weights."""
+    """Replace torch's `DefaultLoadPlanner.load_bytes` by one that unpickles weights alone."""
     found, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
     if loading.flatten_state_dict:
         set_element(loading.original_state_dict, loading.mappings[name], found)
@@ -106,7 +107,7 @@ def load_bytes(loading: default_planner.DefaultLoadPlanner, read_item: planner.R
 
 
 def load_common(strategy: Any, checkpoint_dir: str | Path) -> Any:
-    """`TorchCommonLoadStrategy.load_common` of Megatron, whatever TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD says."""
+    """Replace Megatron's `TorchCommonLoadStrategy.load_common`, whatever TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD says."""
     return torch.load(Path(checkpoint_dir) / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
 
 
@@ -127,27 +128,26 @@ _EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class Trained:
-    """What training changes of one model.
-
-    adapter: where it changes no weights: what the adapters are, and the digest of the weights that they stand beside.
-    """
+    """The trained parts of one model."""
 
     model: GPTModel
     optimizer: Optimizer
     layout: Layout
     adapter: dict[str, Any] | None = None
+    """The adapters and the digest of the weights beside them, if the weights are not trained."""
 
 
 Parts = Mapping[str, Trained]
-"""What a checkpoint holds, by name: `""` is the policy, others lie beside it."""
+"""The models of a checkpoint, by name: `""` is the policy, others lie beside it."""
 
 
 def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
-    """Copy what is trained, weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and
-    `texts` (further files, by name); masters and moments not if `extra` says so by `CONTENT`.
+    """Copy what a checkpoint holds into memory of its own, from which each rank then writes its part.
 
-    All ranks take part, and each then has its part written; the model may be trained on meanwhile. The directory
-    `path` appears complete under its name, or not at all; one that is there is replaced.
+    It holds weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further
+    files, by name); no masters and moments if `extra` says so by `CONTENT`. All ranks take part; the model may be
+    trained on meanwhile. The directory `path` appears complete under its name, or not at all; one that is there is
+    replaced.
     """
     if dist.get_rank() == 0:
         discard(path)
@@ -159,7 +159,7 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
 
 
 def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-    """`stage`, and wait until it is written."""
+    """Stage a checkpoint, and wait until it is written."""
     path = Path(path).absolute()
     try:
         staged = stage(path, parts, step, extra, texts)
@@ -173,7 +173,7 @@ def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapp
 
 
 def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
-    """Restore what :func:`save` wrote, on this layout. All ranks take part.
+    """Restore a checkpoint of :func:`save` on this layout. All ranks take part.
 
     Returns:
         The step, and the `extra` given to `save`.
@@ -187,7 +187,8 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         part.optimizer.aside.check_here()
     about = read_about(path)
     _check_adapter(path, about.extra.get(ADAPTER), _adapter_of(parts))
-    _check_files(path, sorted(about.files))
+    names = sorted(about.files)
+    together(lambda: check_digests(path, names[dist.get_rank() :: dist.get_world_size()]))  # each rank its share
     with safe_pickles(path):
         read_metadata(path / STATE / ".metadata")
         state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))
@@ -197,12 +198,12 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
 
 
 def _adapter_of(parts: Parts) -> dict[str, Any] | None:
-    """What all parts stand beside: they are of one model directory."""
+    """Return the adapters of all parts, which belong to one model directory."""
     return next((part.adapter for part in parts.values()), None)
 
 
 def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str, Any] | None) -> None:
-    """Raise `UserError` if what was trained is not what is to be trained on."""
+    """Raise `UserError` if the adapters and the base of a checkpoint are not those of the run."""
     if found == expected:
         return
     if found is None or expected is None:
@@ -226,7 +227,10 @@ def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str,
 
 
 def _restore(part: Trained, state: dict[str, Any]) -> None:
-    _load_weights(part, state["model"])
+    result = part.model.load_state_dict(state["model"], strict=False)
+    missing = _changed(part, dict.fromkeys(result.missing_keys))
+    wrong = [name for name in (*missing, *result.unexpected_keys) if _EXTRA not in name]
+    assert not wrong, f"the checkpoint's weights are not the model's: {wrong}"
     if "optimizer" in state:
         part.optimizer.inner.load_state_dict(state["optimizer"])
         part.optimizer.write_weights()
@@ -236,20 +240,8 @@ def _restore(part: Trained, state: dict[str, Any]) -> None:
     part.optimizer.schedule.load_state_dict(state["schedule"])
 
 
-def _check_files(path: Path, names: list[str]) -> None:
-    """Each rank reads its share, and all raise what one has found."""
-    together(lambda: check_digests(path, names[dist.get_rank() :: dist.get_world_size()]))
-
-
-def _load_weights(part: Trained, weights: dict[str, Any]) -> None:
-    result = part.model.load_state_dict(weights, strict=False)
-    missing = _changed(part, dict.fromkeys(result.missing_keys))
-    wrong = [name for name in (*missing, *result.unexpected_keys) if _EXTRA not in name]
-    assert not wrong, f"the checkpoint's weights are not the model's: {wrong}"
-
-
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """The same with weights in memory of their own, on the CPU; masters and moments Megatron has gathered into some."""
+    """Copy a state with weights in memory of their own, on the CPU; masters and moments are there already."""
     for part in state.values():
         if isinstance(part, dict) and "model" in part:
             _copied(part)
@@ -259,7 +251,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> dict[str, Any]:
-    """The policy's at the top, the others' by their names."""
+    """Return the state of all models: the policy's at the top, the others' by their names."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
         held = _state_of(part, loading, extra.get(CONTENT) != "weights")
@@ -270,7 +262,7 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
 
 
 def _changed(part: Trained, state: dict[str, Any]) -> dict[str, Any]:
-    """What training changes of a model's state, by name."""
+    """Return the trained part of a model's state, by name."""
     if part.adapter is None:
         return state
     trained = {name for name, parameter in part.model.named_parameters() if parameter.requires_grad}

@@ -1,7 +1,7 @@
-"""The files of a checkpoint directory, and whether they are those that were written. Without Megatron.
+"""The files of a checkpoint directory, and the check that they are those that were written. Without Megatron.
 
-`about.json` says format, step and what the caller added, and lists size and SHA-256 of every other file, and its own
-SHA-256 over the rest of it.
+`about.json` holds format, step and the caller's data, lists size and SHA-256 of every other file, and its own SHA-256
+over the rest of it.
 """
 
 from __future__ import annotations
@@ -39,28 +39,29 @@ def _below(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a checkpoint says of itself. files: name below the directory -> (bytes, SHA-256)."""
+    """The description of a checkpoint, `about.json`."""
 
     step: Annotated[int, Field(ge=0, lt=2**63)]
     extra: dict[str, Any]
     files: dict[Annotated[str, AfterValidator(_below)], tuple[int, str]]
+    """Name below the directory -> (bytes, SHA-256)."""
 
 
 _FORM = TypeAdapter(About)
 
 
 def partial(path: Path) -> Path:
-    """Where the checkpoint `path` is written, before it has its name."""
+    """Return the directory in which the checkpoint `path` is written, before it has its name."""
     return path.with_name(f".{path.name}.partial")
 
 
 def discard(path: Path) -> None:
-    """Remove what was written of a checkpoint that will not be finished: it may be all the room there is."""
+    """Remove the files of a checkpoint that will not be finished: they may take all the room there is."""
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """(bytes, SHA-256) of these files below `directory`."""
+    """Return (bytes, SHA-256) of these files below `directory`."""
     found = {}
     for name in names:
         file = directory / name
@@ -77,7 +78,7 @@ def write_about(directory: Path, about: About) -> None:
 
 
 def read_about(path: Path) -> About:
-    """What the checkpoint at `path` says of itself, without its tensors.
+    """Read the description of the checkpoint at `path`, without its tensors.
 
     Raises:
         UserError: it is no checkpoint, or one of another format.
@@ -100,7 +101,7 @@ def read_about(path: Path) -> About:
 
 
 def check_sizes(path: Path) -> None:
-    """Whether every file is there and as long as it was written. Raises `UserError` as `read_about` does."""
+    """Check that every file is there and as long as it was written. Raises `UserError` as `read_about` does."""
     for name, (size, _) in read_about(path).files.items():
         file = path / name
         found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
@@ -109,7 +110,7 @@ def check_sizes(path: Path) -> None:
 
 
 def check_digests(path: Path, names: Iterable[str] | None = None) -> None:
-    """Whether these files (all, if None) hold what was written. Raises `UserError` as `read_about` does."""
+    """Check that these files (all, if None) hold what was written. Raises `UserError` as `read_about` does."""
     about = read_about(path)
     for name in about.files if names is None else names:
         if not (path / name).is_file():

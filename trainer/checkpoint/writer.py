@@ -35,29 +35,29 @@ from fp8rl.trainer.checkpoint.files import STATE, About, digests, partial, write
 
 @dataclass(frozen=True)
 class Item:
-    """What a rank writes under one name: a tensor, or an object that Megatron has packed already.
-
-    digest: of what was staged.
-    """
+    """A tensor that a rank writes under one name, or an object that Megatron has packed already."""
 
     index: MetadataIndex
     data: Tensor | io.BytesIO
     digest: str
+    """Of the staged bytes."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written. files: as in `About`. results: where each item stands, for Megatron."""
+    """The files that a rank has written."""
 
     files: dict[str, tuple[int, str]]
+    """As in `About`."""
     results: list[WriteResult]
+    """The place of each item, for Megatron."""
 
 
 class Staged:
     """One rank's part of a checkpoint, in memory of its own until it is written."""
 
     def __init__(self, path: Path, about: About, texts: dict[str, bytes], state: dict[str, Any]) -> None:
-        """Plan it and digest what is to be written. All ranks take part, rank 0 with `texts`, further files by name.
+        """Plan the writes and digest the items. All ranks take part, rank 0 with `texts`, further files by name.
 
         state: Megatron's, of tensors on the CPU that nothing else writes to.
         """
@@ -103,7 +103,7 @@ class Staged:
 
 
 class WritePlan(TorchDistSaveShardedStrategy):
-    """Megatron's plan of what this rank writes into which file. metadata: of all ranks, on rank 0."""
+    """Megatron's plan of the items that this rank writes into each file. metadata: of all ranks, on rank 0."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -134,27 +134,24 @@ def _write(file: Path, items: Sequence[Item]) -> list[WriteResult]:
 
 
 def _check(path: Path, file: Path, placed: Sequence[WriteResult], items: Sequence[Item]) -> tuple[int, str]:
-    """Size and SHA-256 of the file, in which every item must be the one that was staged."""
+    """Return size and SHA-256 of the file, in which every item must be the one that was staged."""
     whole = hashlib.sha256()
     with file.open("rb") as stream:
         for result, item in zip(placed, items, strict=True):
             packed = stream.read(result.size_in_bytes)
             whole.update(packed)
-            if not _holds(packed, item):
+            data = io.BytesIO(packed)
+            try:
+                found = _digest(torch.load(data, weights_only=True) if isinstance(item.data, Tensor) else data)
+            except RuntimeError:  # torch's checksums say that it is damaged
+                found = ""
+            if found != item.digest:
                 raise OSError(
                     f"checkpoint {path}: found other bytes of {item.index.fqn} in {file.name} than the trainer held, "
                     "expected the same when they were read back. Test the memory and the disk of this machine, or set "
                     "run.dir to another disk"
                 )
         return stream.tell(), whole.hexdigest()
-
-
-def _holds(packed: bytes, item: Item) -> bool:
-    data = io.BytesIO(packed)
-    try:
-        return _digest(torch.load(data, weights_only=True) if isinstance(item.data, Tensor) else data) == item.digest
-    except RuntimeError:  # torch's checksums say that it is damaged
-        return False
 
 
 def _digest(data: Tensor | io.BytesIO) -> str:
@@ -171,7 +168,7 @@ def _packed(value: Any) -> bytes:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Say of an error of the disk what it means for the checkpoint."""
+    """Add to an error of the disk the consequence for the checkpoint."""
     try:
         yield
     except OSError as error:

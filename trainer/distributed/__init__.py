@@ -1,1 +1,1 @@
-"""What ranks are to each other: process groups, the optimizer, what they send."""
+"""Distributed training: process groups, the optimizer, and the traffic between ranks."""

@@ -20,14 +20,16 @@ from fp8rl.trainer.distributed.layout import CHUNKS
 
 
 def own_positions(width: int, rank: int, ranks: int) -> Tensor:
-    """int64 [width / ranks], of the tokens that a rank has of a row; `width` is a multiple of the number of chunks."""
+    """Return int64 [width / ranks], the positions of a rank's tokens in a row; `width` is a multiple of the chunks."""
     chunks = torch.arange(width).view(CHUNKS * ranks, -1)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks in the order of their positions, [B, S, ...] of [B, S / ranks, ...]. Of a gradient for
-    the whole, which is to be the same on all ranks, each takes its part."""
+    """Gather the tokens of all ranks in the order of their positions, [B, S / ranks, ...] -> [B, S, ...].
+
+    Of a gradient for the whole, which must be the same on all ranks, each takes its part.
+    """
     found: Tensor = _Gathered.apply(part, group)
     return found
 
@@ -35,7 +37,7 @@ def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def shared_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """`ops.attention` of a rank's tokens over those of all ranks.
+    """Compute `ops.attention` of a rank's tokens over those of all ranks.
 
     q [B, S / ranks, heads, D]; k, v [B, S / ranks, kv heads, D]; positions int64 [B, S / ranks], `own_positions`.
     Returns the result of q's shape, and gives q, k and v of this rank their gradients.

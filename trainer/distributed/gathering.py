@@ -1,5 +1,4 @@
-"""Masters and moments of all data-parallel ranks, gathered for a checkpoint, with little of a GPU's memory; and the
-gradients that the norm is taken of."""
+"""Gathering of the masters and moments of all ranks for a checkpoint, in pieces; and the gradients of the norm."""
 
 from __future__ import annotations
 
@@ -21,11 +20,7 @@ from fp8rl.trainer import device
 
 
 class Aside:
-    """Frees the memory of tensors that live on a device, and brings it back with the same bytes.
-
-    Attributes:
-        away: whether their memory is gone.
-    """
+    """Offloads tensors of a device to the host, and restores their bytes. `away`: their memory is freed."""
 
     def __init__(self) -> None:
         self.away = False
@@ -33,7 +28,7 @@ class Aside:
         self._dropped: list[tuple[UntypedStorage, int]] = []
 
     def leave(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> int:
-        """Copy `keep` to the host, and free its memory and that of `drop`; the bytes that this frees."""
+        """Copy `keep` to the host, and free its memory and that of `drop`; return the bytes that this frees."""
         self.away = True
         for tensor in keep:
             storage = tensor.untyped_storage()
@@ -50,7 +45,7 @@ class Aside:
         return sum(host.nbytes for _, host in self._kept.values()) + sum(size for _, size in self._dropped)
 
     def come_back(self) -> None:
-        """Give all of it memory again: the former bytes to what was kept, zeros to what was dropped."""
+        """Allocate all of it again: the former bytes for what was kept, zeros for what was dropped."""
         while self._kept:
             storage, host = self._kept.popitem()[1]
             storage.resize_(host.nbytes)
@@ -62,7 +57,7 @@ class Aside:
         self.away = False
 
     def held(self, tensor: Tensor) -> Tensor:
-        """The tensor, wherever its bytes are now."""
+        """Return the tensor with its bytes, on the device or the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._kept:
             return tensor
@@ -89,19 +84,23 @@ _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
-    """Megatron's distributed optimizer, whose state for a checkpoint goes through a GPU piece by piece, and which takes
-    the norm of each expert's gradient by itself.
+    """Megatron's distributed optimizer, with two changes.
 
-    Attributes:
-        aside: where the state is while others need the device. beside: all optimizers of the rank.
+    Its state for a checkpoint goes through a GPU piece by piece, and it takes the norm of each expert's gradient by
+    itself.
     """
 
     aside: Aside
+    """The offload of the state while others need the device."""
     beside: Sequence[DistributedOptimizer]
+    """All optimizers of the rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not belong to a parameter. With torch's Adam, Megatron takes the number of steps from a parameter's
-        state, and the experts' optimizer of a pipeline stage without experts has none."""
+        """Return the state that belongs to no parameter.
+
+        With torch's Adam, Megatron takes the number of steps from a parameter's state, and the experts' optimizer of a
+        pipeline stage without experts has none.
+        """
         if self.optimizer.state or HAVE_APEX_OR_TE:
             found: dict[str, Any] = super().state_dict()
             return found
@@ -113,8 +112,10 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
         return {"optimizer": {"param_groups": groups}}
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """The gradients whose norms are squared and added: experts' one by one, the last first, as Megatron has them
-        that are parameters of their own."""
+        """Return the gradients whose norms are squared and added.
+
+        Experts' are taken one by one, the last first, as Megatron has them that are parameters of their own.
+        """
         whole: list[Tensor] = super().get_main_grads_for_grad_norm()
         pieces: dict[int, list[Tensor]] = {}
         for parameter, (group, order) in self.model_param_group_index_map.items():
@@ -129,9 +130,10 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any]:
-        """Masters and moments of each buffer [elements] in FP32 on the host, on all ranks, whatever is asked for.
+        """Gather masters and moments of each buffer [elements] in FP32 on the host, on all ranks, whatever is asked
+        for.
 
-        empty_data: zeros in their place, into which a checkpoint is loaded.
+        empty_data: return zeros, into which a checkpoint is loaded.
         """
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
@@ -150,7 +152,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
         return state
 
     def _shards(self, size: int, parameters: Any) -> dict[str, Tensor]:
-        """This rank's share of a bucket's masters and moments, on the host."""
+        """Return this rank's shard of a bucket's masters and moments, on the host."""
         own = size // self.data_parallel_group.size()
         shards = {key: torch.zeros(own) for key in _KEYS}
         for parameter, ranges in parameters.items():
@@ -161,7 +163,8 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
 
 
 def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
-    """The `matrices` of a parameter that a rank's shard of it has elements of, by name, and which of the shard's.
+    """Yield the name of each of a parameter's `matrices` that overlaps a rank's shard of it, and the slice of the
+    shard.
 
     The shard is `size` of the parameter's elements, from `start` on.
     """
@@ -174,7 +177,7 @@ def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> It
 
 
 def gathered(shard: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's part of what lies one rank after the other, in pieces on the host: where each begins, and itself.
+    """Yield every rank's shard, one rank after the other, in pieces on the host: the start of each, and the piece.
 
     shard: [n] on the host, of the same size on all ranks.
     """

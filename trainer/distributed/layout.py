@@ -1,4 +1,4 @@
-"""Where a rank stands among the others: what everybody asks who splits something over ranks.
+"""The place of a rank among the others, for all that is split over ranks.
 
 The order is Megatron's: tensor-parallel ranks are neighbours, next to them are those that share rows, so are those that
 share the experts, and the stages of a pipeline are far apart.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 
 CHUNKS = 2
 """Chunks of a row that each of the ranks has that share it."""
@@ -17,14 +17,7 @@ CHUNKS = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one rank. Of the stage `pp_rank` it holds the part `tp_rank` of `tp_size` of dense weights, and the
-    experts that are at `ep_rank` of `ep_size`.
-
-    Attributes:
-        dp_rank, dp_size: its place among those that hold the same dense weights.
-        cp_rank, cp_size: its place among those of them that share the tokens of the same rows, which are neighbours.
-        expert_dp_rank, expert_dp_size: its place among those that hold the same experts.
-    """
+    """The place of one rank: the part `tp_rank` of dense weights and the part `ep_rank` of experts, of a stage."""
 
     rank: int
     world_size: int
@@ -33,17 +26,20 @@ class Layout:
     pp_rank: int
     pp_size: int
     dp_rank: int
+    """Its place among the ranks that hold the same dense weights."""
     dp_size: int
     cp_rank: int
+    """Its place among those of them that share the tokens of the same rows, which are neighbours."""
     cp_size: int
     ep_rank: int
     ep_size: int
     expert_dp_rank: int
+    """Its place among the ranks that hold the same experts."""
     expert_dp_size: int
 
     @classmethod
-    def of(cls, rank: int, config: TrainerConfig) -> Layout:
-        """The place of rank 0 to `config.world_size` - 1, calculated."""
+    def of(cls, rank: int, config: TrainerSection) -> Layout:
+        """Calculate the place of rank 0 to `config.world_size` - 1."""
         stage_size = config.stage_size
         stage, inside = divmod(rank, stage_size)
         return cls(
@@ -65,27 +61,27 @@ class Layout:
 
     @property
     def first_stage(self) -> bool:
-        """Whether it has the embedding."""
+        """True if it has the embedding."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """Whether it has the head."""
+        """True if it has the head."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def reports(self) -> bool:
-        """Whether it is the one rank of its data-parallel share that hands results back."""
+        """True for the one rank of its data-parallel share that hands results back."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def share(self) -> int:
-        """Which share of a batch's rows it has, of `shares`."""
+        """The number of its share of a batch's rows, of `shares`."""
         return self.dp_rank // self.cp_size
 
     @property
     def shares(self) -> int:
-        """Into how many shares the rows of a batch fall."""
+        """The number of shares that a batch's rows are split into."""
         return self.dp_size // self.cp_size
 
     @property

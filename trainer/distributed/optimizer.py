@@ -20,11 +20,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import wires
 from fp8rl.trainer.distributed.gathering import Aside, GatheredInPieces
-from fp8rl.trainer.megatron.lowering import Lowering
-from fp8rl.trainer.megatron.optimizer_memory import lower_optimizer
+from fp8rl.trainer.megatron.lowering import Lowering, lower_optimizer
 from fp8rl.trainer.megatron.patches import CUDA_TYPES, applied, become
 from fp8rl.trainer.modules.weights import tag_split
 
@@ -33,24 +32,20 @@ class Optimizer:
     """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model. Norms have no weight decay.
 
     Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
-    carries its own denominators.
-
-    Attributes:
-        traffic: the bytes that this rank has sent to its data-parallel peers.
-        aside: where masters and moments are while others need the device.
+    carries its own denominators. `traffic` counts the bytes that this rank has sent to its data-parallel peers; `aside`
+    offloads masters and moments while others need the device.
     """
 
     def __init__(
         self,
         model: GPTModel,
-        config: TrainerConfig,
+        config: TrainerSection,
         lowering: Lowering,
         total_steps: int,
         experts: Iterable[torch.nn.Parameter],
         in_fp8: wires.InFp8 = dict,
     ) -> None:
-        """experts: the parameters that are an expert's. in_fp8: those that may be gathered as FP8 codes, asked for at
-        each gather."""
+        """experts: the experts' parameters. in_fp8: returns, at each gather, the parameters to gather as FP8 codes."""
         self.model = wrap(model, lowering, experts)
         self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
@@ -89,21 +84,21 @@ class Optimizer:
         self.schedule = schedule(self.inner, config, total_steps)
 
     def zero_grad(self) -> None:
-        """Forget all gradients; call it before each forward and backward pass."""
+        """Set all gradients to zero; call it before each forward and backward pass."""
         self.aside.check_here()
         self.model.zero_grad_buffer()
         self.inner.zero_grad()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """The norm of all gradients, which this makes ready for `step`."""
+        """Return the norm of all gradients, which this prepares for `step`."""
         self.aside.check_here()
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
-        """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; the learning rate used."""
+        """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; return the learning rate used."""
         self.aside.check_here()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
@@ -143,12 +138,13 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step."""
+        """The learning rate of the last step."""
         return float(self.inner.param_groups[0]["lr"])
 
 
 class DataParallel(DistributedDataParallel):  # type: ignore[misc]
-    """Megatron's, without hooks that keep it alive: they hang on nodes of autograd, where no collector sees them."""
+    """Megatron's wrapper, without hooks that keep it alive: they hang on autograd's nodes, where no collector sees
+    them."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         this, own, make = weakref.ref(self), weakref.ref(param), DistributedDataParallel._make_backward_post_hook
@@ -160,7 +156,7 @@ class DataParallel(DistributedDataParallel):  # type: ignore[misc]
 
 
 def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Parameter]) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
+    """Wrap a model in Megatron's data parallelism with FP32 gradient buffers, sharded for the distributed optimizer."""
     for parameter in experts:
         # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
         parameter.allreduce = False  # type: ignore[attr-defined]
@@ -178,8 +174,8 @@ def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Paramet
     return DataParallel(model.config, config, model)
 
 
-def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, or a linear or cosine decay over the last `decay_steps` of `total_steps`.
+def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: int) -> OptimizerParamScheduler:
+    """Make a schedule of linear warm-up, then constant, linear or cosine over the last `decay_steps` of `total_steps`.
 
     The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero. A
     run that is shorter than the warm-up ends within it.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import LOOPBACK
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches
@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=10)
 TURN = timedelta(minutes=5)
 
 
-def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:
+def initialize(config: TrainerSection, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:
     """Join the world and build Megatron's process groups.
 
     Args:
@@ -70,7 +70,7 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
 
 @contextmanager
 def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
-    """Let one rank at a time into the block, in the order in which they come, which is then the same for everybody.
+    """Let one rank at a time into the block, in the order in which they come, which is the same for everybody.
 
     what: name of the queue.
 
@@ -113,7 +113,7 @@ def shutdown() -> None:
 
 
 def open_store(host: str, world_size: int) -> dist.TCPStore:
-    """The rendezvous that rank 0 serves, bound to `host` alone on a free port (`.port`)."""
+    """Serve the rendezvous on rank 0, bound to `host` alone on a free port (`.port`)."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen()
@@ -130,5 +130,5 @@ def open_store(host: str, world_size: int) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, world_size: int) -> dist.TCPStore:
-    """The rendezvous that rank 0 serves at `host:port`."""
+    """Join the rendezvous that rank 0 serves at `host:port`."""
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)

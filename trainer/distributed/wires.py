@@ -1,4 +1,4 @@
-"""What data-parallel ranks send each other, and in which format: gradients to be summed, weights that were updated.
+"""The traffic of data-parallel ranks and its formats: gradients to be summed, weights that were updated.
 
 Megatron keeps all gradients of a rank in a few flat buffers and gives each rank a part of every buffer to sum and to
 update. Its reduce-scatter adds on the way, in FP32. In a narrower format nothing can be added on the way: there every
@@ -27,24 +27,23 @@ from fp8rl.trainer.megatron.patches import become
 Narrow = Literal["bf16", "e4m3", "e5m2"]
 """Wires in which nothing is added on the way."""
 SPECS: dict[str, TensorSpec] = {wire: TensorSpec(format=wire, scale="fp32") for wire in ("e4m3", "e5m2")}
-"""How gradients are quantized for a wire: 1 x 128, along the buffer, whatever parameters lie there."""
+"""The quantization of gradients for a wire: 1 x 128, along the buffer, whatever parameters lie there."""
 InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
 """The parameters that travel as FP8 codes now, and how they are quantized."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to its data-parallel peers since it was made.
-
-    gradients, weights: what a ring sends: of a sum, or of all ranks' parts, (ranks - 1) parts.
-    """
+    """Bytes that this rank has sent to its data-parallel peers since it was made, as a ring sends them."""
 
     gradients: int = 0
+    """Of a sum, (ranks - 1) parts."""
     weights: int = 0
+    """Of all ranks' parts, (ranks - 1) parts."""
 
 
 def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -> Traffic:
-    """Have the gradients of a wrapped model travel as `wire`, and some weights in FP8. Returns what counts them."""
+    """Send the gradients of a wrapped model as `wire`, and some weights in FP8. Return the counter of their bytes."""
     traffic = Traffic()
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         become(group, BucketGroup)
@@ -84,7 +83,7 @@ class BucketGroup(_ParamAndGradBucketGroup):
 
 
 def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """This rank's part of the sum over all ranks, FP32 [n], and the bytes that it has sent.
+    """Return this rank's part of the sum over all ranks, FP32 [n], and the bytes that it has sent.
 
     gradients: FP32 [ranks * n]. Each rank's contribution is rounded, its own to its own part as well, so that the sum
     does not depend on whose part it is. A number that is not finite becomes NaN in FP8: it must not saturate unseen.
@@ -105,12 +104,12 @@ def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) ->
 
 
 def _exchanged(payload: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    """Row r of payload goes to rank r; row r of the result [ranks, ...] came from it."""
+    """Send row r of payload to rank r; row r of the result [ranks, ...] came from it."""
     received = torch.empty_like(payload)
     dist.all_to_all_single(received.view(torch.uint8), payload.view(torch.uint8), group=ranks)
     return received
 
 
 def _sent(nbytes: int, ranks: dist.ProcessGroup) -> int:
-    """Bytes that a rank sends of a buffer of this size: it keeps its own part."""
+    """Count the bytes that a rank sends of a buffer of this size: it keeps its own part."""
     return nbytes * (ranks.size() - 1) // ranks.size()

@@ -12,7 +12,7 @@ from megatron.core.transformer import MLATransformerConfig, ModuleSpec, Transfor
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import Mode
-from fp8rl.trainer.config import Recompute, TrainerConfig
+from fp8rl.trainer.config import Recompute, TrainerSection
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import layer as parts
 from fp8rl.trainer.modules.layer import Fields, Layer, Router
@@ -28,7 +28,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 def transformer_config(
     sizes: ModelSizes,
     mapping: MegatronMapping,
-    config: TrainerConfig,
+    config: TrainerSection,
     dtype: torch.dtype,
     mode: Mode = "exact",
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)

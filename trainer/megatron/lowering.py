@@ -1,9 +1,9 @@
-"""A run's numerics in the words of TransformerEngine and Megatron: what native mode on a GPU is configured with.
+"""A run's numerics in the words of TransformerEngine and Megatron: the configuration of native mode on a GPU.
 
-Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is what the spec says for `fp8_block_*`: activations and
-gradients in 1x128 groups, weights in 128x128 blocks, split accumulators. Its scales are FP32 or powers of two by an
-environment variable that it reads when it is imported, and Megatron 0.16.1 hands it nothing but the format.
-`MXFP8BlockScaling`, for Blackwell, has 1x32 groups for all three, with the power of two at which nothing clips.
+Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is the spec of `fp8_block_*`: activations and gradients
+in 1x128 groups, weights in 128x128 blocks, split accumulators. Its scales are FP32 or powers of two by an environment
+variable that it reads when it is imported, and Megatron 0.16.1 hands it nothing but the format. `MXFP8BlockScaling`,
+for Blackwell, has 1x32 groups for all three, with the power of two at which nothing clips.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.spec import ALL, QuantSpec, Scale, TensorSpec
+from fp8rl.trainer.config import OptimizerSection
 
 BLOCKS, MX = "Float8BlockScaling", "MXFP8BlockScaling"
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -28,29 +31,28 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class Lowering:
-    """What native mode tells the libraries; all empty where they compute no FP8 of their own.
-
-    Attributes:
-        transformer_engine: the layers are TransformerEngine's.
-        config, ddp, optimizer: keywords of Megatron's TransformerConfig, DistributedDataParallelConfig and
-            OptimizerConfig.
-        environment: variables that TransformerEngine reads when it is imported; None for one that must not be set.
-        recipe: fields of the recipe that Megatron then makes, by dotted name; None without FP8. recipe_kind: its class.
-        row_multiple: what the number of tokens in a micro-batch must be a multiple of, on each tensor-parallel rank.
-    """
+    """The settings of native mode for the libraries; all empty if they compute no FP8 of their own."""
 
     transformer_engine: bool = False
+    """The layers are TransformerEngine's."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of Megatron's TransformerConfig."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of its DistributedDataParallelConfig."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of its OptimizerConfig."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables that TransformerEngine reads when it is imported; None for one that must not be set."""
     recipe: Mapping[str, Any] | None = None
+    """Fields of the recipe that Megatron then makes, by dotted name; None without FP8."""
     recipe_kind: str = BLOCKS
+    """The class of the recipe."""
     row_multiple: int = 1
+    """The number of tokens in a micro-batch must be a multiple of it, on each tensor-parallel rank."""
 
 
 def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
-    """The lowering of one run on a machine with or without TransformerEngine (and a GPU for it).
+    """Return the lowering of one run on a machine with or without TransformerEngine (and a GPU for it).
 
     Raises:
         UserError: TransformerEngine cannot run this spec.
@@ -123,7 +125,7 @@ def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
 
 
 def by_mx(spec: QuantSpec) -> bool:
-    """Whether TransformerEngine's recipe for Blackwell is what a spec asks for, by the groups of its weights."""
+    """Return True if a spec asks for TransformerEngine's recipe for Blackwell, by the groups of its weights."""
     return spec.weight.granularity == "token_group" and spec.weight.group == _MX_GROUP
 
 
@@ -144,13 +146,10 @@ def _check(spec: QuantSpec, mx: bool) -> None:
         alike = {"group": (group,), "scale": scales, "fixed": (None,), "rounding": ("nearest",)}
         for name, choices in {**fields, **alike}.items():
             if (found := getattr(tensor, name)) not in choices:
-                raise _refusal(f"numerics.{role}.{name}", found, " or ".join(map(_yaml, choices)), recipe)
+                expected = " or ".join("null" if choice is None else str(choice) for choice in choices)
+                raise _refusal(f"numerics.{role}.{name}", found, expected, recipe)
     if spec.scope != ALL:
         raise _refusal("numerics.scope", sorted(spec.scope), "all module kinds", recipe)
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 def _refusal(key: str, found: object, expected: str, recipe: str) -> UserError:
@@ -161,3 +160,56 @@ def _refusal(key: str, found: object, expected: str, recipe: str) -> UserError:
         "scales for all roles)",
         remedy="Change it, or set numerics.mode=exact.",
     )
+
+
+# The keys of `trainer.optimizer` in the words of Megatron's OptimizerConfig (0.16.1). Pure data.
+
+
+def lower_optimizer(
+    memory: OptimizerSection, fp8_parameters: bool, cuda: bool, transformer_engine: bool
+) -> dict[str, Any]:
+    """Return keywords of OptimizerConfig; none if masters and moments are in FP32 on the device.
+
+    fp8_parameters: TransformerEngine holds weights in FP8. cuda: there is a GPU; without one the optimizer is on the
+    host already.
+
+    Raises:
+        UserError: Megatron cannot do it with these.
+    """
+    if memory.offload and fp8_parameters:
+        raise user_error(
+            "trainer.optimizer.offload",
+            found="true with weights that TransformerEngine holds and gathers in FP8, as in native mode",
+            expected="one of the two: with both, Megatron leaves FP8 weights stale (Megatron-LM#2407, #2582, #2788)",
+            remedy="Set trainer.optimizer.offload=false (moments=bf16 saves 4 bytes a parameter), "
+            "numerics.trainer=bf16, or numerics.mode=exact.",
+        )
+    if memory.moments == "bf16" and not transformer_engine:
+        raise user_error(
+            "trainer.optimizer.moments",
+            found="bf16",
+            expected="fp32 where there is no TransformerEngine, whose Adam alone holds BF16 moments, or no GPU",
+            remedy="Set trainer.optimizer.moments=fp32 here, or install requirements/gpu.txt beside a GPU.",
+        )
+    if memory.offload and cuda and not transformer_engine:
+        raise user_error(
+            "trainer.optimizer.offload",
+            found="true without TransformerEngine",
+            expected="it installed beside a GPU: Megatron's optimizer asks for it before it takes masters to the host",
+            remedy="Install requirements/gpu.txt, or set trainer.optimizer.offload=false.",
+        )
+    # Precision-aware, the optimizer makes the masters itself: else Megatron keeps FP32 ones on the GPU besides.
+    if memory.offload and cuda:
+        return {
+            "use_precision_aware_optimizer": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+        }
+    if memory.moments == "bf16":
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
+            "store_param_remainders": False,  # masters are FP32 tensors, as without this key
+        }
+    return {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8rl.models import Model
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches, te_runtime
 from fp8rl.trainer.megatron.config import MAPPINGS, USUAL, MegatronMapping, transformer_config
@@ -35,7 +35,7 @@ from fp8rl.trainer.modules.weights import tag_split
 
 def build_model(
     definition: Model,
-    config: TrainerConfig,
+    config: TrainerSection,
     layout: Layout,
     precision: Precision,
     lowering: Lowering,

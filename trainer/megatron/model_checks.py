@@ -12,12 +12,12 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import CHUNKS
 from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
 
 
-def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
+def check_layout(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
     """Check that the model divides over the ranks, its weights over the quantization blocks, and some are quantized.
 
     A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
@@ -58,7 +58,7 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
         )
 
 
-def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
+def check_wires(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
     """Check that gradients and weights that are to be sent in another format are sent at all, and can be.
 
     Args:
@@ -92,7 +92,7 @@ def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> No
         )
 
 
-def check_router_bias(sizes: ModelSizes, config: TrainerConfig) -> None:
+def check_router_bias(sizes: ModelSizes, config: TrainerSection) -> None:
     """Check that the model's experts have biases, if these are to be moved. Raises `UserError`."""
     if config.router_bias_rate and sizes.sigmoid_router is None:
         raise user_error(
@@ -118,7 +118,7 @@ def check_packing(packing: bool, mode: Mode, transformer_engine: bool) -> None:
         )
 
 
-def check_sharing(config: TrainerConfig, mode: Mode, length: int | None = None) -> None:
+def check_sharing(config: TrainerSection, mode: Mode, length: int | None = None) -> None:
     """Check that context-parallel ranks can share rows.
 
     length: tokens of the longest row, where it is known.

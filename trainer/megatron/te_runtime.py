@@ -1,4 +1,4 @@
-"""The process that TransformerEngine runs in: the environment that it reads, and what it made of it."""
+"""TransformerEngine's process environment, and the check of the recipe that it made of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def prepare(lowering: Lowering) -> None:
-    """Set what TransformerEngine reads when it is imported. Importing Megatron imports it, so call this before.
+    """Set the variables that TransformerEngine reads when it is imported. Importing Megatron imports it, so call this
+    before.
 
     In a process that has imported it this is too late and changes nothing; `check` then finds out.
     """
@@ -64,7 +65,9 @@ def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None
 def compare(lowering: Lowering, recipe: object) -> None:
     """Raise `UserError` unless `recipe` is the lowering's."""
     kind, expected = type(recipe).__name__, lowering.recipe or {}
-    found = {name: _field(recipe, name) for name in expected} if kind == lowering.recipe_kind else {}
+    found: dict[str, Any] = {}
+    for name in expected if kind == lowering.recipe_kind else ():  # dotted; None if an older version lacks it
+        found[name] = reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), recipe)
     differing = {name: value for name, value in found.items() if value != expected[name]}
     if kind == lowering.recipe_kind and not differing:
         return
@@ -76,8 +79,3 @@ def compare(lowering: Lowering, recipe: object) -> None:
         remedy=f"It reads its settings when it is imported: start the process with {settings}, and with "
         "TransformerEngine 2.20.",
     )
-
-
-def _field(recipe: object, name: str) -> Any:
-    """A field by its dotted name; None for one that an older version lacks."""
-    return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), recipe)

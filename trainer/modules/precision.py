@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops.linear import Backward
@@ -37,7 +37,7 @@ class Adapter:
 
     a: nn.Parameter
     b: nn.Parameter
-    config: AdapterConfig
+    config: AdapterSection
     parts: int = 1
     fused: Fused | None = None
     halves: bool = False

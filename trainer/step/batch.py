@@ -20,21 +20,17 @@ NOT_CARRIED = 0
 
 
 @dataclass(frozen=True)
-class Supports:
-    """The supports that tokens were drawn from when they were drawn, at weights which the trainer may have no more.
-
-    Attributes:
-        at: int64 [B, S] or of any other shape, each token's place in `pool`; `NOT_CARRIED` where there is none.
-        pool: int32 [N]: at a token's place the number of ids, and then the ids. It begins with 0, that of no token.
-    """
+class KeptTokenPool:
+    """The tokens that truncation kept for each draw, at weights which the trainer may have no more."""
 
     at: Tensor
+    """int64 [B, S] or of any other shape, each token's place in `pool`; `NOT_CARRIED` if it has none."""
     pool: Tensor
+    """int32 [N]: at a token's place the number of ids, and then the ids. It begins with 0, that of no token."""
 
     @classmethod
-    def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> Supports:
-        """carried: bool [B, S]. counts: whole numbers [M], of these in row-major order. ids: likewise
-        [counts.sum()]."""
+    def of(cls, carried: Tensor, counts: Tensor, ids: Tensor) -> KeptTokenPool:
+        """Build the pool. carried: bool [B, S]. counts: [M], of these in row-major order. ids: [counts.sum()]."""
         counts, ids = counts.int(), ids.int()
         starts = 1 + torch.arange(len(counts)) + counts.cumsum(0) - counts
         pool = torch.zeros(1 + len(counts) + len(ids), dtype=torch.int32)
@@ -45,13 +41,13 @@ class Supports:
         at[carried] = starts
         return cls(at, pool)
 
-    def followed_by(self, other: Supports) -> Supports:
-        """These, then those of further rows."""
+    def followed_by(self, other: KeptTokenPool) -> KeptTokenPool:
+        """Append those of further rows."""
         moved = torch.where(other.at == NOT_CARRIED, NOT_CARRIED, other.at + len(self.pool))
-        return Supports(torch.cat([self.at, moved]), torch.cat([self.pool, other.pool]))
+        return KeptTokenPool(torch.cat([self.at, moved]), torch.cat([self.pool, other.pool]))
 
     def kept(self, vocabulary: int) -> Tensor:
-        """bool [n, V], where `at` is [n]: the tokens of each support."""
+        """Return bool [n, V], the kept tokens, where `at` is [n]."""
         counts = self.pool[self.at].long()
         row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         place = torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
@@ -61,12 +57,12 @@ class Supports:
 
 
 def left_out(
-    logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: Supports | None
+    logits: Tensor, temperature: float, truncation: Truncation, drawn: Tensor, supports: KeptTokenPool | None
 ) -> Tensor:
-    """bool [n, V], the tokens that those which follow logits [n, V] were not drawn from.
+    """Return bool [n, V], the tokens that truncation left out for the token behind each of logits [n, V].
 
-    drawn: bool [n], where one was. supports: of them, [n]; where it has none, or is None, these are found in the
-    logits.
+    drawn: bool [n], True where that token was drawn. supports: of these tokens, [n]; where it has none, or is None,
+    truncation is applied to the logits.
     """
     rows, device = len(logits), logits.device
     settings = (
@@ -75,7 +71,7 @@ def left_out(
         torch.full((rows,), truncation.min_p, device=device),
     )
     temperatures = torch.full((rows,), temperature, device=device)
-    floors = ops.support_floors(logits, temperatures, *settings).masked_fill(~drawn, -torch.inf)
+    floors = ops.truncation_floors(logits, temperatures, *settings).masked_fill(~drawn, -torch.inf)
     out = logits < floors.unsqueeze(-1)
     if supports is not None:
         carried = (supports.at != NOT_CARRIED).nonzero().flatten()
@@ -89,38 +85,36 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Right-padded sequences with per-token data. Index t of every [B, S] tensor speaks of the token at t.
+    """Right-padded sequences with per-token data. Index t of every [B, S] tensor belongs to the token at t.
 
     A log-probability at t is that of `tokens[b, t]` given `tokens[b, :t]`; index 0 has none and is never a target.
 
-    Attributes:
-        tokens: int64 [B, S], padding included (its value is arbitrary).
-        lengths: int64 [B], tokens of each row without padding, 1 to S.
-        loss_mask: bool [B, S], True where the token is a target of the loss.
-        temperature: logits are divided by it before the softmax, as in sampling.
-        fields: further float32 [B, S] tensors for the objective, such as `rollout_logprobs` and `advantages`.
-        routes: int16 [B, S, L, K], the K experts to which the engine sent the token at t in each of the L MoE layers;
-            -1 where it reported none, as for a row's last token and the padding. None if there are no such reports.
-        replay: the trainer sends tokens where `routes` says instead of choosing itself (R3, arXiv 2510.11370).
-        seeds: int64 [B], that the tokens of a row were sampled with, for the trainer to draw them again; `GREEDY` in
-            rows that it is not to. None: in no row.
-        truncation: under which the tokens with a loss were drawn; they are scored among those that it leaves.
-        supports: what they were drawn from, [B, S], where that is not to be found in the trainer's own logits.
-
     Raises:
-        ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules above.
+        ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules of the fields.
     """
 
     tokens: Tensor
+    """int64 [B, S], padding included (its value is arbitrary)."""
     lengths: Tensor
+    """int64 [B], tokens of each row without padding, 1 to S."""
     loss_mask: Tensor
+    """bool [B, S], True where the token is a target of the loss."""
     temperature: float = 1.0
+    """Logits are divided by it before the softmax, as in sampling."""
     fields: dict[str, Tensor] = field(default_factory=dict)
+    """Further float32 [B, S] tensors for the objective, such as `rollout_logprobs` and `advantages`."""
     routes: Tensor | None = None
+    """int16 [B, S, L, K], the K experts to which the engine sent the token at t in each of the L MoE layers; -1 where
+    it reported none, as for a row's last token and the padding. None if there are no such reports."""
     replay: bool = False
+    """The trainer takes the experts of `routes` instead of choosing itself (R3, arXiv 2510.11370)."""
     seeds: Tensor | None = None
+    """int64 [B], the seeds of the rows' draws, for the trainer to repeat them; `GREEDY`: not in this row. None: in
+    none."""
     truncation: Truncation = EVERY_TOKEN
-    supports: Supports | None = None
+    """The limits under which the tokens with a loss were drawn; they are scored among the tokens that these leave."""
+    supports: KeptTokenPool | None = None
+    """The tokens that truncation kept, [B, S], where the trainer's own logits cannot tell."""
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:
@@ -164,11 +158,11 @@ class TokenBatch:
         return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
 
     def with_fields(self, **fields: Tensor) -> TokenBatch:
-        """The same with these fields too, float32 [B, S]."""
+        """Return the batch with these fields too, float32 [B, S]."""
         return replace(self, fields=self.fields | fields)
 
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
-        """These rows in the order given, trimmed to the longest of them. The tensors are copies."""
+        """Return these rows in the order given, trimmed to the longest of them. The tensors are copies."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.tokens.device)
         if index.numel() == 0:
             raise ValueError("rows: found none, expected at least one row to select")
@@ -181,7 +175,7 @@ class TokenBatch:
         return self._changed(trim, lengths, None if self.seeds is None else self.seeds[index])
 
     def padded(self, width: int) -> TokenBatch:
-        """The same rows padded to `width` tokens, at least the present width."""
+        """Return the same rows padded to `width` tokens, at least the present width."""
         extra = width - self.width
 
         def pad(value: Tensor) -> Tensor:
@@ -190,7 +184,7 @@ class TokenBatch:
         return self._changed(pad, self.lengths, self.seeds) if extra else self
 
     def followed_by(self, other: TokenBatch) -> TokenBatch:
-        """These rows, then those of another batch of the same width, temperature and fields, both without routes."""
+        """Append the rows of another batch of the same width, temperature and fields, both without routes."""
         if self.routes is not None or other.routes is not None or self.temperature != other.temperature:
             raise ValueError("found batches with routes or of two temperatures, expected none and one")
         if self.truncation != other.truncation or (self.supports is None) != (other.supports is None):
@@ -208,7 +202,7 @@ class TokenBatch:
         )
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         seeds = None if self.seeds is None else self.seeds.to(device)
         moved = self._changed(lambda value: value.to(device), self.lengths.to(device), seeds)
         if moved.supports is None:
@@ -216,7 +210,7 @@ class TokenBatch:
         return replace(moved, supports=replace(moved.supports, pool=moved.supports.pool.to(device)))
 
     def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor, seeds: Tensor | None) -> TokenBatch:
-        """The batch with `change` made to every [B, S, ...] tensor."""
+        """Return the batch with `change` made to every [B, S, ...] tensor."""
         return TokenBatch(
             tokens=change(self.tokens),
             lengths=lengths,

@@ -1,4 +1,4 @@
-"""How the rows of a batch fall into micro-batches and data-parallel ranks, each row padded."""
+"""Micro-batches: the rows of a batch, padded or packed, assigned to data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,31 +17,27 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a batch that go through the model together. Here each row is padded, and takes a row of the model's
-    input; `trainer.step.packing` lays them end to end.
-
-    Attributes:
-        rows: their numbers in the whole batch. None, on a rank without rows for its turn: it takes part in the
-            collectives, on one row that counts for nothing.
-        batch: these rows, on the device.
-        packed_rows: what attention must know of rows that lie end to end.
-    """
+    """Rows of a batch that go through the model together. Here each is padded, and is a row of the model's input."""
 
     rows: list[int]
+    """Their numbers in the whole batch. None, on a rank without rows for its turn: it takes part in the collectives, on
+    one row that counts for nothing."""
     batch: TokenBatch
+    """These rows, on the device."""
     packed_rows: PackedRows | None = None
+    """The layout of packed rows, for attention."""
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> MicroBatch:
-        """These rows of `batch`, for a model that takes a multiple of tokens."""
+        """Build the micro-batch of these rows of `batch`, for a model that takes a multiple of tokens."""
         return cls(rows, pad_to_multiple(rows_of(batch, rows), multiple).to(device.current()))
 
     def laid(self, values: Tensor) -> Tensor:
-        """Values of the batch's tokens [B, S, ...], as the model takes its tokens [b, s, ...]."""
+        """Lay out values of the batch's tokens [B, S, ...] as the model takes its tokens [b, s, ...]."""
         return values
 
     def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
-        """The other way round. padding: what stands there may be this, or anything."""
+        """Undo `laid`. padding: fills the padding, or anything does."""
         return values
 
 
@@ -66,17 +62,17 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
 
 
 def rows_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
-    """These rows; where there are none the shortest, so that the model has something to compute."""
+    """Return these rows; if there are none the shortest, so that the model has something to compute."""
     return batch.select(rows or [int(batch.lengths.argmin())])
 
 
 def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
-    """The batch with its width padded to a multiple, as sequence parallelism and FP8 products need."""
+    """Pad the batch's width to a multiple, as sequence parallelism and FP8 products need."""
     return batch.padded(-(-batch.width // multiple) * multiple)
 
 
 def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> list[list[int]]:
-    """Rows, longest first, into consecutive micro-batches within the budget."""
+    """Cut rows, longest first, into consecutive micro-batches within the budget."""
     micro: list[list[int]] = []
     width = 0
     for row in rows:
@@ -89,7 +85,7 @@ def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> li
 
 
 def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
-    """The same rows in `count` micro-batches: halve the one with most rows, then add empty ones."""
+    """Split the same rows into `count` micro-batches: halve the one with most rows, then add empty ones."""
     micro = list(micro)
     while len(micro) < count:
         largest = max(range(len(micro)), key=lambda i: len(micro[i]), default=None)
@@ -106,16 +102,15 @@ def _split_to(micro: list[list[int]], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMicroBatch(MicroBatch):
-    """Rows end to end in one row of the model's input [1, T], which is padded at its end alone: a last row of its own,
-    in which the last token is repeated.
+    """Rows end to end in one row of the model's input [1, T].
 
-    Attributes:
-        index: int64 [T], which of the B * S tokens of `batch` stands there.
-        real: tokens that are no padding.
+    It is padded at its end alone: a last row of its own, in which the last token is repeated.
     """
 
     index: Tensor
+    """int64 [T], the number of each token among the B * S tokens of `batch`."""
     real: int
+    """Tokens that are no padding."""
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> PackedMicroBatch:
@@ -138,11 +133,11 @@ class PackedMicroBatch(MicroBatch):
 
 
 def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
-    """Like `trainer.step.microbatches.plan`, for rows that lie end to end: a micro-batch holds at most `budget` tokens,
-    padded at its end to a multiple, or one longer row.
+    """Assign packed rows to ranks and micro-batches, as `plan` does padded ones.
 
-    All micro-batches of all ranks have about the same number of tokens: the longest row that is left joins the
-    emptiest of them, and there are as few as that takes.
+    A micro-batch holds at most `budget` tokens, padded at its end to a multiple, or one longer row. All micro-batches
+    of all ranks have about the same number of tokens: the longest row that is left joins the emptiest of them, and
+    there are as few as that takes.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     room = max(budget // multiple, 1) * multiple
@@ -154,7 +149,7 @@ def plan_packed(lengths: list[int], dp_size: int, budget: int, multiple: int = 1
 
 
 def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[list[int]] | None:
-    """Rows, longest first, in so many micro-batches, those with most tokens first; None if they have no room."""
+    """Spread rows, longest first, over `count` micro-batches, those with most tokens first; None if it has no room."""
     emptiest = [(0, place) for place in range(count)]
     micro: list[list[int]] = [[] for _ in range(count)]
     for row in rows:
@@ -173,8 +168,8 @@ def _spread(rows: list[int], lengths: list[int], count: int, room: int) -> list[
 class SharedMicroBatch(MicroBatch):
     """Padded rows, of which the model of this rank takes the tokens at `positions`.
 
-    What is read of them is gathered: all ranks of a group make the same loss of whole rows, and each takes the
-    gradient of its own tokens.
+    Its outputs are gathered: all ranks of a group make the same loss of whole rows, and each takes the gradient of its
+    own tokens.
     """
 
     positions: Tensor
@@ -197,19 +192,16 @@ class SharedMicroBatch(MicroBatch):
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """What attention is told of rows end to end: Megatron's words for it, and ours.
-
-    Attributes:
-        lengths: int64 [B], of each row.
-        positions: int64 [T], of each token in its row.
-    """
+    """The layout of rows end to end for attention: Megatron's parameters, and ours."""
 
     lengths: Tensor
+    """int64 [B], of each row."""
     positions: Tensor
+    """int64 [T], of each token in its row."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> PackedRows:
-        """lengths: int64 [B] on the CPU, 1 or more each."""
+        """Build the layout. lengths: int64 [B] on the CPU, 1 or more each."""
         stops = lengths.cumsum(0)
         positions = torch.arange(int(stops[-1])) - (stops - lengths).repeat_interleave(lengths)
         cumulated = torch.cat([stops.new_zeros(1), stops]).int().to(device.current())

@@ -1,4 +1,4 @@
-"""What the trainer asks of a loss, so that it needs to know no reinforcement learning."""
+"""The interface of a loss to the trainer, which knows no reinforcement learning."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """One micro-batch's share of the loss and of the metrics.
-
-    Attributes:
-        loss: scalar with gradient.
-        metrics: scalars by name, e.g. `train/entropy`; their gradients are dropped.
-    """
+    """One micro-batch's share of the loss and of the metrics."""
 
     loss: Tensor
+    """Scalar with gradient."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars by name, e.g. `train/entropy`; their gradients are dropped."""
 
 
 class Objective(Protocol):
@@ -31,7 +28,7 @@ class Objective(Protocol):
     """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, /) -> ObjectiveOutput:
-        """The share of the rows in `batch`.
+        """Return the share of the rows in `batch`.
 
         Args:
             logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored. For

@@ -1,4 +1,4 @@
-"""What goes into each op of the trainer's forward and what comes out, as a recording of `models.trace`."""
+"""Recordings of the inputs and outputs of each op of the trainer's forward (`models.trace`)."""
 
 from __future__ import annotations
 
@@ -40,22 +40,19 @@ Call = tuple[Any, tuple[Any, ...], Any]
 
 @dataclass(frozen=True)
 class MegatronSide:
-    """One form of op in Megatron.
-
-    Attributes:
-        writes: what the op wrote, [S, ...] each, of a call of its module.
-        each: what each of a token's experts adds [S, k, H], of the module, probabilities, chosen experts, and the rows
-            [S * k, H] that its `experts` put out in the order of experts, then tokens; None where there are none.
-        constants: the values of the form's constants, of the model and the module.
-    """
+    """One form of op in Megatron."""
 
     writes: Callable[[Call], tuple[Tensor, ...]]
+    """Returns the op's outputs, [S, ...] each, of a call of its module."""
     each: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
+    """Returns the addends of each of a token's experts [S, k, H], of the module, probabilities, chosen experts, and the
+    rows [S * k, H] that its `experts` put out in the order of experts, then tokens; None for other forms."""
     constants: Callable[[GPTModel, nn.Module], tuple[float, ...]] | None = None
+    """Returns the values of the form's constants, of the model and the module."""
 
 
 def output(call: Call) -> tuple[Tensor, ...]:
-    """What the module returned, without a bias beside it."""
+    """Return the module's output, without a bias beside it."""
     returned = call[2]
     return (_rows(returned[0] if isinstance(returned, tuple) else returned),)
 
@@ -66,12 +63,8 @@ def _norm(call: Call) -> tuple[Tensor, ...]:
     return (_rows(module.normalized(given[0])),) if hasattr(module, "normalized") else output(call)
 
 
-def _add_norm(call: Call) -> tuple[Tensor, ...]:
-    return *_norm(call), _rows(call[1][0])
-
-
 def _qkv(call: Call) -> tuple[Tensor, ...]:
-    """Megatron interleaves q, k and v by group of heads."""
+    """Return q, k and v, which Megatron interleaves by group of heads."""
     (fused,), config = output(call), call[0].config
     size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
     grouped = fused.unflatten(1, (config.num_query_groups, queries + 2, size))
@@ -87,7 +80,7 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
 
 
 def _latent_down(call: Call) -> tuple[Tensor, ...]:
-    """The narrow rows of an attention, whose products are taken again."""
+    """Return the narrow rows of an attention, whose products are taken again."""
     module, (x, *_), _ = call
     return tuple(_rows(linear(x)[0]) for linear in (module.linear_q_down_proj, module.linear_kv_down_proj))
 
@@ -95,11 +88,6 @@ def _latent_down(call: Call) -> tuple[Tensor, ...]:
 def _linear(call: Call) -> tuple[Tensor, ...]:
     module, given, _ = call
     return (_rows(module.gating(given[0])),) if hasattr(module, "gating") else output(call)
-
-
-def _input(call: Call) -> tuple[Tensor, ...]:
-    """The input of the product behind it."""
-    return (_rows(call[1][0]),)
 
 
 def _topk(call: Call) -> tuple[Tensor, ...]:
@@ -117,7 +105,7 @@ def _each_expert(layer: nn.Module, probs: Tensor, chosen: Tensor, rows: Tensor) 
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A sequence's tokens [S, ...] of what Megatron passes on: [S, 1, ...], logits [1, S, V]."""
+    """Return a sequence's tokens [S, ...] of Megatron's tensors: [S, 1, ...], logits [1, S, V]."""
     return tensor.squeeze(0) if tensor.shape[0] == 1 else tensor.squeeze(1)
 
 
@@ -130,7 +118,7 @@ def _theta(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
 
 
 def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
-    """1 as the factor of a model without YaRN."""
+    """Return theta and the factor of YaRN, 1 for a model without it."""
     if isinstance(module, LatentCore):
         return module.rope_theta, module.yarn.factor if module.yarn is not None else 1.0
     return model.config.rotary_base, model.config.rotary_scaling_factor
@@ -139,7 +127,7 @@ def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
 SIDES: dict[OpForm, MegatronSide] = {
     forms.EMBED: MegatronSide(output),
     forms.NORM: MegatronSide(_norm, constants=_epsilon),
-    forms.ADD_NORM: MegatronSide(_add_norm, constants=_epsilon),
+    forms.ADD_NORM: MegatronSide(lambda call: (*_norm(call), _rows(call[1][0])), constants=_epsilon),
     of_attention.QKV: MegatronSide(_qkv),
     of_attention.HEAD_NORM: MegatronSide(output, constants=_epsilon),
     of_attention.HEADS_NORM: MegatronSide(output, constants=_epsilon),
@@ -148,7 +136,8 @@ SIDES: dict[OpForm, MegatronSide] = {
     of_latent.LATENT_DOWN: MegatronSide(_latent_down),
     of_latent.LATENT_ATTENTION: MegatronSide(output, constants=_rotation),
     forms.LINEAR: MegatronSide(_linear),
-    of_mlp.SWIGLU: MegatronSide(_input),
+    # The input of the product behind it.
+    of_mlp.SWIGLU: MegatronSide(lambda call: (_rows(call[1][0]),)),
     of_mlp.TOPK: MegatronSide(_topk),
     of_mlp.EXPERTS: MegatronSide(output, each=_each_expert),
     of_mlp.ROUTER: MegatronSide(_linear),
@@ -156,10 +145,10 @@ SIDES: dict[OpForm, MegatronSide] = {
     of_mlp.EXPERTS_AND_SHARED: MegatronSide(output, each=_each_expert),
     forms.LOGPROBS: MegatronSide(output),  # no module: the loss computes them behind the model
 }
-"""Where each form is recorded."""
+"""The recording of each form."""
 
 Written = dict[OpSite, tuple[Tensor, ...]]
-"""What each op wrote."""
+"""The outputs of each op."""
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
@@ -189,11 +178,16 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
             parts[name].append(tensor.cpu())
     tensors = {name: torch.cat(rows).contiguous() for name, rows in parts.items()}
     tensors[LENGTHS] = batch.lengths.cpu().clone()
-    return OpTrace(tensors, _settings(trainer.model, trainer.definition.forward))
+    constants: dict[str, float] = {}
+    for at in reversed(trainer.definition.forward.places()):  # each as the first op with it has it
+        if (read := SIDES[at.op.form].constants) is not None:
+            values = map(float, read(trainer.model, _module(trainer.model, at)))
+            constants |= zip(at.op.form.constants, values, strict=True)
+    return OpTrace(tensors, constants)
 
 
 def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
-    """The recording of one sequence [1, S]."""
+    """Record one sequence [1, S]."""
     targets = F.pad(tokens[0, 1:], (0, 1))
     with torch.no_grad(), _watched(model, forward) as (written, rows):
         model(tokens, position_ids=None, attention_mask=None)
@@ -212,7 +206,7 @@ def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float
 
 @contextmanager
 def _watched(model: GPTModel, forward: Forward) -> Iterator[tuple[Written, dict[OpSite, Tensor]]]:
-    """What the ops of a forward of one sequence write, and the rows that experts put out; tensors are [S, ...]."""
+    """Record the outputs of the ops in a forward of one sequence, and the rows of experts; tensors are [S, ...]."""
     written: Written = {}
     rows: dict[OpSite, Tensor] = {}
 
@@ -241,12 +235,3 @@ def _watched(model: GPTModel, forward: Forward) -> Iterator[tuple[Written, dict[
 def _module(model: GPTModel, place: OpSite) -> nn.Module:
     owner: nn.Module = model if place.layer is None else model.decoder.layers[place.layer]
     return owner.get_submodule(place.op.megatron)
-
-
-def _settings(model: GPTModel, forward: Forward) -> dict[str, float]:
-    """The constants of the ops, by name, each as the first op with it has it."""
-    found: dict[str, float] = {}
-    for at in reversed(forward.places()):
-        if (read := SIDES[at.op.form].constants) is not None:
-            found |= zip(at.op.form.constants, map(float, read(model, _module(model, at))), strict=True)
-    return found

@@ -29,25 +29,22 @@ from fp8rl.trainer.step.routing import Routing, routing_of
 
 @dataclass(frozen=True)
 class RankPass:
-    """What one rank computed in a pass.
-
-    Attributes:
-        rows: rows of the batch that this rank's data-parallel share holds.
-        logprobs: fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values.
-        loss, metrics: of the whole batch, the same on every rank.
-        routes: int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding.
-        draws: int64 [len(rows), S], the tokens drawn again for a batch with seeds; a critic draws none.
-        loads: int64 [layers of this stage, E], how often the routers chose each expert for the tokens of the whole
-            batch; None where that was not asked for.
-    """
+    """The results of one rank's pass."""
 
     rows: list[int]
+    """Rows of the batch that this rank's data-parallel share holds."""
     logprobs: Tensor
+    """fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values."""
     loss: float
+    """Of the whole batch, the same on every rank."""
     metrics: dict[str, float]
+    """Of the whole batch, the same on every rank."""
     routes: Tensor | None
+    """int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding."""
     draws: Tensor | None
+    """int64 [len(rows), S], the tokens drawn again for a batch with seeds; a critic draws none."""
     loads: Tensor | None = None
+    """int64 [layers of this stage, E], the tokens of the whole batch that chose each expert; None: not counted."""
 
 
 def run_pass(
@@ -67,12 +64,11 @@ def run_pass(
 
     Args:
         budget: tokens of a micro-batch, padding included.
-        multiple: what the model takes of a row, or of the one that they are packed into, is padded to a multiple of
-            this.
+        multiple: the model's rows, or the one that they are packed into, are padded to a multiple of this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
-        read: what is made of the final hidden states.
+        read: turns final hidden states into results.
         packing: rows lie end to end in a micro-batch.
-        counting: whether to count how often routers choose each expert.
+        counting: count the tokens of each expert.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
@@ -148,7 +144,7 @@ def _loss(
     read: Reading,
     routes: Tensor | None,
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
-    """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
+    """Compute Megatron's loss function: (loss to differentiate, a token count that is not used, results to keep)."""
     batch = micro.batch
     found = read(hidden, head_of(model), micro)
     real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
@@ -170,7 +166,7 @@ def _finalize_sums(model: list[Any], num_tokens: Tensor | None, **context: Any) 
 
 
 def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[str, float]]:
-    """Loss and metrics, summed over micro-batches and data-parallel ranks and known to every rank."""
+    """Sum loss and metrics over micro-batches and data-parallel ranks, on every rank."""
     bad = [row for output in outputs if not torch.isfinite(output.loss) for row in output.rows]
     sums: dict[str, float] = {}
     for output in outputs:
@@ -190,7 +186,7 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
 
 
 def _collect(values: list[Any], outputs: list[_MicroOutput], whole: Tensor) -> Tensor:
-    """`whole` [B, S, ...] on the CPU with the [b, s, ...] of each micro-batch written into it, one after the other."""
+    """Fill `whole` [B, S, ...] on the CPU with the [b, s, ...] of each micro-batch, one after the other."""
     at = 0
     for value, output in zip(values, outputs):
         count, width = len(output.rows), min(value.shape[1], whole.shape[1])

@@ -1,4 +1,4 @@
-"""What is made of a model's output: the one place where final hidden states meet the head."""
+"""The results of a model's output: the one place where final hidden states meet the head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops.linear import add_weight_gradient
 from fp8rl.numerics.sampling import GREEDY, Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, Supports, left_out
+from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, left_out
 from fp8rl.trainer.step.microbatches import MicroBatch
 
 # The output projection of a model, which final hidden states meet in a `Reading`.
@@ -23,27 +23,30 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 
 @dataclass(frozen=True)
 class Head:
-    """The output projection of a model's last pipeline stage, as Megatron calls it.
-
-    Attributes:
-        layer: Megatron's, or another that is called like it.
-        weight: [N, H], of this tensor-parallel rank's part of N. It is the embedding's where the model ties them.
-    """
+    """The output projection of a model's last pipeline stage, as Megatron calls it."""
 
     layer: nn.Module
+    """Megatron's, or another that is called like it."""
     weight: Tensor
+    """[N, H], of this tensor-parallel rank's part of N. It is the embedding's if the model ties them."""
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Hidden states [S, B, H], or this tensor-parallel rank's part of S -> [S, B, N], logits or whatever the head
-        gives. weight: in place of its own, for example without a gradient."""
+        """Return [S, B, N], logits or whatever the head gives, of hidden states [S, B, H] or this tensor-parallel
+        rank's part of S.
+
+        weight: in place of its own, for example without a gradient.
+        """
         out: Tensor = self.layer(hidden, weight=self.weight if weight is None else weight, runtime_gather_output=None)[
             0
         ]
         return out
 
     def local_product(self, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """What this rank's weight is multiplied by, and what that gives, of the input and the output of a call: all
-        ranks' rows [S * B, H], and this rank's columns [S * B, N / ranks] of the output or of its gradient."""
+        """Return the factor and the product of this rank's weight, of the input and the output of a call.
+
+        They are all ranks' rows [S * B, H], and this rank's columns [S * B, N / ranks] of the output or of its
+        gradient.
+        """
         ranks = out.shape[-1] // self.weight.shape[0]
         if ranks > 1:
             group: Any = self.layer.tp_group
@@ -53,7 +56,7 @@ class Head:
 
 
 def head_of(model: GPTModel) -> Head:
-    """The head of a model's last pipeline stage."""
+    """Return the head of a model's last pipeline stage."""
     layer, tied = model.output_layer, model.share_embeddings_and_output_weights
     return Head(layer, model.shared_embedding_or_output_weight() if tied else layer.weight)
 
@@ -64,28 +67,25 @@ DRAWN_TOGETHER = 1024
 
 @dataclass(frozen=True)
 class Read:
-    """What a pass takes of a micro-batch, by its rows; what it says of the padding is arbitrary.
-
-    Attributes:
-        values: FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before them.
-        entropy: likewise, of the distributions that these tokens are scored under; zero of a critic.
-        draws: int64 [B, S] as in `PassResult.draws`; None for a batch without seeds.
-    """
+    """The results of a micro-batch, by its rows; arbitrary in the padding."""
 
     values: Tensor
+    """FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before them."""
     entropy: Tensor
+    """As `values`, of the distributions that these tokens are scored under; zero of a critic."""
     draws: Tensor | None = None
+    """int64 [B, S] as in `PassResult.draws`; None for a batch without seeds."""
 
 
 Reading = Callable[[Tensor, Head, MicroBatch], Read]
 
 
 def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> Read:
-    """The `Reading` of a policy. Logits at t speak of the token at t + 1.
+    """Read log-probabilities, as the `Reading` of a policy. Logits at t belong to the token at t + 1.
 
-    chunk: tokens whose logits are there at a time; None: those of all. A chunk's logits are made in the forward and
-    once more in the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state.
-    The gradient of the head's weight is added up over chunks in FP32, and rounded once.
+    chunk: tokens whose logits are there at a time; None: all. A chunk's logits are made in the forward and once more in
+    the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state. The gradient
+    of the head's weight is added up over chunks in FP32, and rounded once.
     """
     tokens = micro.laid(micro.batch.tokens)
     ranks = tokens.shape[1] // hidden.shape[0]
@@ -108,7 +108,7 @@ def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Run Megatron's model, or its wrapper, up to its head.
 
     Tokens as they are laid [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states on
-    the last pipeline stage, on others what the next is sent.
+    the last pipeline stage, on others the next stage's input.
     """
     gpt = gpt_of(model)
     last, gpt.post_process = gpt.post_process, False  # asked where GPTModel would go on with its output layer
@@ -121,28 +121,27 @@ def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def gpt_of(model: nn.Module) -> GPTModel:
-    """Megatron's model without its data-parallel wrapper."""
+    """Return Megatron's model without its data-parallel wrapper."""
     return get_attr_wrapped_model(model, "post_process", return_model_obj=True)
 
 
 @dataclass(frozen=True)
 class _Sought:
-    """What is read at each token, in the order of the head's rows: [ranks, n], where each tensor-parallel rank gives
-    the head n of them.
-
-    Attributes:
-        tokens: int64, the one that follows. seeds: int64, `GREEDY` where none is drawn; None: nowhere.
-        positions: int64, of the token in its row. drawn: bool, whether the one that follows was. truncation: how.
-        supports: of the tokens that follow.
-    """
+    """The targets at each token, in the order of the head's rows: [ranks, n], n of each tensor-parallel rank."""
 
     tokens: Tensor
+    """int64, the token that follows."""
     temperature: float
     seeds: Tensor | None
+    """int64, `GREEDY` where none is drawn; None: nowhere."""
     positions: Tensor
+    """int64, of the token in its row."""
     drawn: Tensor
+    """bool, True where the token that follows was drawn."""
     truncation: Truncation
-    supports: Supports | None
+    """The limits under which it was drawn."""
+    supports: KeptTokenPool | None
+    """Of the tokens that follow."""
 
     @classmethod
     def of(cls, micro: MicroBatch, ranks: int) -> _Sought:
@@ -174,7 +173,7 @@ class _Sought:
         return self._changed(lambda values: values[..., places])
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> _Sought:
-        """What is left of it where `change` is made to every tensor [ranks, n]."""
+        """Return the targets with `change` made to every tensor [ranks, n]."""
         return replace(
             self,
             tokens=change(self.tokens),
@@ -185,12 +184,12 @@ class _Sought:
         )
 
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities and entropy FP32 [ranks, n], and the tokens that are drawn, int64 [ranks, n]."""
+        """Return log-probabilities and entropy FP32 [ranks, n], and the tokens that are drawn, int64 [ranks, n]."""
         logits = logits.view(*self.tokens.shape, -1)
         return *self.logprobs(logits), self._draws(logits)
 
     def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities among the tokens that may be drawn, the one that was always among them."""
+        """Return log-probabilities among the tokens that may be drawn; the one that was drawn is always among them."""
         logits = logits.view(*self.tokens.shape, -1)
         if self.truncation.cuts:
             out = self._left_out(logits.detach()).scatter_(-1, self.tokens.unsqueeze(-1), False)
@@ -219,7 +218,7 @@ class _Sought:
 
 
 class _InChunks(torch.autograd.Function):
-    """`_Sought.read` of rows [n, 1, H], of which a chunk at a time meets the head."""
+    """Computes `_Sought.read` of rows [n, 1, H]; a chunk at a time meets the head."""
 
     @staticmethod
     def forward(

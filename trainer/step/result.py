@@ -1,4 +1,4 @@
-"""What a pass over a batch returns."""
+"""The results of a pass over a batch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PassResult:
-    """One forward and backward pass, before its gradients are applied or dropped.
-
-    Attributes:
-        logprobs: fp32 [B, S] on the CPU, at the weights that the pass ran with; zero at index 0 and in the padding.
-        metrics: the objective's metrics, summed.
-        loss: over the whole batch, finite.
-        grad_norm: before clipping, finite.
-        seconds: from the batch's arrival on the ranks to the gradient norm.
-        routes: int16 [B, S, L, K] on the CPU, where the trainer's own router would send each token, experts ascending
-            and -1 in the padding; given for a batch with routes, whether or not they are replayed.
-        draws: int64 [B, S] on the CPU, the token that `numerics.ops.draw` takes from the trainer's logits in place
-            of each one; -1 at index 0, in the padding and in rows without a seed. None for a batch without seeds.
-    """
+    """One forward and backward pass, before its gradients are applied or dropped."""
 
     logprobs: Tensor
+    """fp32 [B, S] on the CPU, at the weights that the pass ran with; zero at index 0 and in the padding."""
     metrics: dict[str, float]
+    """The objective's metrics, summed."""
     loss: float
+    """Over the whole batch, finite."""
     grad_norm: float
+    """Before clipping, finite."""
     seconds: float
+    """From the batch's arrival on the ranks to the gradient norm."""
     routes: Tensor | None = None
+    """int16 [B, S, L, K] on the CPU, the experts that the trainer's own router would choose for each token, ascending
+    and -1 in the padding; given for a batch with routes, whether or not they are replayed."""
     draws: Tensor | None = None
+    """int64 [B, S] on the CPU, the token that `numerics.ops.draw` takes from the trainer's logits in place of each one;
+    -1 at index 0, in the padding and in rows without a seed. None for a batch without seeds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class MovedAside:
-    """Bytes that a rank has freed on its device for others, and that it keeps there."""
+    """Bytes that a rank has offloaded from its device, and bytes that it keeps there."""
 
     moved: int
     stays: int

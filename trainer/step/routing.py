@@ -1,12 +1,12 @@
 """Routing replay (R3, arXiv 2510.11370): the engine's choice of experts in the trainer, and its own beside it.
 
-Megatron's `moe_enable_routing_replay` gives each router a `RouterReplay`, whom it asks for the experts of its tokens.
-During a pass over a batch with routes, those of this model remember what the router itself would choose, and answer
-with the batch's routes if it is to be replayed. Probabilities are always the trainer's, at whatever experts are taken,
-so gradients reach the router; what the forward chose is in its graph, so the backward needs no replay of its own. A
-forward that is recomputed in the backward still finds the routes of its micro-batch, for the next one comes later.
+Megatron's `moe_enable_routing_replay` gives each router a `RouterReplay`, which chooses the experts of its tokens.
+During a pass over a batch with routes, those of this model remember the router's own choice, and answer with the
+batch's routes if they are to be replayed. Probabilities are always the trainer's, at whatever experts are taken, so
+gradients reach the router; the forward's choice is in its graph, so the backward needs no replay of its own. A forward
+that is recomputed in the backward still finds the routes of its micro-batch, for the next one comes later.
 
-The same record says how often each expert was chosen, by which a router's bias is moved (`trainer.step.router_bias`).
+The same record counts the tokens of each expert, by which a router's bias is moved (`move_biases`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 
 @contextmanager
 def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bool = False) -> Iterator[Routing]:
-    """The model's routers for a pass over `batch`; without routes in the batch or counting they are left alone.
+    """Prepare the model's routers for a pass over `batch`; without routes in the batch or counting they are left alone.
 
-    counting: whether to count what each expert is chosen for.
+    counting: count the tokens of each expert.
 
     Raises:
         UserError: the batch has routes, and the model is split over pipeline stages.
@@ -43,14 +43,24 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
     if counting or batch.routes is not None:
         routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
     if batch.routes is not None:
-        _check_pipeline(layout.pp_size)
+        if layout.pp_size > 1:
+            raise user_error(
+                "trainer.pp",
+                found=layout.pp_size,
+                expected="1 with numerics.router_replay",
+                remedy="Set trainer.pp=1, or numerics.router_replay=off.",
+            )
         _check_routes(batch, routers)
-    layers = [_layer_routing(router) for router in routers]
+    layers: list[LayerRouting] = [become(router.router_replay, LayerRouting) for router in routers]
+    loads = None
+    if counting:
+        experts = routers[0].config.num_moe_experts if routers else 0
+        loads = torch.zeros(len(routers), experts, dtype=torch.int64, device=device.current())
     action = RouterReplayAction.REPLAY_FORWARD if batch.replay else RouterReplayAction.RECORD
     for layer in layers:
         layer.set_router_replay_action(action)
     try:
-        yield Routing(layers, layout, _no_loads(routers) if counting else None)
+        yield Routing(layers, layout, loads)
     finally:
         for layer in layers:
             layer.clear_router_replay_action()
@@ -60,16 +70,15 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bo
 class Routing:
     """The routers of one model during a pass.
 
-    Attributes:
-        loads: int64 [layers of this stage, E], how often each expert was chosen by the tokens of this rank's rows.
-            Padding does not count, nor does a rank that shares its rows with the one that does. None: not counted.
+    loads: int64 [layers of this stage, E], the tokens of this rank's rows that chose each expert. Padding does not
+    count, nor does a rank that shares its rows with the one that does. None: not counted.
     """
 
     def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
         self._layers, self._layout, self.loads = layers, layout, loads
 
     def begin(self, micro: MicroBatch) -> None:
-        """Before the forward of a micro-batch: where its tokens are to go."""
+        """Set the routes of a micro-batch, before its forward."""
         if micro.batch.routes is None or not micro.batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
@@ -84,8 +93,10 @@ class Routing:
             layer.target_topk_idx = experts
 
     def own_choice(self, micro: MicroBatch) -> Tensor | None:
-        """After the forward: where the routers would have sent the micro-batch's tokens, int16 [B, S, L, K], experts
-        ascending and -1 in the padding; they are counted, too. None for a batch without routes."""
+        """Return the routers' own choice for a micro-batch, after its forward, and count it.
+
+        int16 [B, S, L, K], experts ascending and -1 in the padding. None for a batch without routes.
+        """
         if not self._layers:
             return None
         routes = self._chosen(micro)
@@ -97,7 +108,7 @@ class Routing:
         return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
 
     def _chosen(self, micro: MicroBatch) -> Tensor:
-        """int32 [B, S, L, K], with anything in the padding."""
+        """Return int32 [B, S, L, K], with anything in the padding."""
         # Not int16, which gloo does not carry.
         chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
         if self._layout.tp_size > 1:
@@ -109,8 +120,8 @@ class Routing:
 
 
 class LayerRouting(RouterReplay):
-    """Megatron's replay for one router, which also records while it replays, and leaves the choice to the router where
-    no route is known."""
+    """Megatron's replay for one router. It also records while it replays; the router chooses where no route is
+    known."""
 
     def get_replay_topk(
         self,
@@ -120,7 +131,7 @@ class LayerRouting(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """scores [T, E] -> scores [T, k] of the experts taken, and the experts int64 [T, k], best first."""
+        """Return scores [T, k] of the experts taken, and the experts int64 [T, k], best first, of scores [T, E]."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.router_replay_action is None:
@@ -132,27 +143,6 @@ class LayerRouting(RouterReplay):
         # In the order of top-k, so that a softmax over the values adds in the same order as without replay.
         values, best_first = scores.gather(1, experts).sort(dim=-1, descending=True)
         return values, experts.gather(1, best_first)
-
-
-def _no_loads(routers: list[TopKRouter]) -> Tensor:
-    experts = routers[0].config.num_moe_experts if routers else 0
-    return torch.zeros(len(routers), experts, dtype=torch.int64, device=device.current())
-
-
-def _layer_routing(router: TopKRouter) -> LayerRouting:
-    """The RouterReplay that Megatron made for a router, as ours."""
-    routing: LayerRouting = become(router.router_replay, LayerRouting)
-    return routing
-
-
-def _check_pipeline(stages: int) -> None:
-    if stages > 1:
-        raise user_error(
-            "trainer.pp",
-            found=stages,
-            expected="1 with numerics.router_replay",
-            remedy="Set trainer.pp=1, or numerics.router_replay=off.",
-        )
 
 
 def _check_routes(batch: TokenBatch, routers: list[TopKRouter]) -> None:
@@ -168,7 +158,7 @@ def _check_routes(batch: TokenBatch, routers: list[TopKRouter]) -> None:
 
 
 def _check_experts(routes: Tensor, experts: int) -> None:
-    """Every token has k different experts of the model in a layer, or none."""
+    """Check that every token has k different experts of the model in a layer, or none."""
     ascending = routes.sort(-1).values
     unknown = (ascending == UNKNOWN).all(-1)
     known = (ascending[..., 0] >= 0) & (ascending[..., -1] < experts) & (ascending.diff(dim=-1) > 0).all(-1)
@@ -179,3 +169,19 @@ def _check_experts(routes: Tensor, experts: int) -> None:
             f"routes: found the experts {routes[row, token, layer].tolist()} in row {row}, token {token}, layer {layer}"
             f" (and {len(bad) - 1} like it), expected different ones of 0 to {experts - 1}, or -1 for all"
         )
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module, loads: Tensor, rate: float) -> None:
+    """Move the bias of each expert by `rate` towards the mean load of its layer, the same on every rank.
+
+    This balances experts without a loss. After an optimizer step the bias of an expert that was chosen more often than
+    the mean of its layer falls, and that of one which was chosen less often rises, all by the same amount (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). A bias only counts when experts are chosen: probabilities are
+    made without it, so that nothing else changes.
+
+    loads: int64 [layers, E] of the model's layers with experts, in their order, over the whole batch.
+    """
+    routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
+    for router, load in zip(routers, loads, strict=True):
+        router.expert_bias += rate * torch.sign(load.sum() - load.numel() * load)

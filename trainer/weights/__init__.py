@@ -1,1 +1,1 @@
-"""A model's weights on their way to and from Hugging Face's tensors."""
+"""The conversion of a model's weights from and to Hugging Face's tensors."""

@@ -1,8 +1,8 @@
-"""A model's weights as tensors of its Hugging Face checkpoint, each from exactly one rank, so that no rank sees them
-all.
+"""The export of a model's weights as tensors of its Hugging Face checkpoint, each from exactly one rank.
 
-An expert comes from a rank that holds it. A weight that tensor parallelism has split is put together at one of the
-ranks that hold its parts. Of ranks that hold the same, one with the least to hand out so far is taken.
+So no rank sees them all. An expert comes from a rank that holds it. A weight that tensor parallelism has split is
+gathered at one of the ranks that hold its parts. Of ranks that hold the same, one with the least to export so far is
+taken.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fp8rl.trainer.weights.table_bridge import TableBridge
 
 
 class Dealer:
-    """Deals out parameters to ranks that hold the same, so that each hands out about as many bytes."""
+    """Assigns parameters to ranks that hold the same, so that each exports about as many bytes."""
 
     def __init__(self, ranks: int) -> None:
         self._dealt = [0] * ranks
 
     def next(self, size: int) -> int:
-        """The index of the rank that hands out a parameter of `size` bytes."""
+        """Return the index of the rank that exports a parameter of `size` bytes."""
         turn = self._dealt.index(min(self._dealt))
         self._dealt[turn] += size
         return turn
 
 
 class Exporter:
-    """Hands out this rank's share of a model.
+    """Exports this rank's shard of a model.
 
     bridge: of the weights; scale_bridge: of the scales of those that are held in FP8, quantized as `quantized_as`.
     """
@@ -56,11 +56,12 @@ class Exporter:
     def share(
         self, weights: Iterable[tuple[str, Tensor, Tensor]], base: Base | None = None
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """(HF name, tensor) of what this rank hands out. All ranks must iterate to the end: parts are gathered.
+        """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end: parts are
+        gathered.
 
-        weights: (Megatron's name in the whole model, what this rank holds of it, tagged as by Megatron, and what it
-        serves in place of that), in the same order on all ranks of a pipeline stage. base: what is in it comes from
-        there, whole, to all ranks.
+        weights: (Megatron's name in the whole model, this rank's part of it, tagged as by Megatron, and the tensor that
+        is served in place of it), in the same order on all ranks of a pipeline stage. base: its tensors are taken from
+        there, whole, on all ranks.
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
@@ -93,7 +94,7 @@ class Exporter:
         return ((row.name, base.tensor(row.name)) for row in self._bridge.rows(name))
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
-        """A weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
+        """Return a weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
         if not te_weights.is_quantized(held):
             return [served]
         weight = te_weights.quantized(held)
@@ -103,7 +104,7 @@ class Exporter:
     def _tensors(
         self, name: str, held: Tensor, parts: list[list[Tensor]]
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """The tensors in a parameter. parts: the pieces of each rank that shares it."""
+        """Yield the tensors in a parameter. parts: the pieces of each rank that shares it."""
         names = [row.name for row in self._bridge.rows(name)]
         cut = [
             bridge._weight_to_hf_format(name, bridge._weight_merge_across_tp(name, list(piece), held))[1]
@@ -115,7 +116,7 @@ class Exporter:
 
 
 def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """The pieces of every rank of `group`, at the one of index `owner`; nothing elsewhere. All of them take part."""
+    """Gather the pieces of every rank of `group` on rank `owner`; nothing elsewhere. All of them take part."""
     here = group.rank() == owner
     parts: list[list[Tensor]] = []
     for piece in pieces:
@@ -134,7 +135,7 @@ def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> lis
 
 
 def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: TableBridge, layout: Layout) -> bool:
-    """Have a frozen parameter read from the base; whether it can be.
+    """Let a frozen parameter read its values from the base; return True if it can.
 
     names: in the whole model; of stacked experts, of each. scales: the bridge of the scales of weights.
     """
@@ -151,7 +152,8 @@ def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: Tab
         freeze(parameter, _frozen(held, names[0], rows[0], parameter, scales, ranks, rank, axis))
         return True
     view = held if axis is None else held.chunk(ranks, axis)[rank]
-    if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not _alike(view, parameter):
+    alike = (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()
+    if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not alike:
         return False
     parameter.data = view
     return True
@@ -177,7 +179,3 @@ def _frozen(
     order = scales._weight_to_mcore_format(name, pieces)
     order = scales._weight_split_across_tp(name, order, parameter, ranks)[rank]
     return Frozen(held, order.contiguous(), block)
-
-
-def _alike(view: Tensor, parameter: Tensor) -> bool:
-    return (view.shape, view.dtype) == (parameter.shape, parameter.dtype) and view.is_contiguous()

@@ -1,4 +1,4 @@
-"""A model's weights, to and from the tensors of its Hugging Face checkpoint, on any parallel layout."""
+"""The conversion of a model's weights from and to its Hugging Face checkpoint, on any parallel layout."""
 
 from __future__ import annotations
 
@@ -37,15 +37,13 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.in
 
 
 class HFWeights:
-    """The way between one model's parameters and the tensors of its Hugging Face checkpoint.
+    """The conversion between one model's parameters and the tensors of its Hugging Face checkpoint, which lies at
+    `path`.
 
     Every method needs all ranks. A weight that TransformerEngine holds in FP8 goes the same way twice: its codes as a
     matrix [N, K], and its scales as a matrix [N / block, K / block].
 
-    config: of the Megatron model. quantized_as: how such weights are quantized. cache: says which weight is served.
-
-    Attributes:
-        path: of the checkpoint that the model begins with.
+    config: of the Megatron model. quantized_as: the spec of such weights. cache: gives the weight that is served.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class HFWeights:
 
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
-        """Fill the model, or of what it holds these, by name, from the directory's safetensors files."""
+        """Fill the model, or the parameters named, from the directory's safetensors files."""
         if not any(self.path.glob("*.safetensors")):
             raise user_error(
                 "model.path",
@@ -92,7 +90,7 @@ class HFWeights:
             te_weights.fill(parameter, plain.pop(name))
 
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield (HF name, tensor) for what this rank hands out; the shares of all ranks are the checkpoint.
+        """Yield the (HF name, tensor) pairs of this rank's shard; the shards of all ranks are the checkpoint.
 
         A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
         parameters: use or copy them before the next training step. All ranks must take all of it.
@@ -100,9 +98,10 @@ class HFWeights:
         return self._exporter.share(self._served(model), self._base)
 
     def adopt(self, model: GPTModel, base: Base, waits: bool = False) -> int:
-        """Have what is frozen of the model read from a base; the bytes of the parameters that could not.
+        """Let the model's frozen parameters read their values from a base; return the bytes of those that could not.
 
-        See :mod:`trainer.weights.base`. waits: nothing of the model was loaded; what the base has not is.
+        See :func:`trainer.weights.export.adopt`. waits: nothing of the model was loaded, so that the rest is loaded
+        here.
         """
         self._base = base
         whole = self.whole_names(model)
@@ -120,42 +119,42 @@ class HFWeights:
         return sum(parameter.nbytes for _, parameter in kept)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """The same of the weights alone, without adapters in or beside them."""
+        """Yield the shard of the weights alone, without adapters in or beside them."""
         whole, held = self.whole_names(model), self._weights(model)
         parts = (part for name, each in held for part in matrices(name, each))
         return self._exporter.share(((whole[name], each, each.detach()) for name, each in parts), self._base)
 
     def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """The same of the adapters alone."""
+        """Yield the shard of the adapters alone."""
         whole = self.whole_names(model)
         parts = ((name, each) for name, each in named_weights(model) if is_adapter(name))
         return self._exporter.share((whole[name], each, each.detach()) for name, each in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
-        """The tensors of the checkpoint that each of this rank's `named_weights` holds, whole or in part, by name."""
+        """Return the tensors of the checkpoint that each of this rank's `named_weights` holds, or holds a part of."""
         whole = self.whole_names(model)
         return {name: self._bridge.rows(whole[name]) for name, _ in self._held(model)}
 
     def rows_of(self, name: str) -> Sequence[TensorRow]:
-        """The tensors in a matrix, by its name in the whole model."""
+        """Return the tensors in a matrix, by its name in the whole model."""
         return self._bridge.rows(name)
 
     def part(self, name: str, values: Callable[[TensorRow], Tensor], split: Any) -> Tensor:
-        """This rank's part of a matrix, by its name in the whole model, of values for each of its tensors.
+        """Return this rank's part of a matrix, by its name in the whole model, of values for each of its tensors.
 
-        split: what has the tags by which Megatron says how it is split.
+        split: has the tags by which Megatron says how the matrix is split.
         """
         fused = self._bridge._weight_to_mcore_format(name, [values(row) for row in self.rows_of(name)])
         at = self._layout
         return self._bridge._weight_split_across_tp(name, fused, split, at.tp_size)[at.tp_rank]
 
     def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        """Everything of this rank's that is a tensor of the checkpoint."""
+        """Yield this rank's tensors of the checkpoint."""
         yield from named_weights(model)
         yield from self._buffers(model)
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The same by its name in the whole model, and what is served in its place."""
+        """Yield the same by their names in the whole model, each with the tensor that is served in its place."""
         whole = self.whole_names(model)
         for name, held in self._weights(model):
             read_from_base = te_weights.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
@@ -164,7 +163,7 @@ class HFWeights:
                 yield whole[one], part, in_its_place
 
     def _weights(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers that are tensors of the checkpoint; no adapters."""
+        """Yield parameters and buffers that are tensors of the checkpoint; no adapters."""
         yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
         yield from self._buffers(model)
 
@@ -173,7 +172,7 @@ class HFWeights:
         return ((name, each) for name, each in model.named_buffers() if whole.get(name) in self._table.in_megatron)
 
     def whole_names(self, model: GPTModel) -> dict[str, str]:
-        """What this rank's weights, adapters and buffers are called in the whole model."""
+        """Return the names of this rank's weights, adapters and buffers in the whole model."""
         held = {**dict(named_weights(model)), **dict(model.named_buffers())}
         weights = {name: each for name, each in held.items() if not is_adapter(name)}
         names = self._bridge.whole_names(_Named(model, weights))
@@ -186,20 +185,21 @@ class HFWeights:
         return names
 
     def write(self, model: GPTModel, path: Path) -> None:
-        """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
-        files, and draft layers as they are."""
+        """Write a Hugging Face directory: the weights, dequantized, and the source's other files and draft layers."""
         drafts = draft_tensors(self.path, self._definition) if rank() == 0 else ()
         write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
 
     def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:
-        """Write the adapters as a directory in PEFT's format, which names its base: the directory that the model was
-        read from, or another one with the same weights."""
+        """Write the adapters as a directory in PEFT's format, which names its base.
+
+        The base is the directory that the model was read from, or another one with the same weights.
+        """
         shares = all_gathered({name: tensor.cpu() for name, tensor in self._plain(self.adapters(model))})
         tensors = {name: tensor for share in shares for name, tensor in share.items()}
         together(lambda: write_adapter(path, tensors, self._definition, base or self.path) if rank() == 0 else None)
 
     def _copy_description(self, partial: Path) -> None:
-        """What is beside the weights; config.json does not say any more that they are in FP8."""
+        """Copy the files beside the weights; config.json then does not say any more that they are in FP8."""
         shutil.copytree(self.path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
         config = json.loads((partial / "config.json").read_text())
         if config.pop("quantization_config", None) is not None:

@@ -1,4 +1,4 @@
-"""mbridge's way through a model and its ranks, with the table of the model's tensors for names and layouts."""
+"""mbridge's traversal of a model and its ranks, with the table of the model's tensors for names and layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl.models.tensors import TensorRow, TensorTable
 
 
 class TableBridge(Bridge):
-    """Loads and exports the parameters of a Megatron model as tensors of its Hugging Face checkpoint.
+    """The loader and exporter of a Megatron model's parameters as tensors of its Hugging Face checkpoint.
 
     block: rows and columns of a weight for each element of what is exported; 1 for the weights themselves.
     """
@@ -27,17 +27,20 @@ class TableBridge(Bridge):
         super().__init__(hf_config=None)
 
     def rows(self, parameter: str) -> Sequence[TensorRow]:
-        """The tensors in a parameter, by its name in the whole model."""
+        """Return the tensors in a parameter, by its name in the whole model."""
         return self._table.in_megatron[parameter]
 
     def whole_names(self, model: Any) -> dict[str, str]:
-        """What the parameters of a rank's model are called in the whole model."""
+        """Return the names of a rank's parameters in the whole model."""
         names: dict[str, str] = super()._weight_name_mapping_mcore_local_to_global(model)
         return names
 
     def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
-        """A parameter's name in the whole model, by which it goes here already (`HFWeights.load`): mbridge asks for
-        layouts by a rank's own names, which in another pipeline stage may be those of another kind of layer."""
+        """Return each parameter's name in the whole model, by which it goes here already (`HFWeights.load`).
+
+        mbridge asks for layouts by a rank's own names, which in another pipeline stage may be those of another kind of
+        layer.
+        """
         return {name: name for name in model.state_dict()}
 
     def _build_config(self) -> TransformerConfig:
@@ -57,7 +60,7 @@ class TableBridge(Bridge):
         return self._table.fuse(hf_weights, self.rows(mcore_weights_name), self._block)
 
     def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Any) -> Tensor:
-        """One rank's part after the other becomes one tensor after the other."""
+        """Merge one rank's part after the other into one tensor after the other."""
         rows, ranks = self.rows(mcore_weights_name), len(mcore_weights)
         if ranks == 1:
             return mcore_weights[0]
@@ -69,7 +72,7 @@ class TableBridge(Bridge):
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Any, tp_split_size: int
     ) -> Sequence[Tensor]:
-        """The inverse of the merge."""
+        """Undo the merge."""
         rows, ranks = self.rows(mcore_weights_name), tp_split_size
         if ranks == 1 or not param.tensor_model_parallel:
             return [mcore_weights] * ranks

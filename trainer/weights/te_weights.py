@@ -18,13 +18,18 @@ _FORMATS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether TransformerEngine holds this parameter in FP8."""
+    """Return True if TransformerEngine holds this parameter in FP8."""
     return hasattr(parameter, "_rowwise_scale_inv")
 
 
 def quantized(parameter: Any) -> QuantizedTensor:
-    """Codes [N, K] and scales [N / 128, K / 128] of a parameter of whole blocks; they share its memory."""
-    spec = _spec(parameter)
+    """Return codes [N, K] and scales [N / 128, K / 128] of a parameter of whole blocks; they share its memory."""
+    assert parameter._is_2D_scaled, "weights have one scale per block"
+    spec = TensorSpec(
+        format=_FORMATS[parameter._fp8_dtype.name],  # type: ignore[arg-type]
+        granularity="block",
+        scale="pow2" if parameter._quantizer.force_pow_2_scales else "fp32",
+    )
     rows, columns = (size // spec.group for size in parameter.shape)
     codes = parameter._rowwise_data.view(spec.dtype).view(parameter.shape)
     return QuantizedTensor(codes, parameter._rowwise_scale_inv[:rows, :columns], spec)
@@ -37,12 +42,3 @@ def fill(parameter: Any, values: Tensor) -> None:
     if hasattr(parameter, "get_high_precision_init_val"):
         # What it returns. TransformerEngine put there what it initialised the parameter with.
         parameter._high_precision_init_val = values.cpu()
-
-
-def _spec(parameter: Any) -> TensorSpec:
-    assert parameter._is_2D_scaled, "weights have one scale per block"
-    return TensorSpec(
-        format=_FORMATS[parameter._fp8_dtype.name],  # type: ignore[arg-type]
-        granularity="block",
-        scale="pow2" if parameter._quantizer.force_pow_2_scales else "fp32",
-    )

@@ -1,7 +1,7 @@
-"""How tensors get from the trainer's ranks into the engines. All transports have one interface.
+"""Transports of tensors from the trainer's ranks into the engines, with one interface.
 
-The engines have a rank's tensors loaded when its `send` returns. They have not forgotten what they cached, and not yet
-committed them: `bridge` sees to that, and verifies.
+The engines have a rank's tensors loaded when its `send` returns. Their caches are not flushed yet, and nothing is
+committed: `bridge` does both, and verifies.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from torch import Tensor
 
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.transports.distributed import DistributedTransport
 from fp8rl.weight_sync.transports.tensor import DiskTransport, TensorTransport
 
 
 class Transport(Protocol):
-    """Runs in the processes of all trainer ranks, and is sent there for each sync: it pickles and keeps nothing.
+    """A transport runs in the processes of all trainer ranks, and is sent there for each sync: it pickles and keeps
+    nothing.
 
-    What goes wrong is an EngineError, an httpx.HTTPError or an OSError; the bridge makes a SyncError of it.
+    It fails with an EngineError, an httpx.HTTPError or an OSError; the bridge makes a SyncError of it.
     """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory from which `send` takes a tensor without another copy."""
+        """Allocate memory from which `send` takes a tensor without another copy."""
 
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
         """Load this rank's `tensors` (HF names) into every engine, under a weight version. All ranks call it."""
 
 
-def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
-    """The transport that the spec names.
+def make_transport(config: SyncSection, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
+    """Return the transport that the spec names.
 
     model_path: source of configuration and tokenizer files; scratch: directory for the disk transport's checkpoint.
     """

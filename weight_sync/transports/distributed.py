@@ -1,4 +1,4 @@
-"""Broadcasts each bucket to engines with GPUs of their own, in a process group that lives for one sync.
+"""Broadcasts of buckets to engines with GPUs of their own, in a process group that lives for one sync.
 
 Every trainer rank has a group of its own with all engines, since SGLang takes a broadcast only from a group's rank 0.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,7 +36,7 @@ class DistributedTransport:
     """
 
     def __init__(self, bucket_bytes: int) -> None:
-        self._packer = Packer(bucket_bytes, _plain_memory)
+        self._packer = Packer(bucket_bytes, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._packer.allocate(shape, dtype, device)
@@ -60,7 +60,7 @@ class DistributedTransport:
 
 
 def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
-    """(name, dtype, shape) of what lies in the used part of a bucket, end to end."""
+    """Return (name, dtype, shape) of the tensors in the used part of a bucket, end to end."""
     listed: list[tuple[str, str, list[int]]] = []
     position = 0
     for slot in sorted(bucket.slots, key=lambda slot: slot.start):
@@ -75,7 +75,7 @@ def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
 
 @asynccontextmanager
 async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple[str, Any]]:
-    """The name of a group of this process, rank 0, and the engines; and the group."""
+    """Open a group of this process, rank 0, and the engines, for the block; give its name and the group."""
     name = f"weights-{secrets.token_hex(4)}"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     first = list(itertools.accumulate((engine.ranks for engine in engines), initial=1))  # rank of each engine
@@ -83,14 +83,25 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
     with in_turn(_QUEUE):
         host = engines[0].seen_from
         store = open_store(host, size)
-        joining = {
-            rank: engine.join_weights_group(name, host, store.port, rank, size, backend)
-            for rank, engine in zip(first, engines)
-        }
+        own, *others = map(
+            asyncio.ensure_future,
+            (
+                asyncio.to_thread(_join, name, store, size, backend),
+                *(
+                    engine.join_weights_group(name, host, store.port, rank, size, backend)
+                    for rank, engine in zip(first, engines)
+                ),
+            ),
+        )
         try:
-            group = await _all_of(asyncio.to_thread(_join, name, store, size, backend), joining.values())
+            done, _ = await asyncio.wait([own, *others], return_when=asyncio.FIRST_EXCEPTION)
+            for call in done - {own}:
+                call.result()  # an engine's own word of what failed is worth more than that it is missed
+            group = own.result()
         except TimeoutError as error:
-            there = _arrived(store)
+            # Under gloo each rank leaves its address in the store, under NCCL rank 0 alone leaves one.
+            last = (key.rpartition("/")[2] for key in store.list_keys())
+            there = {int(rank) for rank in last if rank.isdecimal()}
             missing = [engine.url for rank, engine in zip(first, engines) if rank not in there]
             raise EngineError(
                 f"the process group of a sync: found {' and '.join(missing)} missing after "
@@ -108,24 +119,6 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
                 *(engine.leave_weights_group(name) for engine in engines),
                 return_exceptions=failed,
             )
-
-
-async def _all_of(own: Awaitable[Any], others: Iterable[Awaitable[None]]) -> Any:
-    """What `own` returns, once all are done. An engine's own word of what failed is worth more than that it is missed.
-
-    Raises TimeoutError if `own` has waited in vain.
-    """
-    here, *there = [asyncio.ensure_future(call) for call in (own, *others)]
-    done, _ = await asyncio.wait([here, *there], return_when=asyncio.FIRST_EXCEPTION)
-    for call in done - {here}:
-        call.result()
-    return here.result()
-
-
-def _arrived(store: dist.TCPStore) -> set[int]:
-    """The ranks of which there is a sign: under gloo each leaves its address, under NCCL rank 0 alone leaves one."""
-    last = (key.rpartition("/")[2] for key in store.list_keys())
-    return {int(rank) for rank in last if rank.isdecimal()}
 
 
 def _join(name: str, store: dist.Store, size: int, backend: str) -> Any:
@@ -149,7 +142,3 @@ def _broadcast(flat: Tensor, group: Any) -> None:
         dist.broadcast(flat, src=0, group=group)
     except RuntimeError as error:
         raise EngineError(f"the broadcast of weights failed: {error}") from error
-
-
-def _plain_memory(size: int, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Hands over flat buckets in memory that the engines of the same host map (shared memory, or CUDA IPC)."""
+"""Handover of flat buckets in memory that the engines of the same host map (shared memory, or CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEVICE = 6
 class TensorTransport:
     """Sends through memory that the engines map.
 
-    bucket_bytes: of which one half is filled while the engines load the other.
+    bucket_bytes: bytes of the buckets; one half is filled while the engines load the other.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -50,7 +50,7 @@ class TensorTransport:
 
 
 async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -> None:
-    """Have every engine load a bucket."""
+    """Let every engine load a bucket."""
     # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
     # An engine answers when its copies are done (`rollout.plugin.lifecycle.update_from_tensor`).
     await asyncio.gather(
@@ -82,7 +82,7 @@ def _shared_memory(size: int, device: torch.device) -> Tensor:
 
 
 def _serialize(bucket: Bucket) -> str:
-    """SGLang's message for one bucket; it points to the bucket's memory."""
+    """Return SGLang's message for one bucket; it points to the bucket's memory."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -117,13 +117,12 @@ class _Mapped:
 
 @dataclass(frozen=True)
 class DiskTransport:
-    """Sends by writing a checkpoint that the engines load.
-
-    model_path: source of configuration and tokenizer files; directory: where the checkpoint is written.
-    """
+    """Sends by writing a checkpoint that the engines load."""
 
     model_path: Path
+    """Source of configuration and tokenizer files."""
     directory: Path
+    """The directory that the checkpoint is written to."""
     spec: QuantSpec
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from fp8rl.models.stored import check_stored
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 _MICRO_BATCH = 4096
@@ -51,7 +51,7 @@ def scored(
     Another architecture, sizes that do not fit a spec, and a machine on which a token depends on its batch are reasons.
     """
     found: dict[str, dict[int, Tensor]] = {}
-    config, first = TrainerConfig(micro_batch_tokens=_MICRO_BATCH), next(iter(numerics.values()))
+    config, first = TrainerSection(micro_batch_tokens=_MICRO_BATCH), next(iter(numerics.values()))
     try:
         check_stored(path, read_model(path))
         with one_rank(config, first) as layout:

@@ -19,7 +19,7 @@ from fp8rl.models.stored_fp8 import WeightFiles, is_scales
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.holdings import give_back
 from fp8rl.numerics.io.reading import check_regular, read_json
-from fp8rl.numerics.ops import narrowed, support_floors
+from fp8rl.numerics.ops import narrowed, truncation_floors
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.trainer import device
 
@@ -70,7 +70,7 @@ def logprobs(logits: Tensor, tokens: Tensor, sampling: Sampling, truncation: Tru
     cut = sampling.truncation if truncation is None else truncation
     if cut.cuts:
         each = logits.new_ones(len(logits))
-        floors = support_floors(
+        floors = truncation_floors(
             logits, each * sampling.divisor, each * cut.top_p, each.long() * cut.top_k, each * cut.min_p
         )
         logits = narrowed(logits, floors)

@@ -24,12 +24,12 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
 from fp8rl.weight_sync.hf_checkpoint import write_description
@@ -54,7 +54,7 @@ def agreement(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     numerics = NumericsConfig(mode="exact", spec=SPEC)
     model = written(sizes.served, watch.device, done.scratch)
     device.start(0, numerics)
-    config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=4096, head_chunk_tokens=1024)
+    config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=4096, head_chunk_tokens=1024)
     layout = parallel.initialize(config)
     worst = 0.0
     tokens = redrawn = mismatched = 0
@@ -154,7 +154,7 @@ class _Served:
 def _serving(model: Path, numerics: NumericsConfig, sizes: Sizes) -> Iterator[_Served]:
     """An engine as a run starts it, which waits for its first sync."""
     longest = LONGEST_PROMPT + sizes.new_tokens + 8
-    config = RolloutConfig(context_length=longest, max_total_tokens=max(4096, sizes.prompts * sizes.answers * longest))
+    config = RolloutSection(context_length=longest, max_total_tokens=max(4096, sizes.prompts * sizes.answers * longest))
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         described = Path(folder) / "model"
         write_description(model, described, numerics.rollout_spec)

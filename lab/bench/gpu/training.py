@@ -14,7 +14,7 @@ from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer import device
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from lab.bench.batch import random_batch
@@ -30,7 +30,7 @@ ROUNDS = 7
 def same_step_twice(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     """Two trainers, made anew from the same directory, take the same step of two micro-batches in exact mode."""
     numerics = NumericsConfig(mode="exact", spec=SPEC)
-    config = TrainerConfig(micro_batch_tokens=sizes.batch * sizes.length // 2, lr=1e-3, warmup_steps=0)
+    config = TrainerSection(micro_batch_tokens=sizes.batch * sizes.length // 2, lr=1e-3, warmup_steps=0)
     layout = _start(numerics, config, watch)
     path = written(sizes.stack, watch.device, done.scratch)
     first, second = (_digests(path, config, numerics, layout, sizes) for _ in range(2))
@@ -45,7 +45,7 @@ def same_step_twice(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 
 
 def _digests(
-    path: Path, config: TrainerConfig, numerics: NumericsConfig, layout: Layout, sizes: Sizes
+    path: Path, config: TrainerSection, numerics: NumericsConfig, layout: Layout, sizes: Sizes
 ) -> dict[str, dict[str, str]]:
     """What a step makes, by kind and name; and the weights before it."""
     from fp8rl.trainer.trainer import Trainer
@@ -75,7 +75,7 @@ def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         "FP8 native": NumericsConfig(mode="native", spec=SPEC),
         "FP8 exact": NumericsConfig(mode="exact", spec=SPEC),
     }
-    config = TrainerConfig(micro_batch_tokens=sizes.batch * sizes.length)
+    config = TrainerSection(micro_batch_tokens=sizes.batch * sizes.length)
     layout = _start(sides["FP8 native"], config, watch)
     if watch.device.type == "cuda" and not device.has_transformer_engine():
         done.leave_out("native FP8 training", "not installed: transformer_engine")
@@ -100,7 +100,7 @@ def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 
 @torch.enable_grad()
 def _step_seconds(
-    path: Path, config: TrainerConfig, numerics: NumericsConfig, layout: Layout, sizes: Sizes, watch: Stopwatch
+    path: Path, config: TrainerSection, numerics: NumericsConfig, layout: Layout, sizes: Sizes, watch: Stopwatch
 ) -> dict[str, float]:
     from fp8rl.trainer.trainer import Trainer
 
@@ -113,7 +113,7 @@ def _step_seconds(
     return {"forward and backward": statistics.median(passes), "step": step}
 
 
-def _start(numerics: NumericsConfig, config: TrainerConfig, watch: Stopwatch) -> Layout:
+def _start(numerics: NumericsConfig, config: TrainerSection, watch: Stopwatch) -> Layout:
     """This process as the one rank of a trainer; a rehearsal keeps its interpreted kernels."""
     if watch.device.type == "cuda":
         device.start(0, numerics)

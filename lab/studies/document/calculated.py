@@ -30,7 +30,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.gpus import GPUS
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, trainer_memory
-from fp8rl.trainer.config import OptimizerMemory, TrainerConfig
+from fp8rl.trainer.config import OptimizerSection, TrainerSection
 from fp8rl.weight_sync.quantized import served_bytes
 
 Verdict = Literal["confirmed", "contradicted", "waits for a GPU"]
@@ -75,20 +75,20 @@ def answers() -> list[Calculation]:
 
 def on_h200(length: int = 4096, rows: int = 256) -> Job:
     """Qwen3-30B-A3B on 8 GPUs, experts spread over all of them, in native FP8."""
-    layout = TrainerConfig(ep=8, dp=8, micro_batch_tokens=max(length, 8192))
+    layout = TrainerSection(ep=8, dp=8, micro_batch_tokens=max(length, 8192))
     return Job(_shape("qwen3_30b_a3b"), layout, NATIVE, "transformer_engine", rows, length)
 
 
 def deepseek_on_h800() -> Job:
     """DeepSeek-V3 as it was pretrained: 2,048 H800, 16 stages, experts over 64 ranks, 15,360 rows of 4,096 tokens."""
-    layout = TrainerConfig(pp=16, ep=64, dp=128, micro_batch_tokens=4096)
+    layout = TrainerSection(pp=16, ep=64, dp=128, micro_batch_tokens=4096)
     return Job(_shape("deepseek_v3"), layout, NATIVE, "transformer_engine", 15360, 4096)
 
 
 def on_h20(name: str) -> Job:
     """The MoE runs of document 003: 16 H20 for Qwen3-30B-A3B, 128 for Qwen3-235B-A22B; sides sleep in turns there."""
     small = name == "qwen3_30b_a3b"
-    layout = TrainerConfig(tp=4, pp=2, ep=8 if small else 64, dp=2 if small else 16)
+    layout = TrainerSection(tp=4, pp=2, ep=8 if small else 64, dp=2 if small else 16)
     engine_tp = 1 if small else 4
     return Job(_shape(name), layout, NATIVE, "transformer_engine", 256, 4096, engine_tp=engine_tp, sleep=not small)
 
@@ -270,7 +270,7 @@ def _unified() -> Iterator[Calculation]:
         "confirmed" if small.low > 1 > large.low else "waits for a GPU",
         "the host starts kernels no faster, and FP8 has a third more of them",
     )
-    tp4 = replace(job, layout=TrainerConfig(tp=4, ep=8, dp=2))
+    tp4 = replace(job, layout=TrainerSection(tp=4, ep=8, dp=2))
     bf16 = trainer_memory(_offloaded(tp4.in_bf16())).always / 1e9
     fp8 = trainer_memory(tp4).always / 1e9
     yield Calculation(
@@ -305,7 +305,7 @@ def _peaks(id: str) -> Calculation:
 
 
 def _offloaded(job: Job) -> Job:
-    return replace(job, layout=job.layout.model_copy(update={"optimizer": OptimizerMemory(offload=True)}))
+    return replace(job, layout=job.layout.model_copy(update={"optimizer": OptimizerSection(offload=True)}))
 
 
 @cache

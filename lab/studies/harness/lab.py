@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fp8rl.rl.run.lifecycle.interrupts import interruptible, is_ending
 
 if TYPE_CHECKING:
-    from fp8rl.trainer.config import TrainerConfig
+    from fp8rl.trainer.config import TrainerSection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Lab:
         return in_own_process(function, *args, **kwargs)
 
 
-def on_ranks(config: TrainerConfig, function: Callable[..., T], *args: Any) -> list[T]:
+def on_ranks(config: TrainerSection, function: Callable[..., T], *args: Any) -> list[T]:
     """What `function(layout, *args)` returns on each rank of a trainer, in rank order, each in a process of its own."""
     from fp8rl.trainer.distributed import parallel
 
@@ -114,7 +114,7 @@ def _run(job: Callable[[], T]) -> T:
         return job()
 
 
-def _rank(rank: int, port: int, config: TrainerConfig, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+def _rank(rank: int, port: int, config: TrainerSection, function: Callable[..., T], args: tuple[Any, ...]) -> T:
     from fp8rl.trainer.distributed import parallel
     from lab.studies.harness import live
 

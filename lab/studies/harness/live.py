@@ -25,8 +25,8 @@ from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
-from fp8rl.rollout.rewards.integer import integer
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.rollout.rewards.rules import integer
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness.subjects import EXAMPLES, MODEL, TRAIN
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 EOS, MAX_NEW_TOKENS = 2, 20
 LONGEST = 64
-ONE_RANK = TrainerConfig()
+ONE_RANK = TrainerSection()
 
 
 def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: TrainerPrecision = "fp8") -> NumericsConfig:
@@ -51,7 +51,7 @@ def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: TrainerPrecision 
 
 
 @contextmanager
-def world(config: TrainerConfig = ONE_RANK, rank: int = 0, store: Store | None = None) -> Iterator[Layout]:
+def world(config: TrainerSection = ONE_RANK, rank: int = 0, store: Store | None = None) -> Iterator[Layout]:
     """One rank in this process, as a trainer's actor starts it; of several, which meet in the store."""
     from fp8rl.numerics.backend.compiler import enable_compiler
     from fp8rl.trainer.distributed import parallel
@@ -70,7 +70,7 @@ def trainer_of(
     numerics: NumericsConfig,
     layout: Layout,
     *,
-    config: TrainerConfig = ONE_RANK,
+    config: TrainerSection = ONE_RANK,
     steps: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trainer:

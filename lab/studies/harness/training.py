@@ -14,7 +14,7 @@ import torch
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.result import NonFiniteLossError
 from lab.studies.harness import live
 from lab.studies.harness.subjects import HELD_OUT, MODEL, TRAIN
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STEPS, QUICK_STEPS = 100, 20
 CHAINS_PER_STEP = 64
 HELD_OUT_CHAINS, QUICK_HELD_OUT_CHAINS = 512, 128
-RATE = TrainerConfig(lr=3e-4, min_lr=0.0, warmup_steps=5, decay="linear")
+RATE = TrainerSection(lr=3e-4, min_lr=0.0, warmup_steps=5, decay="linear")
 NOISE = 0.0005
 """Nats of held-out loss that make no difference: seeds scatter by 0.0003."""
 LOST = 5.0
@@ -60,7 +60,7 @@ class TrainedArm:
     """
 
     numerics: NumericsConfig = field(default_factory=live.exact)
-    config: TrainerConfig = RATE
+    config: TrainerSection = RATE
     change: Change | None = None
     after_step: AfterStep | None = None
     model: Path = MODEL

@@ -62,7 +62,8 @@ def gradient_of_queries(
     scale: float,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq BF16 [B, Q, heads, D], and what the softmax's gradient subtracts in each row, FP32 [B, Q, heads].
+    """Return dq BF16 [B, Q, heads, D], and the term that the softmax's gradient subtracts in each row, FP32 [B, Q,
+    heads].
 
     logsumexp: FP32 [B, Q, heads], log2 of the sum of exp2(score * scale * LOG2_E). lengths: of sequences that lie end
     to end in a batch of one, whose queries and keys are the same tokens.
@@ -89,7 +90,7 @@ def gradients_of_keys(
     scale: float,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv BF16 [B, T, kv heads, D], of arguments as in `gradient_of_queries`, which gives `delta`."""
+    """Return dk and dv BF16 [B, T, kv heads, D]. Arguments are as in `gradient_of_queries`, which gives `delta`."""
     q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     long, short = _sizes(q.shape[3])
@@ -121,7 +122,7 @@ def _constants(q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor | None) -
 
 
 def tiles_of(rows: int, height: int, sequences: int) -> int:
-    """Tiles of one sequence; where several lie end to end, as many as these can need at most."""
+    """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
     return rows // height + sequences if sequences else triton.cdiv(rows, height)
 
 

@@ -19,7 +19,7 @@ from fp8rl.numerics.ops.attention import KEY_CHUNK
 
 
 def positions_of(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    """int64 [tokens], of sequences of these lengths. It does not wait for the device."""
+    """Return int64 [tokens], the positions in sequences of these lengths. It does not wait for the device."""
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=tokens)
     return torch.arange(tokens, device=lengths.device) - starts
 
@@ -48,21 +48,21 @@ _SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the chunks of keys give each row of the queries, before they are merged.
-
-    outs FP32 [chunks, kv heads, tokens, heads of one, D]: in the order in which rows lie in tiles. peaks, totals FP32
-    [chunks, kv heads, tokens, heads of one]. programs: that share the chunks of a tile.
-    """
+    """The partial results of the chunks of keys for each row of the queries, before they are merged."""
 
     outs: torch.Tensor
+    """FP32 [chunks, kv heads, tokens, heads of one, D], in the order in which rows lie in tiles."""
     peaks: torch.Tensor
+    """FP32 [chunks, kv heads, tokens, heads of one]."""
     totals: torch.Tensor
+    """As `peaks`."""
     programs: int
+    """The number of programs that share the chunks of a tile."""
 
 
 def parts_of(out: torch.Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
-    """Room for the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
-    is to take all chunks of a tile. tiles: of all heads."""
+    """Allocate the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
+    is to take all chunks of a tile. tiles: the tiles of all heads."""
     tokens, heads, dim = out.shape
     chunks = triton.cdiv(longest, KEY_CHUNK)
     if chunks <= 1 or 4 * tokens * heads * chunks * (dim + 2) > PART_BYTES:
@@ -125,7 +125,7 @@ def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale):
-    """Adds a chunk to those before it. Of two peaks one is finite: every row has seen key 0, in the first chunk."""
+    """Add a chunk to those before it. Of two peaks one is finite: every row has seen key 0, in the first chunk."""
     new_peak = tl.maximum(peak, chunk_peak)
     rescale, share = tl.exp2((peak - new_peak) * scale), tl.exp2((chunk_peak - new_peak) * scale)
     total = tl.fma(total, rescale, chunk_total * share)

@@ -62,7 +62,10 @@ def attention_forward(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float, tail: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention_forward` of what is known to fit; tail: as `TAIL` of the kernel, v being the first channels of k."""
+    """Compute `attention_forward` of arguments that are known to fit.
+
+    tail: `TAIL` of the kernel; v is then the first channels of k.
+    """
     q, k, v = (dense_rows(x) for x in (q, k, v))
     (batch, length, heads, _), dim = q.shape, v.shape[3]
     out = torch.empty(*q.shape[:3], dim, dtype=q.dtype, device=q.device)
@@ -128,7 +131,7 @@ class _PackedAttention(torch.autograd.Function):
 def attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, tail: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Result, log-sum-exp and each token's position, of sequences that lie end to end; tail: as in `attend`."""
+    """Return result, log-sum-exp and each token's position, of sequences that lie end to end; tail: as in `attend`."""
     (tokens, heads, _), dim = q.shape, v.shape[2]
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -173,7 +176,7 @@ def attend_paged(
     scale: float,
     tail: int = 0,
 ) -> torch.Tensor:
-    """`paged_attention` of what is known to fit; tail: as in `attend`."""
+    """Compute `paged_attention` of arguments that are known to fit; tail: as in `attend`."""
     (tokens, heads, _), dim = q.shape, v_cache.shape[2]
     sequences, group = len(requests), heads // k_cache.shape[1]
     requests, new, lengths = (x.contiguous() for x in (requests, new, lengths))
@@ -210,14 +213,14 @@ def _constants(
 
 
 def check_dtypes(*tensors: torch.Tensor) -> None:
-    """Raises UserError unless all are BF16."""
+    """Raise UserError unless all are BF16."""
     if {x.dtype for x in tensors} != {torch.bfloat16}:
         dtypes = [str(x.dtype) for x in tensors]
         raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises UserError unless the kernels know these dtypes and head sizes."""
+    """Raise UserError unless the kernels know these dtypes and head sizes."""
     dim = q.shape[-1]
     check_dtypes(q, k, v)
     if not 16 <= dim <= 256 or dim & (dim - 1):
@@ -338,7 +341,7 @@ def _attend_chunk(
 
 @triton.jit
 def _slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
-    """Where the keys from `start` on lie: in a paged cache where the table says."""
+    """Offsets of the keys from `start` on: in a paged cache those in the table."""
     key = start + tl.arange(0, KEYS)
     return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
 

@@ -41,7 +41,7 @@ def gradients_of_latent(
     scale: float,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of q BF16 [B, Q, heads, D + TAIL] and of rows k BF16 [B, T, D + TAIL].
+    """Return the gradients of q BF16 [B, Q, heads, D + TAIL] and of rows k BF16 [B, T, D + TAIL].
 
     dout, result BF16 [B, Q, heads, D]. logsumexp, lengths: as in `backward.gradient_of_queries`.
     """
@@ -72,7 +72,7 @@ def _delta_kernel(
     dout_ptr, result_ptr, delta_ptr, dout_batch, dout_token, dout_head, queries, heads,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax's gradient subtracts in each row."""
+    """The term that the softmax's gradient subtracts in each row."""
     token, head, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     exists = head < heads
     from_ptr = dout_ptr + token // queries * dout_batch + token % queries * dout_token
@@ -207,8 +207,8 @@ def _dk_kernel(
 def _pairs(
     q_ptr, dout_ptr, q_token, q_head, dout_token, dout_head, start, last, HEADS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Where the rows from `start` on begin, [2 ROWS, 1]: of each the query, and behind it the gradient of its result.
-    What lies D channels behind the latter is not its own."""
+    """Offsets [2 ROWS, 1] of the rows from `start` on: of each its query, and behind it the gradient of its result. The
+    latter has D channels; what lies behind them belongs to another row."""
     pair = tl.arange(0, 2 * ROWS)
     row, first = tl.minimum(start + pair // 2, last), start // HEADS
     query, head = row // HEADS - first, row % HEADS  # within the tile, where 32 bits are enough
@@ -292,7 +292,7 @@ class _PackedLatent(torch.autograd.Function):
 
 
 def _check(q: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
-    """Raises UserError unless the kernels know these dtypes and sizes."""
+    """Raise UserError unless the kernels know these dtypes and sizes."""
     check_dtypes(q, rows)
     tail = rows.shape[-1] - rank
     known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)

@@ -1,8 +1,8 @@
-"""FP8 products on DeepGEMM, a library of kernels for Hopper, in the place of ours.
+"""FP8 products on DeepGEMM, a library of kernels for Hopper, in place of ours.
 
 Its kernel sums each 128 of K from zero on the tensor core and adds the sum, scaled in FP32, K ascending and never cut
-(`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7): the formula of `gemm`. That its bits are ours is promised nowhere, so
-nothing runs on it until `numerics.backend.probe.allow_deepgemm` has compared the two on the machine at hand.
+(`sm90_fp8_gemm_1d2d.cuh` of sgl-deep-gemm 0.1.7): the formula of `gemm`. No document promises that its bits are ours,
+so nothing runs on it until `numerics.backend.probe.allow_deepgemm` has compared the two on the machine at hand.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _library: Library | None = None
 
 
 def allow(library: Library | None) -> None:
-    """Choose for the rest of this process what products run on that it can take; None: our kernels."""
+    """Choose the library of this process for the products that it can take; None: our kernels."""
     global _library
     _library = library
 
 
 def installed() -> Library | None:
-    """The library of this environment, if there is one. It compiles a kernel for each shape when it is first called."""
+    """Return the library of this environment, if any. It compiles a kernel for each shape at its first call."""
     if importlib.util.find_spec("deep_gemm") is None:
         return None
     import deep_gemm
@@ -53,7 +53,7 @@ def installed() -> Library | None:
 
 
 def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int, tiles: Tiles | None) -> Tensor | None:
-    """`gemm.product` by the library that was allowed; None where none was or this is not for it."""
+    """Compute `gemm.product` by the library that was allowed; None if none was, or if it cannot take this product."""
     if _library is None or not _takes(a, b, dtype, k_splits):
         return None
     if tiles is None:
@@ -86,7 +86,7 @@ def _aligned(scale_inv: Tensor) -> Tensor:
 
 
 def _grouped(library: Library, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, tiles: Tiles) -> Tensor:
-    """The grouped product of rows that are copied so that tile i has the rows from 128 i on, and back."""
+    """Return the grouped product of rows that are copied so that tile i has the rows from 128 i on, and back."""
     rows, device = len(a.data), a.data.device
     lane = torch.arange(TALL, device=device)
     real = lane < tiles.rows[:, None]

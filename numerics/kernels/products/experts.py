@@ -156,7 +156,7 @@ class _Experts(torch.autograd.Function):
 def _forward(
     x: torch.Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts' outputs [T, H], and what SwiGLU was taken of [T, 2F]."""
+    """Return the experts' outputs [T, H], and the input of SwiGLU [T, 2F]."""
     gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
     return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype), gate_up
 
@@ -164,7 +164,7 @@ def _forward(
 def _input_gradient(
     dy: torch.Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
 ) -> torch.Tensor:
-    """dx [T, K] of a grouped FP8 product, from dy [T, N] alone."""
+    """Return dx [T, K] of a grouped FP8 product, from dy [T, N] alone."""
     if backward == "fp8":
         return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
     return grouped_matmul(dy, operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
@@ -179,7 +179,7 @@ def _gradients(
     dtype: torch.dtype,
     gradients: Gradients,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """dx [T, K] of a grouped FP8 product, from dy [T, N] and the columns of its input; and as `_weight_gradients`."""
+    """Return dx [T, K] of a grouped FP8 product, from dy [T, N] and its input's columns; and as `_weight_gradients`."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
     return dx, _weight_gradients(grouped_wgrad, dy_columns, columns, tiles, gradients)
@@ -188,6 +188,6 @@ def _gradients(
 def _weight_gradients(
     product: Callable[..., torch.Tensor], dy: Any, x: Any, tiles: Tiles, gradients: Gradients
 ) -> Sequence[torch.Tensor | None]:
-    """What autograd has of the weights' gradients, a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
+    """Return the weights' gradients as autograd takes them, by a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
     found = product(dy, x, tiles, gradients.dtype, gradients.total)
     return gradients.returned(found if gradients.total is None else None)

@@ -33,7 +33,6 @@ from fp8rl.numerics.kernels.arithmetic import GROUP, cast, dot
 from fp8rl.numerics.kernels.products import deepgemm
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, tile_height, warps
 from fp8rl.numerics.quantize import QuantizedTensor
-from fp8rl.numerics.spec import TensorSpec
 
 _GROUP = GROUP.value
 _SHARING = 8  # tiles of rows that neighbouring programs work on
@@ -43,11 +42,11 @@ _SHAPES = "Pass a [M, K] and b [N, K], or for sorted rows b [experts, N, K]."
 def gemm(
     a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, k_splits: int = 1, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, accumulated in FP32 and rounded once.
+    """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, accumulated in FP32 and rounded once.
 
-    a: E4M3 or E5M2 in groups of 128 along K. b: likewise, or in blocks of 128 x 128.
-    k_splits: into how many equal slices, of a multiple of 128, K is cut; their FP32 sums are added in ascending order.
-    plus: [M, N], BF16 or FP32, is added to the sum before it is rounded.
+    a: E4M3 or E5M2 in groups of 128 along K. b: likewise, or in blocks of 128 x 128. k_splits: into how many equal
+    slices, of a multiple of 128, K is cut; their FP32 sums are added in ascending order. plus: [M, N], BF16 or FP32, is
+    added to the sum before it is rounded.
     """
     return product(a, b, dtype, k_splits, plus=plus)
 
@@ -55,7 +54,7 @@ def gemm(
 def matmul(
     a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, k_splits: int = 1, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, of two BF16 or two FP32 matrices.
+    """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, of two BF16 or two FP32 matrices.
 
     Accumulated in FP32 and rounded once; FP32 operands are multiplied in FP32. k_splits: as in `gemm`, but a slice need
     only be a multiple of 64. plus: as in `gemm`.
@@ -71,14 +70,19 @@ def product(
     tiles: Tiles | None = None,
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gemm` or `matmul`, as the operands are quantized or not; with tiles, of sorted rows and b [E, N, K]."""
+    """Compute `gemm` or `matmul`, as the operands are quantized or not; with tiles, of sorted rows and b [E, N, K]."""
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]
     if right.shape[-1] != k:
         raise user_error(
             "product", found=f"{list(left.shape)} and {list(right.shape)}", expected="the same K", remedy=_SHAPES
         )
-    width, depth, stages = _tile(left.dtype, dtype, n, k_splits)
+    width, depth, stages = 128, 128, 4  # a tile's, and steps of K under way, within 227 KB and 255 registers
+    if left.dtype == torch.float32:
+        width, depth, stages = 32, 32, 3
+    elif left.dtype == torch.bfloat16:
+        wide = n >= 2048 and dtype == left.dtype and k_splits == 1
+        width, depth, stages = (256, 64, 3) if wide else (128, 64, 4)
     if k % k_splits or (k_splits > 1 and k // k_splits % depth):
         raise user_error(
             "k_splits",
@@ -109,17 +113,9 @@ def product(
     return out
 
 
-def _tile(dtype: torch.dtype, out: torch.dtype, n: int, k_splits: int) -> tuple[int, int, int]:
-    """Width and depth of a tile, and how many steps of K are under way, within 227 KB and 255 registers."""
-    if dtype == torch.float32:
-        return 32, 32, 3
-    if dtype == torch.bfloat16:
-        return (256, 64, 3) if n >= 2048 and out == dtype and k_splits == 1 else (128, 64, 4)
-    return 128, 128, 4
-
-
 def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """The data of operands that fit together: a matrix, and a matrix or a stack of them; both FP8, BF16 or FP32."""
+    """Return the data of operands that fit together: a matrix, and a matrix or a stack of them; all FP8, BF16 or
+    FP32."""
     left, right = (x.data if isinstance(x, QuantizedTensor) else x for x in (a, b))
     if left.dim() != 2 or right.dim() != matrices:
         raise user_error(
@@ -131,7 +127,8 @@ def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[torch.Tensor, tor
     specs = [x.spec for x in (a, b) if isinstance(x, QuantizedTensor)]
     wanted = (("token_group",), ("block",) if matrices == 3 else ("token_group", "block"))
     plain = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float32)
-    if len(specs) == 1 or not (specs or plain) or not all(map(_scaled_as, specs, wanted)):
+    scaled = all(s.group == _GROUP and s.granularity in w for s, w in zip(specs, wanted, strict=False))
+    if len(specs) == 1 or not (specs or plain) or not scaled:
         raise user_error(
             "product",
             found=", ".join(map(str, specs)) or f"{left.dtype}, {right.dtype}",
@@ -141,12 +138,9 @@ def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[torch.Tensor, tor
     return left, right
 
 
-def _scaled_as(spec: TensorSpec, granularities: tuple[str, ...]) -> bool:
-    return spec.group == _GROUP and spec.granularity in granularities
-
-
 def scales(a: Any, b: Any, width: int) -> tuple[Any, ...]:
-    """The kernels' arguments for the scales: of a, pointer and strides (row, step); of b, (matrix, row, step)."""
+    """Return the kernels' arguments for the scales: of a, pointer and strides (row, step); of b, (matrix, row,
+    step)."""
     if not isinstance(b, QuantizedTensor):
         return (None,) * 2 + (0,) * 5
     b_scale = b.scale_inv
@@ -167,7 +161,7 @@ def _side_by_side(scale_inv: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def describe(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [R, C] in blocks of rows x columns, for the tensor memory accelerator.
+    """Describe x [R, C] in blocks of rows x columns, for the tensor memory accelerator.
 
     It needs rows that begin at multiples of 16 bytes; an x with other rows is copied.
     """
@@ -179,7 +173,7 @@ def describe(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def programs(device: torch.device) -> int:
-    """How many programs share the tiles: one per SM. The interpreter runs one after the other."""
+    """Return the number of programs that share the tiles: one per SM. The interpreter runs one after the other."""
     return _multiprocessors(device.index) if device.type == "cuda" else 1
 
 

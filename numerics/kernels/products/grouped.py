@@ -98,7 +98,7 @@ def grouped_wgrad_matmul(
 
 
 def _room(tiles: Tiles, n: int, k: int, dtype: torch.dtype, device: torch.device, tokens: int) -> torch.Tensor:
-    """[E, N, K], which no kernel writes to without tokens."""
+    """Allocate [E, N, K], which no kernel writes to without tokens."""
     return (torch.empty if tokens else torch.zeros)(tiles.starts.numel() - 1, n, k, dtype=dtype, device=device)
 
 

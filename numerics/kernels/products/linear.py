@@ -24,25 +24,23 @@ from fp8rl.numerics.spec import QuantSpec, TensorSpec
 
 @dataclasses.dataclass(frozen=True)
 class WeightOperand:
-    """A quantized weight, or the stacked ones of all experts, as FP8 products take it: the codes themselves.
-
-    codes: data [..., N, K], scale_inv [..., N / 128, K / 128]. An engine's are its parameters, not a copy.
-    quantized_transpose: data [..., K, N], of a weight that was quantized to be trained.
-    """
+    """A quantized weight, or the stacked ones of all experts, as FP8 products take it: the codes themselves."""
 
     codes: QuantizedTensor
+    """data [..., N, K], scale_inv [..., N / 128, K / 128]. An engine's are its parameters, not a copy."""
     quantized_transpose: QuantizedTensor | None = None
+    """data [..., K, N], of a weight that was quantized to be trained."""
 
     @functools.cached_property
     def transposed(self) -> QuantizedTensor:
-        """[..., K, N], for the gradient of the input."""
+        """Return [..., K, N], for the gradient of the input."""
         if self.quantized_transpose is not None:
             return self.quantized_transpose
         data = self.codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.codes.data.dtype)
         return QuantizedTensor(data, self.codes.scale_inv.transpose(-1, -2).contiguous(), self.codes.spec)
 
     def dequantized(self) -> torch.Tensor:
-        """[..., N, K], for gradients in BF16; not kept."""
+        """Return [..., N, K], for gradients in BF16; not kept."""
         return self.codes.dequantize()
 
 
@@ -186,5 +184,5 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _rows(plus: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
-    """plus [..., N] as a matrix of rows."""
+    """Return plus [..., N] as a matrix of rows."""
     return None if plus is None else plus.reshape(-1, weight.shape[0]).contiguous()

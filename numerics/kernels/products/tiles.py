@@ -1,4 +1,4 @@
-"""Which rows a program of a grouped product takes, where rows are sorted by expert: made on the device, without a sync.
+"""The map from programs of a grouped product to rows sorted by expert, made on the device, without a sync.
 
 An expert's rows are cut into tiles, of 128 rows or 64, from its first row on, so a row's tile depends on its own expert
 alone.
@@ -26,17 +26,17 @@ _short_allowed = False
 
 
 def tile_height(rows: int) -> int:
-    """The height of the tiles for so many rows that may share one."""
+    """Return the height of the tiles for this number of rows that may share one."""
     return SHORT if _short_allowed and rows <= SHORT else TALL
 
 
 def warps(height: int) -> int:
-    """How many warps run a tile: each holds 16 whole rows, whatever the height."""
+    """Return the number of warps that run a tile: each holds 16 whole rows, whatever the height."""
     return height // _ROWS_OF_A_WARP
 
 
 def allow_short(allowed: bool) -> None:
-    """Choose for the rest of this process whether tiles may be short."""
+    """Allow short tiles, or forbid them, for the rest of this process."""
     global _short_allowed
     _short_allowed = allowed
 
@@ -46,22 +46,23 @@ _TILES = 64  # that one program describes
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of all experts, in the order of their rows; those past starts[experts] are unused, with 0 rows.
-
-    expert, first, rows: int32 [tiles], a tile's expert, its first row, and its number of rows, 1 to `height`.
-    starts: int32 [experts + 1], the first tile of each expert, and the number of tiles in use.
-    height: 128 where a product sums over the tokens, whose groups the tiles are.
-    """
+    """The tiles of all experts, in the order of their rows; those past starts[experts] are unused, with 0 rows."""
 
     expert: torch.Tensor
+    """int32 [tiles], each tile's expert."""
     first: torch.Tensor
+    """int32 [tiles], each tile's first row."""
     rows: torch.Tensor
+    """int32 [tiles], each tile's number of rows, 1 to `height`."""
     starts: torch.Tensor
+    """int32 [experts + 1], the first tile of each expert, and the number of tiles in use."""
     height: int = TALL
+    """128 where a product sums over the tokens: their groups are the tiles."""
 
 
 def make_tiles(counts: torch.Tensor, rows: int, height: int = TALL) -> Tiles:
-    """The tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be 0.
+    """Return the tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be
+    0.
 
     How many tiles there are room for follows from the shapes alone, so that a CUDA graph can hold them: the most that
     `rows` rows may fill. The counts must sum to `rows` or less.

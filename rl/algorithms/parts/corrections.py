@@ -33,7 +33,7 @@ from fp8rl.numerics.io.section import Section
 from fp8rl.rl.mismatch.statistics import bounded
 
 
-class RejectionConfig(Section):
+class RejectionSection(Section):
     """What lies outside [low, high] gives no loss; the denominators of the loss stay those of the whole batch."""
 
     name: Literal["icepop", "geometric", "mis"]
@@ -52,7 +52,7 @@ class RejectionConfig(Section):
         return values if bounds is None else bounds | {key: x for key, x in values.items() if x is not None}
 
     @model_validator(mode="after")
-    def _around_one(self) -> RejectionConfig:
+    def _around_one(self) -> RejectionSection:
         if self.name == "mis" and self.low is not None:
             raise ValueError(f"found low={self.low} with mis, expected none, as it has no lower bound. Remove low")
         if not (self.low or 0.0) < 1.0 < (self.high or 0.0):
@@ -100,7 +100,7 @@ class Correction:
         cls,
         cap: float | None,
         level: Literal["token", "sequence"],
-        rejection: RejectionConfig | None,
+        rejection: RejectionSection | None,
         veto: float | None = None,
     ) -> Correction:
         """The correction that an experiment's settings ask for."""

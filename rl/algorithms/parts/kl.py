@@ -39,7 +39,7 @@ def k3(x: Tensor) -> Tensor:
 ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
 
 
-class KlLossConfig(Section):
+class KlLossSection(Section):
     """A term of the loss."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
@@ -58,20 +58,20 @@ class KlLossConfig(Section):
         return name
 
 
-class KlRewardConfig(Section):
+class KlRewardSection(Section):
     """A price on each token's reward, k1 of the weights that sampled it, before advantages are made."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """What a nat takes off a token's reward. 0: nothing."""
 
 
-class KlConfig(Section):
+class KlSection(Section):
     """The reference is the model of `model.path`, frozen, in the trainer's own numerics and layout. It is loaded only
     where a coefficient is not 0."""
 
-    loss: KlLossConfig = KlLossConfig()
+    loss: KlLossSection = KlLossSection()
     """The KL term of the loss."""
-    reward: KlRewardConfig = KlRewardConfig()
+    reward: KlRewardSection = KlRewardSection()
     """The KL price on rewards."""
 
     @property

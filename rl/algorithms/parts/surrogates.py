@@ -122,7 +122,7 @@ class Aggregation:
 # What becomes of answers that come near the length limit, or are cut by it (DAPO; Yu et al. 2025).
 
 
-class OverlongConfig(Section):
+class OverlongSection(Section):
     """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
 
     buffer: int | None = Field(default=None, ge=1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fp8rl.models.shape import BF16_BYTES, Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rollout.config import RolloutConfig
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.state_bytes import Storage
 from fp8rl.weight_sync.quantized import served_bytes
 
@@ -41,7 +41,7 @@ class Job:
     """
 
     shape: Shape
-    layout: TrainerConfig
+    layout: TrainerSection
     numerics: NumericsConfig
     storage: Storage
     rows: int
@@ -165,7 +165,7 @@ class EngineRoom:
     working: float
 
 
-def engine_room(config: RolloutConfig, gpu_memory: float) -> EngineRoom:
+def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
     """What an engine wants on a GPU of so many bytes."""
     graphs = _GRAPH_MIB * _MIB * largest_graph(config, gpu_memory)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or _chunk(gpu_memory))
@@ -177,7 +177,7 @@ def engine_room(config: RolloutConfig, gpu_memory: float) -> EngineRoom:
     return EngineRoom(graphs, max(0.0, wanted - graphs))
 
 
-def largest_graph(config: RolloutConfig, gpu_memory: float) -> int:
+def largest_graph(config: RolloutSection, gpu_memory: float) -> int:
     """Answers in the largest CUDA graph of a decode step."""
     if config.graph_batches:
         return max(config.graph_batches)

@@ -23,7 +23,7 @@ from fp8rl.rl.record.wandb_run import check_wandb
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.named_functions import check_importable
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardConfig
+from fp8rl.rollout.rewards.config import RewardSection
 from fp8rl.rollout.rewards.functions import load_function
 
 __all__ = ["check", "read_model"]
@@ -66,7 +66,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     return model
 
 
-def _check_reward(config: RewardConfig, key: str) -> None:
+def _check_reward(config: RewardSection, key: str) -> None:
     """Whether the function is there, and a tokenizer that it needs."""
     check_importable(config.function, f"{key}.function")
     load_function(config, key)

@@ -17,7 +17,7 @@ from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.lengths import TOKENS_PER_BYTE, fewest_tokens
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +71,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         say(remark)
 
 
-def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsConfig]]:
+def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsSection]]:
     """Each evaluation set: its source, problems (None: all up to `eval.problems`), longest answer and rewards."""
     data, rollout, evaluation = experiment.data, experiment.rollout, experiment.eval
     if evaluation.problems == 0:
@@ -162,7 +162,7 @@ class _Check:
         experiment: Experiment,
         tokenizer: PreTrainedTokenizerBase,
         after: int,
-        rewards: RewardsConfig | None,
+        rewards: RewardsSection | None,
     ) -> None:
         self._problems, self._experiment, self._tokenizer = problems, experiment, tokenizer
         self._key, self._after, self._rewards = problems.source.key, after, rewards

@@ -18,8 +18,8 @@ from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu,
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import moved_bytes
 from fp8rl.rl.experiment.teacher import TeacherSection
-from fp8rl.rollout.config import RolloutConfig
-from fp8rl.trainer.config import OptimizerMemory
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.buckets import SMALLEST_BYTES
 from fp8rl.weight_sync.quantized import served_bytes
@@ -32,7 +32,7 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
 
-def kv_cache_bytes(shape: Shape, engines: RolloutConfig | TeacherSection) -> int:
+def kv_cache_bytes(shape: Shape, engines: RolloutSection | TeacherSection) -> int:
     """Bytes of all these engines' BF16 key and value caches."""
     return engines.engines * engines.cache_tokens * shape.kv_bytes()
 
@@ -137,7 +137,7 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
 def _on_the_host(job: Job, stage: int) -> int:
     """Bytes of the host that a rank takes beside its GPU: where its Adam runs there masters, two moments and gradients,
     all FP32; where trainer and engines take turns masters and moments."""
-    layout = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
+    layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     rank = stage * layout.stage_size
     if job.layout.optimizer.offload:
         states = state_bytes(job.shape, layout, job.numerics, job.storage, rank)
@@ -187,7 +187,7 @@ def _left_in(group: Path) -> int:
     return max(0, limit - used + int(usage.get("inactive_file", 0)))
 
 
-def check_port(rollout: RolloutConfig) -> None:
+def check_port(rollout: RolloutSection) -> None:
     """Whether a port that the spec gives is free, and wanted by one engine only.
 
     Raises:

@@ -26,9 +26,8 @@ from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.model import check_model_layout
 from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.device import has_transformer_engine
-from fp8rl.trainer.megatron.lowering import by_mx, lower
+from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_packing, check_sharing
-from fp8rl.trainer.megatron.optimizer_memory import lower_optimizer
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 BLOCKS = "TransformerEngine's blocks of 128"

@@ -20,7 +20,7 @@ from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.canary import Expected, largest
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import Slot
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine import Slept
 from fp8rl.rollout.errors import EngineDiedError, EngineError
@@ -62,7 +62,7 @@ class Fleet:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
-    def __init__(self, serving: Serving, config: RolloutConfig) -> None:
+    def __init__(self, serving: Serving, config: RolloutSection) -> None:
         self._serving, self._config = serving, config
         self._name = "engine" if serving.role == "policy" else f"{serving.role} engine"
         self._newest = serving.version

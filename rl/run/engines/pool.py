@@ -13,7 +13,7 @@ from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.engines.canary import Expected
 from fp8rl.rl.run.engines.fleet import Fleet, News
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Slept
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
@@ -35,7 +35,7 @@ class EnginePool:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
-    def __init__(self, count: int, serving: Serving, config: RolloutConfig, awake: bool = True) -> None:
+    def __init__(self, count: int, serving: Serving, config: RolloutSection, awake: bool = True) -> None:
         """Begin to start `count` engines; `wait` for them. awake: now, not only when they are to `wake`."""
         self._count = count
         self.fleet = Fleet(serving, config)
@@ -45,7 +45,7 @@ class EnginePool:
     @classmethod
     def none(cls) -> EnginePool:
         """No engines: of a run that samples nothing."""
-        return cls(0, Serving(lambda index: None, Path()), RolloutConfig())
+        return cls(0, Serving(lambda index: None, Path()), RolloutSection())
 
     def __len__(self) -> int:
         return self._count

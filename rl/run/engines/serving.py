@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.config import NumericsConfig
@@ -16,7 +16,7 @@ from fp8rl.numerics.io.files import code_digest
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.nodes import own_capability
 from fp8rl.rl.run.cluster.seats import Seats
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import EngineActor
 from fp8rl.rollout.plugin.hooks import hooks_for, provided
 from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
@@ -67,7 +67,7 @@ def engine_maker(
     return make
 
 
-def engine_config(experiment: Experiment, role: Role) -> RolloutConfig:
+def engine_config(experiment: Experiment, role: Role) -> RolloutSection:
     """What engines of this role are configured with; the experiment has some."""
     if role == "policy":
         return experiment.rollout
@@ -75,14 +75,14 @@ def engine_config(experiment: Experiment, role: Role) -> RolloutConfig:
     return experiment.teacher.engine(experiment.rollout)
 
 
-def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterConfig | None:
+def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSection | None:
     """What stands beside the weights of an engine: of adapters that are merged, nothing does."""
     adapter = experiment.adapter
     return adapter if adapter is not None and role == "policy" and adapter.mode == "separate" else None
 
 
 def expected_report(
-    numerics: NumericsConfig, adapter: AdapterConfig | None = None, architecture: str | None = None
+    numerics: NumericsConfig, adapter: AdapterSection | None = None, architecture: str | None = None
 ) -> EngineReport:
     """What an engine's plugin must say before the engine is used, on this machine."""
     return report_on(numerics, own_capability(), adapter=adapter, architecture=architecture)
@@ -92,7 +92,7 @@ def report_on(
     numerics: NumericsConfig,
     capability: tuple[int, int] | None,
     role: Role = "policy",
-    adapter: AdapterConfig | None = None,
+    adapter: AdapterSection | None = None,
     architecture: str | None = None,
 ) -> EngineReport:
     """The same on a GPU of this compute capability; None: on a CPU."""

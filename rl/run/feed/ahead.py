@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from fp8rl.numerics.io.reading import whole_json_lines
 from fp8rl.numerics.io.section import validated
-from fp8rl.rollout.types import Group, Supports, Trajectory
+from fp8rl.rollout.types import Group, KeptTokens, Trajectory
 from fp8rl.trainer.checkpoint.files import read_about
 
 GROUPS = "groups.jsonl"
@@ -129,8 +129,8 @@ class FeedState:
 _STATE = TypeAdapter(FeedState)
 
 
-def _supports(lists: list[list[int]] | None) -> Supports | None:
-    return None if lists is None else Supports.of(lists)
+def _supports(lists: list[list[int]] | None) -> KeptTokens | None:
+    return None if lists is None else KeptTokens.of(lists)
 
 
 def to_lines(groups: Iterable[Answered]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
-from fp8rl.trainer.step.batch import UNKNOWN, Supports, TokenBatch
+from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory
@@ -104,7 +104,7 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
     return routes
 
 
-def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Supports | None:
+def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptTokenPool | None:
     """What the sampled tokens were drawn from, in the rows that say it; None if no trajectory does."""
     reported = [t.supports for t in trajectories if t.supports is not None]
     if not reported:
@@ -115,7 +115,7 @@ def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Supports
             raise ValueError(f"trajectory {row}: found {found} supports, expected {expected}, one per sampled token")
     has = torch.tensor([t.supports is not None for t in trajectories])
     counts, ids = torch.cat([each.counts for each in reported]), torch.cat([each.ids for each in reported])
-    return Supports.of(batch.loss_mask & has[:, None], counts, ids)
+    return KeptTokenPool.of(batch.loss_mask & has[:, None], counts, ids)
 
 
 def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.feed.judging import Failures
-from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.environments.harness.harness import Harness
@@ -43,7 +43,7 @@ class Conversations:
     """
 
     def __init__(
-        self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, ask: Ask, longest: int | None = None
+        self, config: EnvironmentSection, tokenizer: PreTrainedTokenizerBase, ask: Ask, longest: int | None = None
     ) -> None:
         """longest: tokens of a row that the engines take."""
         self._longest = longest

@@ -20,7 +20,7 @@ from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.environments.conversation import Said, transcript
 from fp8rl.rollout.named_functions import Numbers, ReturnError, is_finite
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.rewards.functions import EACH, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.types import Prompt, Trajectory
@@ -61,7 +61,7 @@ class Judge:
 
     def __init__(
         self,
-        config: RewardsConfig,
+        config: RewardsSection,
         tokenizer: PreTrainedTokenizerBase,
         key: str = "rewards",
         teacher: Teacher | None = None,

@@ -1,1 +1,1 @@
-"""Programs that speak OpenAI's API as environments: what they ask for is sampled by the run's engines, and recorded."""
+"""Programs that speak OpenAI's API as environments: the run's engines sample their requests, and record the tokens."""

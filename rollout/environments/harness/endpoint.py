@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from fp8rl.rollout.environments.harness.recording import Recording, Said
+from fp8rl.rollout.environments.harness.recording import RecordedTurn, Recording
 from fp8rl.rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
 from fp8rl.rollout.loopback import reach_loopback
 from fp8rl.rollout.types import LOOPBACK, SamplingParams
@@ -27,15 +27,11 @@ _HEADERS_S = 60.0
 """Seconds that a connection may be open without a whole request's headers, the first or a next one."""
 
 
-class Endpoint:
-    """The server. Its handlers run in the event loop that opens it.
-
-    Attributes:
-        url: base URL, once it is open.
-    """
+class ProgramEndpoint:
+    """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
 
     def __init__(self, tool_parser: str | None, override: Collection[str], same_keys: bool = False) -> None:
-        """same_keys: the key of a conversation that is over may be that of a later one."""
+        """same_keys: a later conversation may have the key of one that is over."""
         self._tool_parser, self._override = tool_parser, override
         self._keys: list[str] | None = [] if same_keys else None
         self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
@@ -69,7 +65,7 @@ class Endpoint:
 
     @contextmanager
     def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
-        """A key whose requests are answered and recorded there, for as long as the block lasts."""
+        """Open a key whose requests are answered and recorded in `recording`, as long as the block lasts."""
         key = self._keys.pop() if self._keys else secrets.token_urlsafe(24)
         self._open[key] = recording, sampling, vocabulary
         try:
@@ -130,7 +126,7 @@ _NO_KEY = RefusedError(
 
 @web.middleware
 async def _in_openais_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A refusal of the library's, as OpenAI would say it."""
+    """Give a refusal of the library OpenAI's form."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -138,7 +134,7 @@ async def _in_openais_form(request: web.Request, handler: Handler) -> web.Stream
 
 
 def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
-    """A body without its compression; of one that is longer, at most `most` bytes and one more.
+    """Decompress a body; of a longer one, return at most `most` bytes and one more.
 
     Raises RefusedError: it cannot be unpacked.
     """
@@ -162,11 +158,11 @@ def _error(error: RefusedError) -> web.Response:
     return web.json_response({"error": body}, status=error.status)
 
 
-def _about(said: Said, chat: bool, kind: str) -> dict[str, Any]:
+def _about(said: RecordedTurn, chat: bool, kind: str) -> dict[str, Any]:
     return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{said.number}", "object": kind, "created": 0, "model": MODEL}
 
 
-def _usage(said: Said) -> dict[str, int]:
+def _usage(said: RecordedTurn) -> dict[str, int]:
     return {
         "prompt_tokens": said.prompt,
         "completion_tokens": said.tokens,
@@ -174,7 +170,7 @@ def _usage(said: Said) -> dict[str, int]:
     }
 
 
-def _whole(said: Said, chat: bool) -> dict[str, Any]:
+def _whole(said: RecordedTurn, chat: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": said.reason, "logprobs": None}
     if chat:
         message: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not said.calls else None}
@@ -185,8 +181,8 @@ def _whole(said: Said, chat: bool) -> dict[str, Any]:
     return {**_about(said, chat, kind), "choices": [choice], "usage": _usage(said)}
 
 
-async def _streamed(request: web.Request, said: Said, ask: Ask, chat: bool) -> web.StreamResponse:
-    """The turn as events, all at once: it is there, and a call of a tool can only be read whole."""
+async def _streamed(request: web.Request, said: RecordedTurn, ask: Ask, chat: bool) -> web.StreamResponse:
+    """Return the turn as events, all at once: it is complete, and a call of a tool can only be read whole."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
         await response.prepare(request)
@@ -198,7 +194,7 @@ async def _streamed(request: web.Request, said: Said, ask: Ask, chat: bool) -> w
     return response
 
 
-def _events(said: Said, ask: Ask, chat: bool) -> Iterator[str]:
+def _events(said: RecordedTurn, ask: Ask, chat: bool) -> Iterator[str]:
     about = _about(said, chat, "chat.completion.chunk" if chat else "text_completion")
 
     def event(part: dict[str, Any], reason: str | None) -> str:

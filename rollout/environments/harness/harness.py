@@ -13,9 +13,9 @@ from typing import Any
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end, end_process
 from fp8rl.rollout.environments.branch import ConversationOverError
-from fp8rl.rollout.environments.config import HarnessConfig
+from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.harness.endpoint import Endpoint
+from fp8rl.rollout.environments.harness.endpoint import ProgramEndpoint
 from fp8rl.rollout.environments.harness.recording import Recording
 from fp8rl.rollout.environments.harness.requests import MODEL
 from fp8rl.rollout.loopback import reach_loopback
@@ -43,18 +43,18 @@ class Harness:
 
     def __init__(
         self,
-        config: HarnessConfig,
+        config: HarnessSection,
         program: Program | None,
         closing: Callable[[], Awaitable[None]] | None = None,
         same_keys: bool = False,
     ) -> None:
-        """program: in place of the command. closing: ends what it has started. same_keys: it is trusted to leave a
-        conversation that is over, so that the next one may have its key."""
+        """program: runs in place of the command. closing: ends what the program has started. same_keys: the program is
+        trusted to leave a conversation that is over, so that the next one may have its key."""
         self._config, self._program, self._closing = config, program, closing
-        self._endpoint = Endpoint(config.tool_parser, config.override, same_keys)
+        self._endpoint = ProgramEndpoint(config.tool_parser, config.override, same_keys)
 
     async def __call__(self, conversation: Conversation) -> Any:
-        """What the program returned.
+        """Run the program, and return its result.
 
         Raises ProgramError, ConversationOverError: the program ended so because no room was left for an answer.
         """
@@ -89,7 +89,7 @@ class Harness:
         await self._endpoint.close()
 
     async def _command(self, base_url: str, api_key: str, problem: Problem) -> Any:
-        """Run the command; what the last line that it prints says, if that is JSON."""
+        """Run the command; return the JSON of the last line that it prints, if it is JSON."""
         config = self._config
         names = [*_PASSED, *config.variables]
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}

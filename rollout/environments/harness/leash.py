@@ -1,7 +1,7 @@
 """The main program of the process that runs a harness's command; it imports the standard library alone.
 
 It ends the command, and all that the command has started, when it is asked to, when its owner dies, and when the
-command ends by itself. Its exit status is that of the command, 128 and the signal's number where a signal ended it.
+command ends by itself. Its exit status is that of the command, or 128 and the number of the signal that ended it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def main() -> None:
         except OSError as error:
             os.write(2, f"{sys.argv[1]}: {error.strerror}\n".encode())
         os._exit(127)
-    signal.signal(signal.SIGTERM, _end)
+
+    def end(*_: object) -> None:
+        _end_all()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
     _, status = os.waitpid(child, 0)
     _end_all()
     sys.exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-
-
-def _end(*_: object) -> None:
-    _end_all()
-    os._exit(1)
 
 
 def _end_all() -> None:

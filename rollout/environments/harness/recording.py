@@ -1,8 +1,8 @@
-"""What a program and the model say to each other, as rows of tokens.
+"""The record of a conversation between a program and the model, as rows of tokens.
 
-A request is looked up by its messages: where they continue what the model has said, the row goes on from the recorded
-tokens, and only the text between the turns is tokenized, once. Where they do not, a row of its own begins, with as many
-recorded tokens as its history shares with what was said.
+A request is looked up by its messages. If they continue the model's turns, the row goes on from the recorded tokens,
+and only the text between the turns is tokenized, once. If they do not, a row of its own begins, with as many recorded
+tokens as its history shares with the record.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Said:
-    """The model's turn. text: without what ended it, and without its calls of tools. reason: why it ended, as OpenAI
-    says it: stop, length or tool_calls. prompt: tokens before it. tokens: its own."""
+class RecordedTurn:
+    """One turn of the model."""
 
     text: str
+    """Without the token that ended it, and without its tool calls."""
     calls: tuple[dict[str, Any], ...]
     reason: str
+    """The finish reason in OpenAI's words: stop, length or tool_calls."""
     prompt: int
+    """Tokens before it."""
     tokens: int
+    """Its own tokens."""
     number: int
 
 
 @dataclass(frozen=True)
 class _Point:
-    """The end of a turn of the model: tokens `begin` to `length` of a branch.
-
-    ended: the last of them is the end of turn. cut: its length has ended it.
-    """
+    """The end of a turn of the model: tokens `begin` to `length` of a branch."""
 
     branch: Branch
     begin: int
     length: int
     ended: bool
+    """The last of them is the end of turn."""
     cut: bool
+    """Its length has ended it."""
 
 
 class Recording:
     """The turns of one conversation.
 
-    Attributes:
-        most_bytes: of text, for which there can be room at most.
-        over: a turn found no room, so that the program cannot go on as it wanted.
-        lost: an engine's error ended it.
+    most_bytes: of text, the most that may find room. over: a turn found no room, so that the program cannot go on as it
+    wanted. lost: an engine's error ended it.
     """
 
     def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
@@ -79,8 +79,8 @@ class Recording:
         self._idle.set()
         self.over, self.lost = False, asyncio.Event()
 
-    async def answer(self, ask: Ask) -> Said:
-        """The model's turn after what a request says.
+    async def answer(self, ask: Ask) -> RecordedTurn:
+        """Sample the model's turn after a request.
 
         Raises RefusedError: there is no room for it, or nothing can be said there.
         """
@@ -110,14 +110,16 @@ class Recording:
         return RefusedError(message, param, code="context_length_exceeded")
 
     async def wait(self) -> None:
-        """Until no request is under way: what a program has asked for and not waited for is recorded too."""
+        """Wait until no request is under way: a request that the program has not waited for is recorded too."""
         async with self._tokenizing:  # whose request is under way, too
             pass
         await self._idle.wait()
 
     async def _begun(self, ask: Ask) -> Branch:
-        """The branch that the next turn belongs to. A long text is tokenized in a thread, beside the conversations of
-        others, and what cannot fit is not tokenized at all.
+        """Return the branch that the next turn belongs to.
+
+        A long text is tokenized in a thread, beside the conversations of others. A text that cannot fit is not
+        tokenized at all.
 
         Raises ConversationOverError: there is no room for it.
         """
@@ -127,25 +129,32 @@ class Recording:
         async with self._tokenizing:
             return begin(ask) if ask.size <= _AT_ONCE else await asyncio.to_thread(begin, ask)
 
-    def _recorded(self, point: _Point, ask: Ask, text: str) -> Said:
-        """Put a turn into the books; what a request that continues it will look like."""
+    def _recorded(self, point: _Point, ask: Ask, text: str) -> RecordedTurn:
+        """Record a turn under the keys of the requests that may continue it."""
         calls: tuple[dict[str, Any], ...] = ()
         if ask.calls and self._tool_parser is not None:
             text, calls = parse_calls(text, ask.tools, self._tool_parser, self._calls)
             self._calls += len(calls)
         if ask.messages:
             spoken: dict[str, Any] = {"role": "assistant", "content": text}
-            if calls:
-                spoken["tool_calls"] = [_as_read(call) for call in calls]
+            if calls:  # as they look when a program sends them back
+                functions = [
+                    {"name": call["function"]["name"], "arguments": read_arguments(call["function"]["arguments"])}
+                    for call in calls
+                ]
+                spoken["tool_calls"] = [
+                    {"id": call["id"], "type": "function", "function": function}
+                    for call, function in zip(calls, functions, strict=True)
+                ]
             self._points[_keys(ask, (*ask.messages, spoken))[-1]] = point
         else:
             before = ask.prompt if isinstance(ask.prompt, str) else self._conversation.tokenizer.decode(ask.prompt)
             self._written += [(before + shown, at) for shown, at in self._shown(point, text)]
         reason = "tool_calls" if calls else "length" if point.cut else "stop"
-        return Said(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
+        return RecordedTurn(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
     def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
-        """A completion as later prompts may begin with it: with the stop that ended it, or without, as it was sent."""
+        """Yield a completion as later prompts may begin with it: with the stop that ended it, or without, as sent."""
         decode, ids = self._conversation.tokenizer.decode, point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
         for length in range(len(ids), 0, -1):
@@ -153,7 +162,7 @@ class Recording:
                 yield text, replace(point, length=point.begin + length)
 
     async def _sampled(self, branch: Branch, ask: Ask) -> tuple[_Point, str]:
-        """Sample a turn into the branch; where it ended, and its text without what ended it."""
+        """Sample a turn into the branch; return its end, and its text without the token that ended it."""
         tokenizer = self._conversation.tokenizer
         singles = {stop: tokenizer(stop, add_special_tokens=False).input_ids for stop in ask.stop}
         stops = tuple(ids[0] for ids in singles.values() if len(ids) == 1)
@@ -182,7 +191,7 @@ class Recording:
                 self._idle.set()
 
     def _chat(self, ask: Ask) -> Branch:
-        """The branch that a chat's next turn belongs to, with all that comes before it."""
+        """Return the branch that a chat's next turn belongs to, with all that comes before it."""
         tokenizer, options = self._conversation.tokenizer, self._options(ask)
         keys = _keys(ask, ask.messages)
         try:
@@ -201,7 +210,7 @@ class Recording:
         return self._conversation.branch(ids)
 
     def _text(self, ask: Ask) -> Branch:
-        """The branch that a text completion belongs to."""
+        """Return the branch that a text completion belongs to."""
         tokenizer, prompt = self._conversation.tokenizer, ask.prompt
         if not isinstance(prompt, str):
             ids = list(prompt)
@@ -222,7 +231,7 @@ class Recording:
         return self._goes_on(point, tokenizer(rest, add_special_tokens=False).input_ids)
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
-        """What follows a turn, in its branch or, where that went on already, in one of its own."""
+        """Continue after a turn, in its branch or, if that went on already, in one of its own."""
         if self._is_tip(point):
             return self._told(point.branch, between)
         return self._conversation.branch(point.branch.ids[: point.length] + between)
@@ -231,7 +240,7 @@ class Recording:
         return point.branch not in self._busy and len(point.branch.ids) == point.length
 
     def _options(self, ask: Ask) -> dict[str, Any]:
-        """Arguments of the chat template: the problem's, and the request's before them."""
+        """Return the arguments of the chat template: the problem's, overridden by the request's."""
         problem = self._conversation.problem
         return {**problem.chat_template, **dict(ask.template), **({"tools": list(ask.tools)} if ask.tools else {})}
 
@@ -243,7 +252,7 @@ class Recording:
 
 
 def _keys(ask: Ask, messages: Sequence[dict[str, Any]]) -> list[bytes]:
-    """A key for each beginning of a chat; tools and the template's arguments are part of it."""
+    """Return a key for each beginning of a chat; tools and the template's arguments are part of it."""
     begun = _digest(b"", [ask.tools, ask.template])
     return list(accumulate(messages, _digest, initial=begun))[1:]
 
@@ -251,10 +260,3 @@ def _keys(ask: Ask, messages: Sequence[dict[str, Any]]) -> list[bytes]:
 def _digest(before: bytes, value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(before + text.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-def _as_read(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as it looks when a program sends it back."""
-    function = call["function"]
-    arguments = read_arguments(function["arguments"])
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat and text completions, read, and refused where the answer would be another one."""
+"""Requests of OpenAI's chat and text completions: parsed, and refused where the answer would differ from OpenAI's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8rl.rollout.lengths import text_size
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
-"""What the model is called, whatever it is."""
+"""The name of the model for programs, whatever it is."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
 _COMMON = _IGNORED | {
@@ -33,12 +33,12 @@ _MEANINGLESS: dict[str, tuple[Any, ...]] = {
 }
 """Settings, and all the values that they may have."""
 _OF_A_FUNCTION = {"description": (str, "a text"), "parameters": (dict, "an object"), "strict": (bool, "true or false")}
-"""What a function of `tools` may have beside its name."""
+"""The keys of a function of `tools` beside its name."""
 MOST_STOPS = 128
 
 
 class RefusedError(Exception):
-    """A request that is not answered; the message says why."""
+    """A request that is not answered; the message names the cause."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,34 +47,37 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. max_tokens: of the turn; None: as many as there is room for. usage: a stream ends with it.
-
-    messages, tools, template: of a chat, as a chat template reads them. prompt: text or tokens of a text completion.
-    calls: tools may be called.
-    """
+    """A request."""
 
     max_tokens: int | None
+    """Of the turn; None: as many as there is room for."""
     stop: tuple[str, ...]
     stream: bool
     usage: bool
+    """A stream ends with the usage."""
     messages: tuple[dict[str, Any], ...] = ()
+    """Of a chat, as a chat template reads them."""
     tools: tuple[dict[str, Any], ...] = ()
+    """Of a chat, as a chat template reads them."""
     template: tuple[tuple[str, Any], ...] = ()
+    """Arguments of the chat template."""
     calls: bool = False
+    """Tools may be called."""
     prompt: str | tuple[int, ...] = ""
+    """Text or tokens of a text completion."""
 
     @property
     def size(self) -> int:
-        """Bytes of text that become tokens, at the least: what a chat template may leave out is not counted."""
+        """The least bytes of text that become tokens: keys that a chat template may leave out are not counted."""
         calls = [call["function"] for message in self.messages for call in message.get("tool_calls", ())]
         read = [[message["content"] for message in self.messages], calls, self.tools, self.stop]
         return text_size([*read, self.prompt if isinstance(self.prompt, str) else ""])
 
 
 def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection[str], vocabulary: int) -> Ask:
-    """What a body asks for.
+    """Parse a request body.
 
-    sampling: of the run. override: settings of sampling that a request may say and that the run's replace.
+    sampling: of the run. override: settings of sampling that a request may name and that the run's replace.
 
     Raises RefusedError.
     """
@@ -120,9 +123,12 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
     }
     if not chat:
         return Ask(**settings, prompt=_prompt(found.get("prompt"), vocabulary))
+    messages = found.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError(f"messages: found {_brief(messages)}, expected a list of messages", "messages")
     return Ask(
         **settings,
-        messages=_messages(found.get("messages")),
+        messages=tuple(_message(message, f"messages.{number}") for number, message in enumerate(messages)),
         tools=_tools(found.get("tools", [])),
         template=_template(found.get("chat_template_kwargs", {})),
         calls=found.get("tool_choice") != "none" and bool(found.get("tools")),
@@ -130,7 +136,7 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
 
 
 def _check_sampling(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
-    """A token's log-probability is that of the run's distribution, so a program cannot have another one."""
+    """Refuse other sampling than the run's: a token's log-probability is that of the run's distribution."""
     own = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -189,14 +195,8 @@ def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
     )
 
 
-def _messages(found: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(found, list) or not found:
-        raise RefusedError(f"messages: found {_brief(found)}, expected a list of messages", "messages")
-    return tuple(_message(message, f"messages.{number}") for number, message in enumerate(found))
-
-
 def _message(found: Any, place: str) -> dict[str, Any]:
-    """A message as a chat template reads it: content is text, arguments of a call are an object."""
+    """Return a message as a chat template reads it: content is text, arguments of a call are an object."""
     role = found.get("role") if isinstance(found, dict) else found
     if not isinstance(found, dict) or not isinstance(role, str) or role not in _ROLES:
         raise RefusedError(f"{place}: found the role {_brief(role)}, expected {', '.join(_ROLES)}", place)

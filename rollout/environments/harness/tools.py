@@ -1,4 +1,4 @@
-"""Calls of tools in what a model says, found by SGLang's parsers."""
+"""Tool calls in the model's turns, found by SGLang's parsers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parsers() -> list[str]:
-    """The names of the formats that models write calls in."""
+    """Return the names of the formats that models write calls in."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser  # its imports take seconds
 
     return list(FunctionCallParser.ToolCallParserEnum)
@@ -16,8 +16,8 @@ def parsers() -> list[str]:
 def parse_calls(
     text: str, tools: Sequence[dict[str, Any]], parser: str, before: int
 ) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """What a turn says beside its calls, and the calls as OpenAI writes them. Without one that can be read: all of the
-    text, and none.
+    """Return the text of a turn without its calls, and the calls as OpenAI writes them; all of the text if none can be
+    read.
 
     before: calls of this conversation so far; ids go on from there, so that they are the same in each run.
     """

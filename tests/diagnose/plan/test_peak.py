@@ -13,7 +13,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 
@@ -30,7 +30,7 @@ def test_a_step_holds_at_its_peak_what_is_calculated(
 ) -> None:
     from fp8rl.trainer.trainer import Trainer
 
-    config = TrainerConfig(micro_batch_tokens=ROWS * LENGTH)
+    config = TrainerSection(micro_batch_tokens=ROWS * LENGTH)
     numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
     path = write_model(tmp_path / "model", moe=moe)
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)

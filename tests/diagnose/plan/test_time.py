@@ -18,10 +18,10 @@ from fp8rl.diagnose.plan.time import (
 )
 from fp8rl.diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from fp8rl.models import read_shape
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.rl.experiment.budget.gpus import GPUS
 from fp8rl.rl.experiment.budget.job import Job
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
@@ -35,7 +35,7 @@ def tokens_per_gpu(job: Job, gpu: str) -> Bracket:
 
 
 def qwen(rows: int, **layout: int) -> Job:
-    config = TrainerConfig(micro_batch_tokens=8192, **layout)
+    config = TrainerSection(micro_batch_tokens=8192, **layout)
     return Job(QWEN, config, NATIVE, "transformer_engine", rows, 8192).in_bf16()
 
 
@@ -87,7 +87,7 @@ def test_products_take_their_flops_where_these_are_many() -> None:
     """One layer's worth at the peak: 6 FLOP for each active parameter and token."""
     job = Job(
         read_shape(CONFIGS / "qwen3_8b"),
-        TrainerConfig(micro_batch_tokens=32768, head_chunk_tokens=32768),
+        TrainerSection(micro_batch_tokens=32768, head_chunk_tokens=32768),
         NATIVE,
         "kernels",
         8,
@@ -103,9 +103,9 @@ def test_products_take_their_flops_where_these_are_many() -> None:
 
 
 def test_weights_with_adapters_have_no_gradients_and_are_quantized_once() -> None:
-    config = TrainerConfig(micro_batch_tokens=8192)
+    config = TrainerSection(micro_batch_tokens=8192)
     whole = Job(read_shape(CONFIGS / "qwen3_4b"), config, NATIVE, "kernels", 8, 8192)
-    adapter = AdapterConfig(rank=16)
+    adapter = AdapterSection(rank=16)
     adapted = replace(whole, shape=read_shape(CONFIGS / "qwen3_4b", adapter=adapter), separate=True)
     times = [step_time(job, GPUS["h100"], PERFECT) for job in (adapted, whole)]
     assert times[0].products == pytest.approx(2 / 3 * times[1].products, rel=0.01)
@@ -114,13 +114,13 @@ def test_weights_with_adapters_have_no_gradients_and_are_quantized_once() -> Non
 
 def test_products_take_their_bytes_where_tokens_are_few() -> None:
     """A token alone: each weight is read in the forward and for the input's gradient, and its gradient written."""
-    job = Job(read_shape(CONFIGS / "qwen3_8b"), TrainerConfig(), NATIVE, "kernels", 1, 1).in_bf16()
+    job = Job(read_shape(CONFIGS / "qwen3_8b"), TrainerSection(), NATIVE, "kernels", 1, 1).in_bf16()
     time = step_time(job, GPUS["h100"], PERFECT)
     assert time.products == pytest.approx(3 * 2 * job.shape.active_parameters / 3.35e12, rel=0.01)
 
 
 def test_the_host_bounds_small_steps() -> None:
-    job = replace(on_h200(512, 8), layout=TrainerConfig(ep=8, dp=8))
+    job = replace(on_h200(512, 8), layout=TrainerSection(ep=8, dp=8))
     time = step_time(job, GPUS["h200"], PERFECT)
     assert time.host_bound
     assert time.total == pytest.approx(kernels(job) * 5e-6 + time.optimizer)
@@ -142,7 +142,7 @@ def test_tokens_travel_to_experts_and_back_twice() -> None:
 
 def test_narrow_wires_carry_less() -> None:
     """Experts are on all of 4 ranks: 28.99 G elements; so are dense weights, of which 59% are quantized."""
-    layout = TrainerConfig(dp=4)
+    layout = TrainerSection(dp=4)
     job = Job(QWEN, layout, NATIVE, "kernels", 256, 4096)
     dense = sum(weight.size * weight.count for weight in QWEN.weights if weight.share != "experts")
     quantized = 48 * (2048 * (32 + 8) * 128 + 4096 * 2048) + QWEN.parameters - dense

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.rl.experiment import load_experiment
 from lab.studies.adapters import ARMS, FULL, MERGED, MERGED_SLOW, SLOW, STUDY
 from lab.studies.harness.claims import judge
@@ -27,5 +27,5 @@ def test_arms_are_specs_that_differ_in_their_adapters_and_rates() -> None:
     for name, arm in ARMS.items():
         overrides = [f"{key}={value}" for key, value in arm.settings().items()]
         experiment = load_experiment(EXAMPLES / "arithmetic.yaml", overrides)
-        adapter = AdapterConfig(rank=arm.rank, alpha=2.0 * arm.rank, mode=arm.mode) if name != FULL else None
+        adapter = AdapterSection(rank=arm.rank, alpha=2.0 * arm.rank, mode=arm.mode) if name != FULL else None
         assert (experiment.adapter, experiment.trainer.lr) == (adapter, arm.rate)

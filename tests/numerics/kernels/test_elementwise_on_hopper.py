@@ -40,7 +40,7 @@ with compiled_only() as found:
     router.route(tensor(4096, 128), 8, True)
     ones = tensor(64, dtype=torch.float32)
     draw.draw(tensor(64, 151936), ones, numbers, numbers)
-    support.support_floors(tensor(64, 151936), ones, ones, numbers, ones)
+    support.truncation_floors(tensor(64, 151936), ones, ones, numbers, ones)
 """
 
 

@@ -63,7 +63,7 @@ with using("triton"), launches() as packed:  # a tensor on meta cannot be read, 
 settings = torch.empty(256, device=META), whole(256), torch.empty(256, device=META)
 with using("triton"), launches() as cut:
     logits = whole(256, SHAPE.vocab, dtype=torch.bfloat16)
-    ops.narrowed(logits, ops.support_floors(logits, settings[0], *settings))
+    ops.narrowed(logits, ops.truncation_floors(logits, settings[0], *settings))
 of_a_layer = two.total - one.total
 variants = {name: len(keys) for name, keys in every.variants.items()}
 beside, names = one.total - of_a_layer, one.torch | one.kernels

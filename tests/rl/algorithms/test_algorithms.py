@@ -14,12 +14,12 @@ from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.parts.surrogates import Mode
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import parse_experiment
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient))
 MODES: list[Mode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-ROLLOUT = RolloutConfig(max_new_tokens=20)
+ROLLOUT = RolloutSection(max_new_tokens=20)
 GROUPS = torch.tensor([7, 2, 7, 9, 2, 7, 5, 5])
 """Out of order, of unequal sizes, and one of a single answer."""
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8rl.rl.algorithms.grpo import Grpo
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 
@@ -223,7 +223,7 @@ def test_the_clip_acts_on_the_engines_logprobs_of_older_weights_by_hand() -> Non
     # 2 (A < 0, kept). Losses -1.28, -0.5, 0.8, 2; no weight.
     batch = rows_batch([5], [[0, 1, 1, 1, 1]], advantages=[[0, 1, 1, -1, -1]], rollout_logprobs=[[0, -1, -1, -1, -1]])
     loss, metrics, grad = run(
-        batch, [[0, -1 + LN2, -1 - LN2, -1 - LN2, -1 + LN2]], algorithm(ratio="bypass").resolved(RolloutConfig())
+        batch, [[0, -1 + LN2, -1 - LN2, -1 - LN2, -1 + LN2]], algorithm(ratio="bypass").resolved(RolloutSection())
     )
     assert loss == pytest.approx((-1.28 - 0.5 + 0.8 + 2) / 4, abs=1e-6)
     assert grad[0].tolist() == pytest.approx([0, 0, -0.5 / 4, 0, 2 / 4], abs=1e-6)
@@ -257,7 +257,7 @@ def test_on_fresh_tokens_with_equal_logprobs_the_three_sources_of_the_ratio_are_
 def test_the_ratio_of_older_tokens_is_taken_from_the_engine_unless_asked_otherwise(
     staleness: int, settings: dict[str, Any], expected: str
 ) -> None:
-    resolved = Grpo(**settings).resolved(RolloutConfig(staleness=staleness))
+    resolved = Grpo(**settings).resolved(RolloutSection(staleness=staleness))
     assert resolved.ratio == expected
     assert (resolved.cap is None) == (expected == "bypass" or "rejection" in settings)
     assert (resolved.tightened(1.0).cap is None) == (resolved.cap is None)

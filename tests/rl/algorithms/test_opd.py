@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.opd import Opd
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 OUTCOMES = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), torch.tensor([True, False]))
@@ -21,7 +21,7 @@ OUTCOMES = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), torch.tensor
 
 def opd(**settings: Any) -> Opd:
     found: Opd = TypeAdapter(Algorithm).validate_python({"name": "opd", **settings})
-    return found.resolved(RolloutConfig(max_new_tokens=3))
+    return found.resolved(RolloutSection(max_new_tokens=3))
 
 
 def batch() -> TokenBatch:

@@ -12,14 +12,14 @@ from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective
-from fp8rl.rollout.config import RolloutConfig
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 
 def ppo(**settings: Any) -> Ppo:
     found: Ppo = TypeAdapter(Algorithm).validate_python({"name": "ppo", **settings})
-    return found.resolved(RolloutConfig(max_new_tokens=20))
+    return found.resolved(RolloutSection(max_new_tokens=20))
 
 
 def one_row(values: list[float], rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -166,7 +166,7 @@ def test_the_critic_s_denominator_is_that_of_the_batch_under_any_split() -> None
 
 
 def test_the_critic_s_optimizer_is_the_policy_s_with_its_own_rate() -> None:
-    trainer = TrainerConfig(lr=1e-4, warmup_steps=5, adam_beta2=0.99, tp=2)
+    trainer = TrainerSection(lr=1e-4, warmup_steps=5, adam_beta2=0.99, tp=2)
     critic = ppo(critic={"lr": 3e-4, "decay": "linear"}).critic_config(trainer)
     assert (critic.lr, critic.warmup_steps, critic.decay, critic.adam_beta2, critic.tp) == (3e-4, 0, "linear", 0.99, 2)
     assert ppo().critic_config(trainer).lr == 1e-5

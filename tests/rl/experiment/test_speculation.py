@@ -9,7 +9,7 @@ import pytest
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment.reference import schema
 from fp8rl.rl.experiment.validation import parse_experiment, valid_keys
-from fp8rl.rollout.config import Speculation, check_drafts
+from fp8rl.rollout.config import SpeculationSection, check_drafts
 from tests.support.experiments import experiment
 
 DRAFTS = {"drafts": 3}
@@ -17,7 +17,7 @@ DRAFTS = {"drafts": 3}
 
 def test_a_spec_says_it_as_it_is_written_again() -> None:
     asked = experiment(rollout={"speculation": {"drafts": 3, "from": "siblings"}})
-    assert asked.rollout.speculation == Speculation.model_validate({"drafts": 3, "from": "siblings"})
+    assert asked.rollout.speculation == SpeculationSection.model_validate({"drafts": 3, "from": "siblings"})
     written = asked.to_dict()
     assert written["rollout"]["speculation"] == {"drafts": 3, "from": "siblings"}
     assert parse_experiment(written) == asked
@@ -51,7 +51,7 @@ def test_top_p_without_old_weights_is_not_refused() -> None:
 
 
 def test_a_gpu_is_refused() -> None:
-    check_drafts(Speculation(), cuda=False)
+    check_drafts(SpeculationSection(), cuda=False)
     check_drafts(None, cuda=True)
     with pytest.raises(UserError, match="rollout.speculation: found 'drafts=4 on a GPU', expected null"):
-        check_drafts(Speculation(), cuda=True)
+        check_drafts(SpeculationSection(), cuda=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
@@ -63,9 +63,9 @@ def test_adapters_begin_where_a_capsule_has_them_unless_its_weights_have_them_in
 ) -> None:
     read = read_capsule(capsule)
     assert read.beginning(tmp_path).model.path == str(tmp_path) and read.beginning(tmp_path).adapter is None
-    adapted = read.experiment.model_copy(update={"adapter": AdapterConfig(mode=mode)})
+    adapted = read.experiment.model_copy(update={"adapter": AdapterSection(mode=mode)})
     adapter = dataclasses.replace(read, experiment=adapted).beginning(tmp_path).adapter
-    assert adapter == (AdapterConfig(mode=mode, start=str(tmp_path / start)) if start else None)
+    assert adapter == (AdapterSection(mode=mode, start=str(tmp_path / start)) if start else None)
 
 
 def test_weights_are_left_out_on_demand(tmp_path: Path) -> None:

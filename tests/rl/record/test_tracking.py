@@ -22,7 +22,7 @@ from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.tracking import WANDB_LOST, Tracker
-from fp8rl.rl.record.wandb_run import BASICS, METRIC_GROUPS, Upload, WandbConfig, WandbRun, check_wandb
+from fp8rl.rl.record.wandb_run import BASICS, METRIC_GROUPS, Upload, WandbRun, WandbSection, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.wandb_server import WandbServer, wandb_server
@@ -67,7 +67,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def tracking(
     run: RunDir,
-    config: WandbConfig,
+    config: WandbSection,
     *,
     spec: dict[str, Any] = SPEC,
     lost: Callable[[str], object] = pytest.fail,
@@ -91,7 +91,7 @@ def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
-    with tracking(run, WandbConfig(mode="offline", project="test")) as tracker:
+    with tracking(run, WandbSection(mode="offline", project="test")) as tracker:
         tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan"), "rollout/reward/length/long": -0.25})
         tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
         tracker.finish({"accuracy_after": 0.9})
@@ -123,7 +123,7 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
 @pytest.mark.slow
 def test_what_matters_first_is_wandbs_first_group(run: RunDir) -> None:
     assert min("basics", *METRIC_GROUPS) == "basics" and set(BASICS.values()) <= METRICS.keys()
-    with tracking(run, WandbConfig()) as tracker:
+    with tracking(run, WandbSection()) as tracker:
         tracker.log(1, {"rollout/reward_mean": 0.5, "mismatch/train_rollout_logprob_abs_diff_max": 0.25})
         tracker.log(2, {"rollout/reward_mean": 0.75, "mismatch/train_rollout_logprob_abs_diff_max": 0.0})
     records = wandb_records(run)
@@ -141,7 +141,7 @@ def test_wandb_does_not_advertise_weave_and_leaves_the_environment_as_it_was(
 
     monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
     wandb.termlog("this can be seen")
-    with tracking(run, WandbConfig()) as tracker:
+    with tracking(run, WandbSection()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
     said = "".join(capfd.readouterr())
     assert "weave" not in said.lower() and "WANDB_DISABLE_WEAVE" not in os.environ
@@ -153,7 +153,7 @@ def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir, monkeypatc
     temporary = run.path.parent / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    with tracking(run, WandbConfig(), spec=spec) as tracker:
+    with tracking(run, WandbSection(), spec=spec) as tracker:
         assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
         for step in range(1, 13):
             tracker.log(step, {}, lambda: (RECORDS, []))
@@ -165,7 +165,7 @@ def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir, monkeypatc
 
 
 def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
-    with tracking(run, WandbConfig(mode="disabled")) as tracker:
+    with tracking(run, WandbSection(mode="disabled")) as tracker:
         written = tracker.log(1, {"train/loss": 0.5}, lambda: (RECORDS, []))
     assert read_metrics(run.metrics) == [{"step": 1, **written}]
     assert rollouts_found(run.rollouts(1)) == (RECORDS, [])
@@ -175,7 +175,7 @@ def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
 
 @pytest.mark.slow
 def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
-    with pytest.raises(RuntimeError, match="engine died"), tracking(run, WandbConfig()) as tracker:
+    with pytest.raises(RuntimeError, match="engine died"), tracking(run, WandbSection()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
         raise RuntimeError("engine died")
     assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [1]
@@ -185,14 +185,14 @@ def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("config", "key", "said"),
     [
-        (WandbConfig(project="a/b"), None, "tracking.wandb.project: found 'a/b'"),
-        (WandbConfig(project="x" * 200), None, "tracking.wandb.project: found 'xxx"),
-        (WandbConfig(mode="online"), None, "tracking.wandb.mode: found 'online with no key'"),
-        (WandbConfig(mode="online"), "short", "tracking.wandb.mode: found 'online with WANDB_API_KEY invalid"),
+        (WandbSection(project="a/b"), None, "tracking.wandb.project: found 'a/b'"),
+        (WandbSection(project="x" * 200), None, "tracking.wandb.project: found 'xxx"),
+        (WandbSection(mode="online"), None, "tracking.wandb.mode: found 'online with no key'"),
+        (WandbSection(mode="online"), "short", "tracking.wandb.mode: found 'online with WANDB_API_KEY invalid"),
     ],
 )
 def test_what_wandb_would_refuse_is_refused(
-    config: WandbConfig, key: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: WandbSection, key: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb.teardown()  # it keeps what it once found in the environment
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -206,11 +206,11 @@ def test_what_wandb_would_refuse_is_refused(
 
 @pytest.mark.slow
 def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
-    with tracking(run, WandbConfig(mode="disabled")) as tracker:
+    with tracking(run, WandbSection(mode="disabled")) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"train/loss": float(step)})
     first_id = (run.path / "wandb" / "run_id").read_text()
-    with tracking(run, WandbConfig(), resume_step=2) as tracker:
+    with tracking(run, WandbSection(), resume_step=2) as tracker:
         tracker.log(3, {"train/loss": 30.0})
     assert [row["train/loss"] for row in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
     (resumed,) = of_type(wandb_records(run), "run")
@@ -229,7 +229,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     wandb.teardown()
 
 
-ONLINE = WandbConfig(mode="online", project="test")
+ONLINE = WandbSection(mode="online", project="test")
 
 
 def uploaded(run: RunDir, server: WandbServer) -> list[int]:
@@ -254,7 +254,7 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
     def failing() -> tuple[list[RolloutRecord], list[ScoredRecord]]:
         raise OSError("no room")
 
-    with tracking(run, WandbConfig(mode="disabled"), spec={"run": {"steps": 9}}) as tracker:
+    with tracking(run, WandbSection(mode="disabled"), spec={"run": {"steps": 9}}) as tracker:
         tracker.log(1, {"train/loss": 0.5}, slow)
         tracker.write()
         assert not run.rollouts(1).exists() and run.metrics.read_text().count("\n") == 1
@@ -266,7 +266,10 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
         with pytest.raises(OSError, match="no room"):
             tracker.log(3, {})
     assert run.metrics.read_text().count("\n") == 2
-    with pytest.raises(OSError, match="no room"), tracking(run, WandbConfig(mode="disabled"), resume_step=2) as tracker:
+    with (
+        pytest.raises(OSError, match="no room"),
+        tracking(run, WandbSection(mode="disabled"), resume_step=2) as tracker,
+    ):
         tracker.log(3, {}, failing)
 
 
@@ -319,7 +322,7 @@ def test_a_server_that_refuses_the_key_is_noticed_while_the_run_goes_on(
 
 @pytest.mark.slow
 def test_an_upload_ends_with_a_driver_that_is_killed(run: RunDir, online: WandbServer) -> None:
-    with tracking(run, WandbConfig()) as tracker:
+    with tracking(run, WandbSection()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
         (folder,) = run.path.glob("wandb/offline-run-*")
         upload = f"from pathlib import Path as P; Upload(P({str(folder)!r}), P({str(run.path / 'upload.log')!r}))"
@@ -369,7 +372,7 @@ def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
     """Killed twice: between rows, and before the end. A run loses the rest in wandb, and nothing of its own files."""
     for resume_step in (None, 1):
         said: list[str] = []
-        with tracking(run, WandbConfig(), lost=said.append, resume_step=resume_step) as tracker:
+        with tracking(run, WandbSection(), lost=said.append, resume_step=resume_step) as tracker:
             first = (resume_step or 0) + 1
             tracker.log(first, {"train/loss": 0.5})
             for process in psutil.Process().children(recursive=True):

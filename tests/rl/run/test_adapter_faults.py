@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
 from fp8rl.rl.run.listener import Listener
 from fp8rl.rl.run.syncing import Syncing
@@ -23,11 +23,11 @@ from fp8rl.rollout.protocol import ADAPTER_SCALE, Held
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import Bridge
-from fp8rl.weight_sync.config import SyncConfig
+from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.manifest import SyncError
 from tests.support.served_model import ATTENTION, DEFINITION, MOE, SPEC, build, hf_tensors_served
 
-CONFIG = AdapterConfig(rank=4, alpha=8.0)
+CONFIG = AdapterSection(rank=4, alpha=8.0)
 ADAPTED = DEFINITION.adapted(CONFIG)
 MATRIX, B = f"{MOE}experts.1.down_proj.weight", f"{ATTENTION}k_proj.lora_B.weight"
 SWAPPED = [f"{MOE}experts.{expert}.up_proj.lora_A.weight" for expert in (0, 2)]
@@ -72,7 +72,7 @@ class OneEngine:
     """The plugin's weights behind the calls of an `EngineClient`, and the way to them. fault: what happens to the next
     tensors on it."""
 
-    def __init__(self, config: AdapterConfig = CONFIG) -> None:
+    def __init__(self, config: AdapterSection = CONFIG) -> None:
         self.served, self.paused = ServedWeights(SPEC.weight), False
         self.model = build(hf_tensors_served(0))
         self.served.attach(self.model, DEFINITION.adapted(config), "0")
@@ -125,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setattr(bridge, "EngineClient", lambda endpoint, timeout_s: run.engine)
     monkeypatch.setattr(bridge, "make_transport", lambda *args: run.engine)
     listener = Listener([], tell=lambda metric, count, text: told.append(text))
-    ends = Bridge(cast(Any, trainer), SPEC, SyncConfig(), tmp_path, tmp_path, adapter=CONFIG)
+    ends = Bridge(cast(Any, trainer), SPEC, SyncSection(), tmp_path, tmp_path, adapter=CONFIG)
     pool = SimpleNamespace(
         expect=lambda version: None,
         up=lambda: [Endpoint("engine", "", "")],

@@ -17,7 +17,7 @@ from fp8rl.rl.run.evaluation import Evaluation, held_out, pass_at
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rollout.errors import StaleWeightsError
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
@@ -38,7 +38,7 @@ class Engines(Pool):
 
     def __init__(self, right: set[int]) -> None:
         super().__init__(lambda group: [self._said(group, seed) for seed in group.seeds], at_once=True)
-        self.right, self.closing, self.judge = right, Closing(), Judge(RewardsConfig(), TOKENIZER)
+        self.right, self.closing, self.judge = right, Closing(), Judge(RewardsSection(), TOKENIZER)
 
     def evaluation(self, settings: Experiment, version: int = 3) -> Evaluation:
         sampling = sampling_of(self, settings, TOKENIZER, self.judge)

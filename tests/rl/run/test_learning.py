@@ -13,7 +13,7 @@ from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.run.learning import Lesson, explained_variance
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.result import NonFiniteLossError
@@ -36,7 +36,7 @@ def opened(path: Path, layout: Layout, **options: Any) -> Any:
 
 def algorithm(name: str = "grpo", **settings: Any) -> PolicyGradient:
     found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name, **settings})
-    return found.resolved(RolloutConfig(max_new_tokens=40))
+    return found.resolved(RolloutSection(max_new_tokens=40))
 
 
 def sampled(group: Any) -> tuple[TokenBatch, Outcomes]:
@@ -154,9 +154,9 @@ def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, lay
 
 @pytest.mark.slow
 def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Path, layout: Layout) -> None:
-    from fp8rl.trainer.config import TrainerConfig
+    from fp8rl.trainer.config import TrainerSection
 
-    critic = TrainerConfig(lr=2e-3, warmup_steps=0, micro_batch_tokens=256)
+    critic = TrainerSection(lr=2e-3, warmup_steps=0, micro_batch_tokens=256)
     group = opened(path, layout, critic=critic)
     batch, outcomes = sampled(group)
     chosen = algorithm("ppo", critic_warmup=1, updates_per_batch=2)

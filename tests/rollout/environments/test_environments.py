@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.errors import UserError
-from fp8rl.rollout.environments.calculator import calculator, worked_out
-from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.builtin import calculator, guess, worked_out
+from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import transcript
 from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.environments.guess import guess
 from fp8rl.rollout.environments.python import last_block, python
 from tests.support.conversations import EOS, Stage
 
@@ -87,5 +86,5 @@ def test_what_cannot_be_an_environment_is_refused(
     file = tmp_path / "mine.py"
     file.write_text("def plain(conversation): ...\nasync def nothing(): ...\n")
     with pytest.raises(UserError) as error:
-        load_environment(EnvironmentConfig(function=function.replace("{}", str(file)), kwargs=kwargs))
+        load_environment(EnvironmentSection(function=function.replace("{}", str(file)), kwargs=kwargs))
     assert expected in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 
 from fp8rl.numerics.errors import UserError
 from fp8rl.rollout.data.tasks import Problem
-from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.environments.harness.harness import Harness
@@ -93,7 +93,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def played(tokenizer: Any, *kinds: str, line: str = "3" + EOS) -> list[tuple[Any, list[Trajectory]]]:
     """What tasks of these kinds return, all at once, and the rows of each."""
-    config = EnvironmentConfig.model_validate(
+    config = EnvironmentSection.model_validate(
         {"function": "verifiers", "kwargs": {"env": {"taskset": {"id": "counts"}}}}
     )
     harness = load_environment(config)
@@ -158,5 +158,5 @@ def test_a_task_that_fails_or_ends_the_process_or_hangs_fails_alone(tokenizer: A
 )
 def test_what_cannot_be_played_is_refused_before_anything_starts(settings: Any, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_environment(EnvironmentConfig.model_validate({"function": "verifiers", **settings}))
+        load_environment(EnvironmentSection.model_validate({"function": "verifiers", **settings}))
     assert message in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import LowRank
 from fp8rl.rollout.plugin.adapters import AdaptedRows
@@ -34,19 +34,19 @@ from tests.support.served_model import (
     hf_tensors_served,
 )
 
-CONFIG = AdapterConfig(rank=4, alpha=8.0)
-SHARED = AdapterConfig(rank=4, alpha=8.0, experts="shared", targets=("q_proj", "v_proj", "up_proj", "down_proj"))
+CONFIG = AdapterSection(rank=4, alpha=8.0)
+SHARED = AdapterSection(rank=4, alpha=8.0, experts="shared", targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 BASE = hf_tensors_served(0)
 QKV, W13, W2 = f"{ATTENTION}qkv_proj.weight", f"{MOE}experts.w13_weight", f"{MOE}experts.w2_weight"
 
 
-def adapters(config: AdapterConfig, seed: int = 0) -> dict[str, Tensor]:
+def adapters(config: AdapterSection, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows = (row for row in DEFINITION.adapted(config).tensors.rows.values() if row.adapts is not None)
     return {row.name: torch.randn(row.shape, generator=generator).bfloat16() for row in rows}
 
 
-def attached(config: AdapterConfig) -> ServedWeights:
+def attached(config: AdapterSection) -> ServedWeights:
     weights = ServedWeights(SPEC.weight)
     weights.attach(build(BASE), DEFINITION.adapted(config), "0")
     return weights
@@ -62,7 +62,7 @@ def update(weights: ServedWeights, tensors: dict[str, Tensor], version: str) -> 
     return weights.commit(version)
 
 
-def expected(config: AdapterConfig, tensors: dict[str, Tensor], version: int) -> Manifest:
+def expected(config: AdapterSection, tensors: dict[str, Tensor], version: int) -> Manifest:
     """The trainer's side of a sync of adapters alone, which are these."""
 
     def sent(stream: dict[str, Tensor]) -> Sent:
@@ -82,7 +82,7 @@ def low_rank(weights: ServedWeights, name: str) -> LowRank:
 
 
 @pytest.mark.parametrize("config", (CONFIG, SHARED), ids=("all, of each expert", "some, of all experts"))
-def test_a_fused_product_adds_the_terms_of_its_matrices(config: AdapterConfig) -> None:
+def test_a_fused_product_adds_the_terms_of_its_matrices(config: AdapterSection) -> None:
     weights, sent = attached(config), adapters(config)
     entries = update(weights, sent, "1")
     assert not expected(config, sent, 1).differences(entries)

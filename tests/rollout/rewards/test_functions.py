@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from fp8rl.numerics.errors import UserError
 from fp8rl.rollout.named_functions import ReturnError
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardConfig, RewardsConfig
+from fp8rl.rollout.rewards.config import RewardSection, RewardsSection
 from fp8rl.rollout.rewards.functions import RewardFunction, load_function
 
 ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
@@ -43,7 +43,7 @@ def module(tmp_path: Path) -> Path:
 
 
 def loaded(function: str, **kwargs: Any) -> RewardFunction:
-    return load_function(RewardConfig(function=function, kwargs=kwargs), "rewards.functions.0")
+    return load_function(RewardSection(function=function, kwargs=kwargs), "rewards.functions.0")
 
 
 def test_a_function_is_found_in_a_file_and_gets_what_it_asks_for(module: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_group_gets_a_reward_for_each_answer(module: Path) -> None:
 
 
 def test_a_list_stands_for_the_functions_and_their_labels_differ() -> None:
-    assert RewardsConfig.model_validate([{"function": "math"}]).functions[0].function == "math"
+    assert RewardsSection.model_validate([{"function": "math"}]).functions[0].function == "math"
     with pytest.raises(ValidationError, match="found two functions called short, expected one"):
-        RewardsConfig.model_validate([{"function": "a:short"}, {"function": "b:short"}])
-    named = RewardsConfig.model_validate([{"function": "a:short"}, {"function": "b:short", "name": "other"}])
+        RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short"}])
+    named = RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short", "name": "other"}])
     assert [function.label for function in named.functions] == ["short", "other"]

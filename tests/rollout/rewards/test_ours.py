@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from fp8rl.rollout.rewards.config import RewardConfig
-from fp8rl.rollout.rewards.form import format
+from fp8rl.rollout.rewards.config import RewardSection
 from fp8rl.rollout.rewards.functions import load_function
-from fp8rl.rollout.rewards.length import length
 from fp8rl.rollout.rewards.mathematics import math
+from fp8rl.rollout.rewards.rules import format, length
 from fp8rl.rollout.server.launcher import _import_one_model_only
 from fp8rl.rollout.server.server import _free_port
 from tests.support.paths import EXAMPLES
@@ -103,7 +102,7 @@ def test_a_reward_model_behind_sglang_says_what_transformers_says(reward_model: 
         with torch.no_grad():
             expected.append(classifier(torch.tensor([ids])).logits.item())
     with sglang_serves(reward_model, tmp_path) as url:
-        asked = RewardConfig(function="model", kwargs={"url": url, "tokenizer": str(reward_model)})
+        asked = RewardSection(function="model", kwargs={"url": url, "tokenizer": str(reward_model)})
         function = load_function(asked, "rewards.functions.0")
         said = asyncio.run(function({"question": "1+2=?", "answers": ANSWERS}))
     assert function.of_group and function.is_async
@@ -198,7 +197,7 @@ def test_what_a_reward_model_may_answer(
 
     with service(reply) as url:
         options = {"url": url + "/", "tokenizer": str(reward_model), "key_variable": "REWARD_KEY", **kwargs}
-        function = load_function(RewardConfig(function="model", kwargs=options), "rewards.functions.0")
+        function = load_function(RewardSection(function="model", kwargs=options), "rewards.functions.0")
         call = function({"question": "1+2=?", "answers": ANSWERS[:2]})
         if isinstance(expected, str):
             with pytest.raises(ValueError, match=expected):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.errors import UserError
-from fp8rl.rollout.config import RolloutConfig, Speculation
+from fp8rl.rollout.config import RolloutSection, SpeculationSection
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.server.arguments import server_arguments, server_environment
 from fp8rl.rollout.types import IDLE_S
@@ -33,18 +33,18 @@ CASES = [(cuda, mode, extra) for (cuda, mode), extra in DEVICES.items()]
 
 
 def arguments_for(
-    config: RolloutConfig, *, cuda: bool = False, mode: str = "exact", routes: bool = False, model: Path = Path("m")
+    config: RolloutSection, *, cuda: bool = False, mode: str = "exact", routes: bool = False, model: Path = Path("m")
 ) -> list[str]:
     return server_arguments(model, config, port=4000, weight_version=2, cuda=cuda, mode=mode, routes=routes)
 
 
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
 def test_by_hand(cuda: bool, mode: str, extra: str) -> None:
-    assert " ".join(arguments_for(RolloutConfig(), cuda=cuda, mode=mode)) == f"{COMMON} {extra}"
+    assert " ".join(arguments_for(RolloutSection(), cuda=cuda, mode=mode)) == f"{COMMON} {extra}"
 
 
 def test_what_the_config_asks_for() -> None:
-    config = RolloutConfig(context_length=300, max_total_tokens=4096, chunked_prefill_size=96, prefix_cache=False)
+    config = RolloutSection(context_length=300, max_total_tokens=4096, chunked_prefill_size=96, prefix_cache=False)
     line = " ".join(arguments_for(config, routes=True))
     asked = "--chunked-prefill-size 96 --disable-radix-cache --enable-return-routed-experts"
     expected = COMMON.replace("1024", "300").replace("32768", "4096")
@@ -52,19 +52,19 @@ def test_what_the_config_asks_for() -> None:
 
 
 def test_an_engine_without_weights_makes_some_up() -> None:
-    line = server_arguments(Path("m"), RolloutConfig(), port=4000, weight_version=2, cuda=False, dummy=True)
+    line = server_arguments(Path("m"), RolloutSection(), port=4000, weight_version=2, cuda=False, dummy=True)
     assert " ".join(line) == f"{COMMON} --load-format dummy {CPU}"
 
 
 def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
-    config = RolloutConfig(memory_fraction=0.6, max_running_requests=32, graph_batches=(1, 8, 32))
+    config = RolloutSection(memory_fraction=0.6, max_running_requests=32, graph_batches=(1, 8, 32))
     assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {CPU}"
     keys = "--max-running-requests 32 --mem-fraction-static 0.6 --cuda-graph-bs-decode 1 8 32"
     assert " ".join(arguments_for(config, cuda=True)) == f"{COMMON} {keys} {EXACT}"
 
 
 def test_an_engine_that_drafts_asks_for_our_algorithm_and_no_gpu_does() -> None:
-    config = RolloutConfig(speculation=Speculation(drafts=3))
+    config = RolloutSection(speculation=SpeculationSection(drafts=3))
     asked = "--speculative-algorithm FP8RL --speculative-eagle-topk 1 --speculative-num-steps 3"
     assert " ".join(arguments_for(config)) == f"{COMMON} {asked} --speculative-num-draft-tokens 4 {CPU}"
     with pytest.raises(UserError, match="rollout.speculation"):
@@ -72,9 +72,9 @@ def test_an_engine_that_drafts_asks_for_our_algorithm_and_no_gpu_does() -> None:
 
 
 def test_an_engine_that_sleeps_has_its_memory_on_a_gpu_in_regions_of_torch_memory_saver(tmp_path: Path) -> None:
-    config, graphs = RolloutConfig(sleep=True), "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-    assert arguments_for(config) == arguments_for(RolloutConfig())
-    more = set(arguments_for(config, cuda=True)) - set(arguments_for(RolloutConfig(), cuda=True))
+    config, graphs = RolloutSection(sleep=True), "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    assert arguments_for(config) == arguments_for(RolloutSection())
+    more = set(arguments_for(config, cuda=True)) - set(arguments_for(RolloutSection(), cuda=True))
     assert more == {"--enable-memory-saver"}
     for cuda, sleep, expected in ((True, True, "1"), (True, False, None), (False, True, None)):
         assert server_environment(None, tmp_path, cuda=cuda, sleep=sleep).get(graphs) == expected
@@ -84,7 +84,7 @@ def test_an_engine_that_sleeps_has_its_memory_on_a_gpu_in_regions_of_torch_memor
 def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
     server_args = pytest.importorskip("sglang.srt.server_args")
     model = EXAMPLES / "models/tiny_qwen3_moe"
-    config = RolloutConfig(
+    config = RolloutSection(
         chunked_prefill_size=96, prefix_cache=False, memory_fraction=0.6, graph_batches=(1, 8), sleep=True
     )
     parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, routes=True, model=model))

@@ -24,11 +24,11 @@ from tests.support.servers import group_members, shared_memory, small_config, wa
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
 OWNER = """
 import sys, threading, time
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.server.scratch import make_scratch, note_shared_memory, sweep
 from fp8rl.rollout.server.server import SGLangServer
-config = RolloutConfig(context_length=512, max_total_tokens=8192)
+config = RolloutSection(context_length=512, max_total_tokens=8192)
 servers = []
 thread = threading.Thread(
     target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2]))

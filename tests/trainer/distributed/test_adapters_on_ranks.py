@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 CONFIGS = {
-    "merged": AdapterConfig(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
-    "separate": AdapterConfig(rank=8),
-    "shared": AdapterConfig(rank=8, experts="shared"),
-    "latent": AdapterConfig(rank=8),
-    "latent-merged": AdapterConfig(rank=8, mode="merged"),
+    "merged": AdapterSection(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
+    "separate": AdapterSection(rank=8),
+    "shared": AdapterSection(rank=8, experts="shared"),
+    "latent": AdapterSection(rank=8),
+    "latent-merged": AdapterSection(rank=8, mode="merged"),
 }
 """What is trained, by what is special about it; `latent`: a model with latent attention."""
 
@@ -49,7 +49,7 @@ class Case:
     again: Path
     names: tuple[str, ...]
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.trainer.trainer import Trainer
 
         out = {}
@@ -128,7 +128,7 @@ def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
     alone: dict[str, One],
 ) -> None:
     case = Case(paths, checkpoints, tmp_path, names)
-    found = run_on_ranks(TrainerConfig(**SETTINGS, **ranks), tmp_path / "ranks", case)
+    found = run_on_ranks(TrainerSection(**SETTINGS, **ranks), tmp_path / "ranks", case)
     for name in names:
         one, of_ranks = alone[name], [each[name] for each in found]
         assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, one.logprobs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.errors import UserError
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.context import gathered, own_positions, shared_attention
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.model_checks import check_sharing
@@ -28,7 +28,7 @@ def tensors() -> list[Tensor]:
     return [torch.randn(2, WIDTH, count, 16, generator=random).bfloat16() for count in heads]
 
 
-def attended(layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+def attended(layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """The result and the gradients, of all tokens, and what this rank takes of a gradient."""
     mine = own_positions(WIDTH, layout.cp_rank, layout.cp_size)
     *leaves, dout = (x[:, mine].contiguous().requires_grad_() for x in tensors())
@@ -46,7 +46,7 @@ def test_two_ranks_have_the_bits_of_one_forward_and_backward(tmp_path: Path) -> 
     q, k, v, dout = (x.requires_grad_() for x in tensors())
     out = ops.attention(q, k, v, torch.arange(WIDTH).expand(2, -1), SCALE)
     out.backward(dout.detach())
-    for rank in run_on_ranks(TrainerConfig(cp=2), tmp_path, attended):
+    for rank in run_on_ranks(TrainerSection(cp=2), tmp_path, attended):
         for found, expected in zip(rank["found"], (out, q.grad, k.grad, v.grad), strict=True):
             assert torch.equal(found, expected)
         assert torch.equal(rank["own"], rank["expected"])
@@ -69,7 +69,7 @@ def test_every_token_is_one_rank_s_and_all_ranks_see_as_many_keys() -> None:
 )
 def test_rows_that_cannot_be_shared_are_refused(config: dict[str, Any], mode: Any, length: int, message: str) -> None:
     with pytest.raises(UserError) as error:
-        check_sharing(TrainerConfig(cp=2, **config), mode, length)
+        check_sharing(TrainerSection(cp=2, **config), mode, length)
     assert message in str(error.value)
-    check_sharing(TrainerConfig(**config), mode, length)
-    check_sharing(TrainerConfig(cp=2), "exact", 4096)
+    check_sharing(TrainerSection(**config), mode, length)
+    check_sharing(TrainerSection(cp=2), "exact", 4096)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
@@ -16,7 +16,7 @@ from tests.support.ranks import run_on_ranks
 PIECE = 1000
 
 
-def _both_ways(path: Path, layout: Layout, config: TrainerConfig) -> list[Any]:
+def _both_ways(path: Path, layout: Layout, config: TrainerSection) -> list[Any]:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -52,6 +52,6 @@ def _both_ways(path: Path, layout: Layout, config: TrainerConfig) -> list[Any]:
 @pytest.mark.slow
 def test_pieces_make_the_buffers_that_megatron_gathers_whole(moe_path: Path, tmp_path: Path) -> None:
     """Three ranks, whose shares do not divide: the last one has padding."""
-    config = TrainerConfig(dp=3, micro_batch_tokens=256, lr=1e-3, warmup_steps=0)
+    config = TrainerSection(dp=3, micro_batch_tokens=256, lr=1e-3, warmup_steps=0)
     for found in run_on_ranks(config, tmp_path, partial(_both_ways, moe_path)):
         assert found == [(True, True, False)] * 6, "masters and both moments of dense weights and of experts"

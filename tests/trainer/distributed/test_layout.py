@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 
 
 def test_every_rank_has_a_place_of_its_own() -> None:
-    config = TrainerConfig(tp=2, pp=2, ep=4, dp=2)
+    config = TrainerSection(tp=2, pp=2, ep=4, dp=2)
     places = [Layout.of(rank, config) for rank in range(config.world_size)]
     assert len({(at.pp_rank, at.dp_rank, at.tp_rank) for at in places}) == config.world_size == 8
     assert [(at.ep_rank, at.expert_dp_rank, at.expert_dp_size) for at in places] == [(r % 4, 0, 1) for r in range(8)]
@@ -16,7 +16,7 @@ def test_every_rank_has_a_place_of_its_own() -> None:
 
 
 def test_ranks_that_share_rows_are_neighbours_and_hold_the_same_weights() -> None:
-    config = TrainerConfig(tp=2, cp=2, dp=2, ep=8)
+    config = TrainerSection(tp=2, cp=2, dp=2, ep=8)
     places = [Layout.of(rank, config) for rank in range(config.world_size)]
     assert [(at.share, at.cp_rank, at.tp_rank) for at in places] == [
         (share, own, part) for share in range(2) for own in range(2) for part in range(2)

@@ -24,7 +24,7 @@ from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
@@ -64,7 +64,7 @@ class Case:
     saved: Path
     k_splits: int
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.diagnose.audit.watch import watch_step
         from fp8rl.trainer.inventory import inventory, transfers
 
@@ -116,14 +116,14 @@ class Case:
         return str(error.value)
 
     def _trainer(
-        self, layout: Layout, config: TrainerConfig, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
+        self, layout: Layout, config: TrainerSection, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
     ) -> Any:
         from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
         return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
 
-    def _frozen(self, layout: Layout, config: TrainerConfig) -> Any:
+    def _frozen(self, layout: Layout, config: TrainerSection) -> Any:
         """What a model without an optimizer makes of the batch."""
         from fp8rl.trainer.scorer import Scorer
 
@@ -138,7 +138,7 @@ class Case:
             trainer.score_routed(routed_batch())
         return None
 
-    def _with_less_memory(self, layout: Layout, config: TrainerConfig) -> dict[str, list[str]]:
+    def _with_less_memory(self, layout: Layout, config: TrainerSection) -> dict[str, list[str]]:
         """What differs on this rank, by what its trainer computes once more."""
         batch = routed_batch() if config.pp == 1 else random_batch(**BATCH)
         keys = [{}, *({"recompute": part} for part in ("attention", "experts", "layer")), {"head_chunk_tokens": CHUNK}]
@@ -156,7 +156,7 @@ class Case:
             for each, found in zip(keys[1:], passes[1:], strict=True)
         }
 
-    def _packed(self, layout: Layout, config: TrainerConfig) -> tuple[Any, Any, dict[str, Tensor]]:
+    def _packed(self, layout: Layout, config: TrainerSection) -> tuple[Any, Any, dict[str, Tensor]]:
         """Log-probabilities with less memory, what is said of routes, and gradients, of rows that lie end to end."""
         config = config.model_copy(update={"packing": True, "micro_batch_tokens": 300})
         less = config.model_copy(update={"recompute": "layer", "head_chunk_tokens": CHUNK})
@@ -173,7 +173,7 @@ class Case:
         return str(error.value)
 
 
-def valued(layout: Layout, config: TrainerConfig, path: Path, k_splits: int) -> Any:
+def valued(layout: Layout, config: TrainerSection, path: Path, k_splits: int) -> Any:
     """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
     from fp8rl.trainer.roles import Critic
 
@@ -246,7 +246,7 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Outcome:
     ranks: list[dict[str, Any]]
-    config: TrainerConfig
+    config: TrainerSection
     saved: Path
 
     @property
@@ -291,7 +291,7 @@ def outcome(
     checkpoint: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Outcome:
-    config = TrainerConfig(**SETTINGS, **LAYOUTS[request.param])
+    config = TrainerSection(**SETTINGS, **LAYOUTS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     case = Case(moe_path, dense_path, families, checkpoint, folder / "saved", k_splits=config.tp)
     return Outcome(run_on_ranks(config, folder / "ranks", case), config, case.saved)
@@ -320,7 +320,7 @@ def test_logprobs_are_bit_equal(
 def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(
     outcome: Outcome, layout: Layout, moe_path: Path
 ) -> None:
-    (rows, expected), steps = valued(layout, TrainerConfig(**SETTINGS), moe_path, outcome.k_splits)
+    (rows, expected), steps = valued(layout, TrainerSection(**SETTINGS), moe_path, outcome.k_splits)
     assert expected.abs().max() > 0.1
     place = torch.tensor(rows).argsort()
     parts = [rank["critic"][0] for rank in outcome.ranks if rank["critic"][0] is not None]

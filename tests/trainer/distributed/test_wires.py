@@ -22,7 +22,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.model_checks import check_wires
 from tests.support.batches import cross_entropy, random_batch
@@ -67,7 +67,7 @@ class Case:
     moe_path: Path
     folder: Path
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         out = {wire: self._sum(layout, wire) for wire in NARROW}
         steps = {
             wire: self._step(layout, config.model_copy(update={"gradient_wire": wire})) for wire in ("fp32", *NARROW)
@@ -79,7 +79,7 @@ class Case:
         audits = {form: self._watched(layout, narrow, plan) for form, plan in (("narrow", narrow), ("wide", config))}
         return {"sums": out, "steps": steps, "gathers": gathers, "audits": audits}
 
-    def _watched(self, layout: Layout, config: TrainerConfig, planned: TrainerConfig) -> list[Sighting]:
+    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Sighting]:
         from fp8rl.diagnose.audit.watch import watch_step
 
         trainer, batch = self._trainer(layout, config), random_batch(**BATCH)
@@ -100,7 +100,7 @@ class Case:
             "broken": reduce_scatter(broken, wire, dist.group.WORLD)[0],
         }
 
-    def _step(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def _step(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         trainer = self._trainer(layout, config)
         batch = random_batch(**BATCH)
         with counted() as sent:
@@ -111,7 +111,7 @@ class Case:
             "sent": sent["all_to_all_single"],
         }
 
-    def _gathered(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def _gathered(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.trainer.modules.weights import named_weights
 
         trainer = self._trainer(layout, config)
@@ -139,7 +139,7 @@ class Case:
         out["bf16 trainer"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
         return out
 
-    def _trainer(self, layout: Layout, config: TrainerConfig) -> Any:
+    def _trainer(self, layout: Layout, config: TrainerSection) -> Any:
         from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=POW2, trainer="fp8")
@@ -163,7 +163,7 @@ def group_max(x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def ranks(moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    config = TrainerConfig(dp=2, lr=1e-2, warmup_steps=0, micro_batch_tokens=256)
+    config = TrainerSection(dp=2, lr=1e-2, warmup_steps=0, micro_batch_tokens=256)
     folder = tmp_path_factory.mktemp("wires")
     return run_on_ranks(config, folder / "ranks", Case(moe_path, folder))
 
@@ -247,7 +247,7 @@ def test_a_trainer_that_falls_back_to_bf16_gathers_bf16(ranks: Any) -> None:
 )
 def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: QuantSpec, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_wires(SIZES, TrainerConfig(**config), spec)
+        check_wires(SIZES, TrainerSection(**config), spec)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: Quan
     ],
 )
 def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
-    check_wires(SIZES, TrainerConfig(**config), spec)
+    check_wires(SIZES, TrainerSection(**config), spec)
 
 
 @pytest.mark.slow

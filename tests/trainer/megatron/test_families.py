@@ -20,7 +20,7 @@ from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_family
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
                 compared.add(row.name)
     assert compared == {key for key in theirs if ".experts." not in key}
 
-    ranks = run_on_ranks(TrainerConfig(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(path))
+    ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(path))
     for parameter, gradient in gradients.items():
         if gradient.dim() == 1:
             parts = [rank[parameter] for rank in ranks]
@@ -162,7 +162,7 @@ def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
 def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(tmp_path: Path) -> None:
     """The first stage's layer is dense, and the first layer of the second one is not."""
     path = write(tmp_path / "model", "moonlight")
-    ranks = run_on_ranks(TrainerConfig(lr=1e-3, pp=2), tmp_path / "ranks", Export(path))
+    ranks = run_on_ranks(TrainerSection(lr=1e-3, pp=2), tmp_path / "ranks", Export(path))
     stored, exported = load_file(path / "model.safetensors"), ranks[0] | ranks[1]
     assert len(ranks[0]) + len(ranks[1]) == len(stored) and exported.keys() == stored.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
@@ -174,7 +174,7 @@ class Export:
 
     path: Path
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Tensor]:
         from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
@@ -189,7 +189,7 @@ class Gradients:
 
     path: Path
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Tensor]:
         from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16", k_splits=config.tp)

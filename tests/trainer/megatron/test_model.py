@@ -15,7 +15,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules.precision import Precision
@@ -63,7 +63,7 @@ def test_every_parameter_is_made_where_the_model_runs(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     numerics, definition = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_model(moe_path)
     precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, TrainerConfig(), layout, precision, Lowering(), LENGTH)
+    model = build_model(definition, TrainerSection(), layout, precision, Lowering(), LENGTH)
     parameters = dict(model.named_parameters())
     assert {name for name, parameter in parameters.items() if parameter.device.type != "meta"} == set()
     assert any("router" in name for name in parameters)

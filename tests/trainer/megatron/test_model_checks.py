@@ -12,7 +12,7 @@ import pytest
 from fp8rl.models import ModelSizes
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout
 from tests.support.definitions import SIZES
 
@@ -33,7 +33,7 @@ DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768
     ],
 )
 def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> None:
-    check_layout(sizes, TrainerConfig(**layout), SPEC)
+    check_layout(sizes, TrainerSection(**layout), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> 
 )
 def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, int], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_layout(sizes, TrainerConfig(**layout), SPEC)
+        check_layout(sizes, TrainerSection(**layout), SPEC)
 
 
 def test_norms_over_all_heads_are_shared_by_a_trainers_ranks_and_not_by_an_engines() -> None:
     olmoe = dataclasses.replace(MOE, head_norms="together")
-    check_layout(olmoe, TrainerConfig(tp=2), SPEC)
+    check_layout(olmoe, TrainerSection(tp=2), SPEC)
     check_engine_layout(olmoe, 1, SPEC)
     with pytest.raises(UserError, match=r"rollout\.tp: found 2, expected 1 for a model whose norms"):
         check_engine_layout(olmoe, 2, SPEC)
@@ -76,7 +76,7 @@ def test_norms_over_all_heads_are_shared_by_a_trainers_ranks_and_not_by_an_engin
 )
 def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_layout(MOE, TrainerConfig(), SPEC.override(changes))
+        check_layout(MOE, TrainerSection(), SPEC.override(changes))
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_dense_first_layers_and_shared_experts() -> None:
     air = dataclasses.replace(MOE, dense_layers=1, ffn_size=10944, expert_size=1408, shared_size=1408)
     first_in_bf16 = dataclasses.replace(SPEC, first_layers_bf16=1)
     with pytest.raises(UserError, match="intermediate_size: found 10944, expected a multiple of 128"):
-        check_layout(air, TrainerConfig(), SPEC)
-    check_layout(air, TrainerConfig(), first_in_bf16)
+        check_layout(air, TrainerSection(), SPEC)
+    check_layout(air, TrainerSection(), first_in_bf16)
     with pytest.raises(UserError, match=r"n_shared_experts / trainer.tp = 1408 / 2: found 704, expected a multiple"):
-        check_layout(air, TrainerConfig(tp=2), first_in_bf16)
+        check_layout(air, TrainerSection(tp=2), first_in_bf16)
     wide = dataclasses.replace(air, ffn_size=1024, shared_size=1024, expert_size=1024)
     check_engine_layout(wide, 2, SPEC)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.result import RankPassResult
 from tests.support.batches import cross_entropy, random_batch
@@ -128,7 +128,7 @@ class Case:
 
     path: Path
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.trainer.trainer import Trainer
 
         out: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class Case:
 @pytest.mark.slow
 def test_two_ranks_equal_one_within_rounding(moe_path: Path, tmp_path: Path, make: MakeTrainer) -> None:
     """Attention is split over the ranks, and experts are spread over them."""
-    ranks = run_on_ranks(TrainerConfig(**SETTINGS, **LAYOUT), tmp_path / "ranks", Case(moe_path))
+    ranks = run_on_ranks(TrainerSection(**SETTINGS, **LAYOUT), tmp_path / "ranks", Case(moe_path))
     batch = random_batch(**BATCH)
     for precision in PRECISIONS:
         expected = make(moe_path, precision, **SETTINGS).train_step(batch, cross_entropy(batch))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.trainer.step.batch import Supports, TokenBatch
+from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
 from tests.support.batches import Entropy, cross_entropy, random_batch
 from tests.support.models import VOCAB, write_model
 from tests.support.trainers import MakeTrainer
@@ -114,12 +114,12 @@ def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrain
 CUTS = {"top-p": Truncation(top_p=0.6), "top-k": Truncation(top_k=5), "both": Truncation(0.7, 6, 0.02)}
 
 
-def carried(batch: TokenBatch) -> Supports:
+def carried(batch: TokenBatch) -> KeptTokenPool:
     """Of the targets of every second row: the token itself and two others."""
     rows = batch.loss_mask & (torch.arange(batch.rows) % 2 == 0)[:, None]
     own = batch.tokens[rows].int()
     ids = torch.stack([own, (own + 3) % VOCAB, (own + 11) % VOCAB], 1)
-    return Supports.of(rows, torch.full((len(own),), 3, dtype=torch.int32), ids.flatten())
+    return KeptTokenPool.of(rows, torch.full((len(own),), 3, dtype=torch.int32), ids.flatten())
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_truncated_token_is_scored_among_what_is_left_or_what_it_was_drawn_fro
     everything = scores()
     found, best = scores(truncation=Truncation(top_k=5)), everything.topk(5).indices
     assert torch.allclose(found[best], everything[best].log_softmax(0), atol=1e-5)
-    supports = Supports.of(
+    supports = KeptTokenPool.of(
         mask, torch.full((VOCAB,), 2), torch.stack([tokens[:, -1], tokens[:, -1].roll(1)], 1).flatten()
     )
     found = scores(truncation=Truncation(top_k=5), supports=supports)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8rl.models.base import Base, base_bytes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.quantized import served_tensors
 from tests.support.batches import random_batch
@@ -27,7 +27,7 @@ def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(
 
     path: Path = request.getfixturevalue(f"{kind}_path")
     spec = QuantSpec.preset("fp8_block_pow2")
-    model = Scorer(path, TrainerConfig(), NumericsConfig(spec=spec), layout, max_sequence_length=LENGTH)
+    model = Scorer(path, TrainerSection(), NumericsConfig(spec=spec), layout, max_sequence_length=LENGTH)
     model.model.requires_grad_(False)
     batch = random_batch(rows=3, longest=40)
     before = model.score(batch)[1].clone()

@@ -15,7 +15,7 @@ from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerConfig
+from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.weights import te_weights
 from fp8rl.trainer.weights.hf_weights import HFWeights
@@ -30,7 +30,7 @@ SETTINGS = {"lr": 1e-3, "warmup_steps": 0}
 LAYOUTS = {"tp2ep2": {"tp": 2, "ep": 2}, "ep2": {"ep": 2, "dp": 2}}
 
 
-def native_trainer(path: Path, layout: Layout, config: TrainerConfig) -> Any:
+def native_trainer(path: Path, layout: Layout, config: TrainerSection) -> Any:
     from fp8rl.trainer.trainer import Trainer
 
     numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
@@ -72,7 +72,7 @@ def test_codes_and_scales_are_exported_as_they_are(
     preset: str, kind: str, layers: range, moe_path: Path, dense_path: Path, layout: Layout
 ) -> None:
     path = moe_path if kind == "moe" else dense_path
-    trainer = native_trainer(path, layout, TrainerConfig(**SETTINGS))
+    trainer = native_trainer(path, layout, TrainerSection(**SETTINGS))
     hold_in_fp8(trainer.model, preset, layers)
     spec = QuantSpec.preset(preset).weight
     weights = HFWeights(path, trainer.definition, trainer.model.config, spec, trainer.cache, layout)
@@ -83,7 +83,7 @@ def test_products_take_and_engines_are_sent_the_weight_that_the_cache_says_is_se
     moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an adapter would have it: other values than the parameter's."""
-    trainer = native_trainer(moe_path, layout, TrainerConfig(**SETTINGS))
+    trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
     stored, spec = load_file(moe_path / "model.safetensors"), trainer.numerics.spec.weight
     monkeypatch.setattr(trainer.cache, "served", lambda weight: -weight.detach())
     exported = dict(trainer.export_weights())
@@ -100,7 +100,7 @@ class Export:
 
     path: Path
 
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         trainer = native_trainer(self.path, layout, config)
         hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
         return dict(trainer.export_weights())
@@ -109,14 +109,14 @@ class Export:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_codes_and_scales_are_gathered_from_all_ranks(name: str, moe_path: Path, tmp_path: Path) -> None:
-    ranks = run_on_ranks(TrainerConfig(**SETTINGS, **LAYOUTS[name]), tmp_path, Export(moe_path))
+    ranks = run_on_ranks(TrainerSection(**SETTINGS, **LAYOUTS[name]), tmp_path, Export(moe_path))
     assert_served_as_held(
         {name: tensor for rank in ranks for name, tensor in rank.items()}, moe_path, "fp8_block_pow2", range(LAYERS)
     )
 
 
 def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path, layout: Layout) -> None:
-    trainer = native_trainer(moe_path, layout, TrainerConfig(**SETTINGS))
+    trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
     bf16 = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
     held = {name: p for name, p in trainer.model.named_parameters() if te_weights.is_quantized(p)}
@@ -133,7 +133,7 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
 
 
 def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layout: Layout) -> None:
-    trainer = native_trainer(moe_path, layout, TrainerConfig(**SETTINGS))
+    trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
     hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
     trainer.export_hf(tmp_path / "out")
     stored, written = load_file(moe_path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")

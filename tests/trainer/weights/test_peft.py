@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8rl.models import read_model
-from fp8rl.models.adapters import AdapterConfig
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import BASE, TENSORS, read_adapter, read_config
 from fp8rl.models.peft_config import CONFIG
 from fp8rl.numerics.errors import UserError
@@ -32,7 +32,7 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 @pytest.fixture(scope="module")
 def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
     """An adapter whose B is not zero, as a trainer writes it."""
-    trainer = make_trainer(moe_path, "bf16", adapter=AdapterConfig(rank=4))
+    trainer = make_trainer(moe_path, "bf16", adapter=AdapterSection(rank=4))
     spread(trainer)
     trainer.export_adapter(path := tmp_path_factory.mktemp("peft") / "adapter")
     return path
@@ -50,7 +50,7 @@ def test_peft_computes_what_the_trainer_does_in_fp32(
     from transformers import AutoModelForCausalLM
 
     path = request.getfixturevalue(model)
-    trainer = make_trainer(path, "bf16", torch.float32, adapter=AdapterConfig(rank=4, **changes))
+    trainer = make_trainer(path, "bf16", torch.float32, adapter=AdapterSection(rank=4, **changes))
     batch = random_batch(seed=0)
     before = scored(trainer, batch)
     spread(trainer, 0.1)
@@ -80,7 +80,7 @@ def by_transformers(model: Any, batch: TokenBatch) -> Tensor:
 def test_a_run_begins_with_what_another_has_written(
     written: Path, moe_path: Path, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    again = make_trainer(moe_path, "bf16", adapter=AdapterConfig(rank=4, start=str(written)))
+    again = make_trainer(moe_path, "bf16", adapter=AdapterSection(rank=4, start=str(written)))
     again.export_adapter(tmp_path / "again")
     first, second = (load_file(path / TENSORS) for path in (written, tmp_path / "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -135,7 +135,7 @@ def test_what_is_no_adapter_of_this_model_is_refused(
         save_file(load_file(adapter / TENSORS), adapter / TENSORS, {BASE: "0" * 32})
     else:
         experts = change
-    model = read_model(moe_path).adapted(AdapterConfig(rank=4, experts=experts))
+    model = read_model(moe_path).adapted(AdapterSection(rank=4, experts=experts))
     with pytest.raises(UserError, match=message):
         read_adapter(adapter, moe_path, model, "adapter.start")
 

@@ -13,7 +13,7 @@ from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
 from fp8rl.rl.algorithms.parts.kl import k2, k3
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 VOCABULARY = 7
@@ -22,7 +22,7 @@ VOCABULARY = 7
 def algorithm(name: str, *, loss: float = 0.0, reward: float = 0.0, estimator: str = "k2", **settings: Any) -> Any:
     kl = {"loss": {"coefficient": loss, "estimator": estimator}, "reward": {"coefficient": reward}}
     found = TypeAdapter(Algorithm).validate_python({"name": name, "kl": kl, **settings})
-    return found.resolved(RolloutConfig(max_new_tokens=20))
+    return found.resolved(RolloutSection(max_new_tokens=20))
 
 
 def softmaxes(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

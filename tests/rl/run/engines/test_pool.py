@@ -25,7 +25,7 @@ from fp8rl.rl.run.engines.canary import Canary, Expected
 from fp8rl.rl.run.engines.fleet import Fleet, News
 from fp8rl.rl.run.engines.pool import EnginePool
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rollout.config import RolloutConfig
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Health, Slept
 from fp8rl.rollout.errors import EngineDiedError, EngineError, StaleWeightsError
 from fp8rl.rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
@@ -34,7 +34,7 @@ from fp8rl.weight_sync.manifest import Manifest
 from tests.support.servers import groups, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=8)
-CONFIG = RolloutConfig(max_total_tokens=1000, hung_after_s=1.0)
+CONFIG = RolloutSection(max_total_tokens=1000, hung_after_s=1.0)
 
 
 class Method:
@@ -152,7 +152,7 @@ class Stage:
         self.made.append(Actor(f"engine-{index}.{len(self.made)}", **self.next))
         return self.made[-1]
 
-    def open(self, count: int, config: RolloutConfig = CONFIG, manifest: Manifest | None = None) -> EnginePool:
+    def open(self, count: int, config: RolloutSection = CONFIG, manifest: Manifest | None = None) -> EnginePool:
         self.pool = EnginePool(count, Serving(self.make, Path("served"), 3, manifest), config)
         self.pool.wait()
         return self.pool
@@ -294,7 +294,7 @@ def test_an_engine_in_a_long_pass_is_waited_for_as_long_as_its_schedulers_work(s
 def test_an_engine_that_works_and_never_answers_is_replaced_in_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RolloutConfig, "longest_pass_s", 2.0)
+    monkeypatch.setattr(RolloutSection, "longest_pass_s", 2.0)
     pool = stage.open(1)
     stage.made[0].works = stage.made[0].hangs = True
     assert wait_until(lambda: len(stage.made) == 2, 10)
@@ -473,7 +473,7 @@ def test_an_engine_that_holds_other_weights_than_its_files_is_refused(stage: Sta
     assert wait_until(lambda: stage.made[0].ended, 5)
 
 
-def replace_config(**changes: Any) -> RolloutConfig:
+def replace_config(**changes: Any) -> RolloutSection:
     return CONFIG.model_copy(update=changes)
 
 

@@ -21,7 +21,7 @@ from fp8rl.rl.run.feed.judging import TooManyFailuresError
 from fp8rl.rl.run.sampling import done
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.environments.config import EnvironmentConfig
+from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.paths import EXAMPLES
@@ -123,7 +123,7 @@ def make(tmp_path: Path, tokenizer: Any, engines: Engines) -> Iterator[Make]:
     made: list[Conversations] = []
 
     def opened(function: str, **settings: Any) -> Conversations:
-        config = EnvironmentConfig(function=f"{tmp_path / 'mine.py'}:{function}", **settings)
+        config = EnvironmentSection(function=f"{tmp_path / 'mine.py'}:{function}", **settings)
         made.append(Conversations(config, tokenizer, engines.ask))
         return made[-1]
 
@@ -244,7 +244,7 @@ def test_a_program_that_never_awaits_does_not_keep_the_end(
     monkeypatch.setattr(background_module, "_TURN_SECONDS", 0.2)
     (tmp_path / "blocks.py").write_text("import time\nasync def program(base_url, key, problem): time.sleep(3)\n")
     harness = {"program": f"{tmp_path / 'blocks.py'}:program"}
-    conversations = Conversations(EnvironmentConfig(function="harness", harness=harness), tokenizer, engines.ask)  # type: ignore[arg-type]
+    conversations = Conversations(EnvironmentSection(function="harness", harness=harness), tokenizer, engines.ask)  # type: ignore[arg-type]
     begun(conversations, 1)
     time.sleep(0.5)
     began = time.monotonic()

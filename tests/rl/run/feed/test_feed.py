@@ -22,7 +22,7 @@ from fp8rl.rl.run.feed.feed import FilterError, SampledFeed, Work
 from fp8rl.rl.run.feed.judging import Failures, Judge, JudgedAnswer
 from fp8rl.rl.run.records import rollout_records
 from fp8rl.rl.run.sampling import Sampling
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of
@@ -48,7 +48,7 @@ class Letters:
 
 @functools.cache
 def judge() -> Judge:
-    return Judge(RewardsConfig(), cast(Any, Letters()))
+    return Judge(RewardsSection(), cast(Any, Letters()))
 
 
 class Engines(Pool):
@@ -341,7 +341,7 @@ class Taught(Judge):
 
 def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(data: Path) -> None:
     feed, engines = open_feed(data, algorithm={"name": "opd"}, staleness=1)
-    engines.sampling.judge, engines.solved = Taught(RewardsConfig(), cast(Any, Letters())), set()
+    engines.sampling.judge, engines.solved = Taught(RewardsSection(), cast(Any, Letters())), set()
     work = take(feed, 1)
     batch, mask = work.batch, work.batch.loss_mask
     assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE

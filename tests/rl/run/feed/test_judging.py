@@ -19,7 +19,7 @@ from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError, TooManyF
 from fp8rl.rollout import deadlines
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.errors import EngineError
-from fp8rl.rollout.rewards.config import RewardsConfig
+from fp8rl.rollout.rewards.config import RewardsSection
 from fp8rl.rollout.types import Prompt, Trajectory
 from tests.rollout.rewards.test_ours import service
 from tests.support.paths import EXAMPLES
@@ -129,7 +129,7 @@ def make(module: Path, tokenizer: Any) -> Iterator[Make]:
     def made(*functions: str | dict[str, Any], **settings: Any) -> Judge:
         entries = [{"function": entry} if isinstance(entry, str) else entry for entry in functions]
         named = [e | {"function": e["function"].replace("mine:", f"{module}:")} for e in entries]
-        judges.append(Judge(RewardsConfig.model_validate({"functions": named, **settings}), tokenizer))
+        judges.append(Judge(RewardsSection.model_validate({"functions": named, **settings}), tokenizer))
         return judges[-1]
 
     yield made

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fp8rl.rollout.environments.harness import endpoint as module
-from fp8rl.rollout.environments.harness.endpoint import Endpoint
+from fp8rl.rollout.environments.harness.endpoint import ProgramEndpoint
 
 LIMIT = 0.3
 WHOLE = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -17,7 +17,7 @@ def test_headers_that_drip_end_the_connection(first: bytes, monkeypatch: pytest.
     monkeypatch.setattr(module, "_HEADERS_S", LIMIT)
 
     async def dripped() -> float:
-        endpoint = Endpoint(None, ())
+        endpoint = ProgramEndpoint(None, ())
         await endpoint.open()
         port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -28,7 +28,7 @@ from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.environments.config import EnvironmentConfig, HarnessConfig
+from fp8rl.rollout.environments.config import EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.environments.harness.harness import Harness, ProgramError
@@ -40,7 +40,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 USER = {"role": "user", "content": "1+2=?"}
 
-HARNESS = HarnessConfig.model_validate({"program": "x:y"})
+HARNESS = HarnessSection.model_validate({"program": "x:y"})
 Agent = Callable[[openai.AsyncOpenAI], Any]
 
 
@@ -60,7 +60,7 @@ def played(
     async def run() -> tuple[Any, list[Trajectory]]:
         harness = agent
         if not isinstance(harness, Harness):
-            config = EnvironmentConfig(function="harness", harness={"program": "x:y", **settings}).harness  # type: ignore[arg-type]
+            config = EnvironmentSection(function="harness", harness={"program": "x:y", **settings}).harness  # type: ignore[arg-type]
             assert config is not None
             harness = Harness(config, program)
         conversation = Conversation(prompt, 7, sampling, model, tokenizer, timeout_s=10.0, longest=1000)
@@ -355,7 +355,7 @@ def test_conversations_that_begin_at_once_all_find_the_endpoint_open(tokenizer: 
         found.append(base_url)
 
     async def run() -> None:
-        config = EnvironmentConfig.model_validate({"function": "harness", "harness": {"program": "x:y"}}).harness
+        config = EnvironmentSection.model_validate({"function": "harness", "harness": {"program": "x:y"}}).harness
         assert config is not None
         harness = Harness(config, program)
         prompt, sampling = Prompt(Problem("?", "!"), [4]), SamplingParams(8)
@@ -436,7 +436,7 @@ def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
     monkeypatch.setenv("FP8RL_SECRET", "x")
     command = [sys.executable, "-I", "-S", str(tmp_path / "agent.py")]
     settings = {"command": command, "deadline_s": 3.0 if "sleep" in end else 60.0, "directory": str(tmp_path)}
-    harness = load_environment(EnvironmentConfig(function="harness", harness=settings))  # type: ignore[arg-type]
+    harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
     assert isinstance(harness, Harness)
     if isinstance(expected, dict):
         assert played(tokenizer, harness, "3" + EOS)[0] == expected
@@ -461,7 +461,7 @@ def test_an_async_program_that_never_ends_is_ended_in_time(tokenizer: Any) -> No
 @pytest.mark.slow
 def test_a_program_that_swallows_its_cancellation_keeps_nobody(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness_module, "end", partial(end, seconds=0.2))
-    config = EnvironmentConfig(function="harness", harness={"program": "x:y", "deadline_s": 0.2}).harness  # type: ignore[arg-type]
+    config = EnvironmentSection(function="harness", harness={"program": "x:y", "deadline_s": 0.2}).harness  # type: ignore[arg-type]
     assert config is not None
     events: list[str] = []
 
@@ -500,7 +500,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(
     monkeypatch.delenv("NO_PROXY")
     (tmp_path / "agent.py").write_text(AGENT.replace("END", ""))
     settings = {"command": [sys.executable, str(tmp_path / "agent.py")], "variables": ["HTTP_PROXY", "http_proxy"]}
-    harness = load_environment(EnvironmentConfig(function="harness", harness=settings))  # type: ignore[arg-type]
+    harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
     assert isinstance(harness, Harness)
     assert played(tokenizer, harness, "3" + EOS)[0] == {"reward": 1.0, "turns": 1}
 
@@ -524,7 +524,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(
 )
 def test_a_program_that_cannot_be_run_is_refused_before_anything_starts(settings: Any, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_environment(EnvironmentConfig.model_validate(settings))
+        load_environment(EnvironmentSection.model_validate(settings))
     assert message in str(caught.value)
 
 
@@ -539,7 +539,7 @@ def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_i
     )
     monkeypatch.chdir(tmp_path)
 
-    def loaded(*overrides: str) -> EnvironmentConfig:
+    def loaded(*overrides: str) -> EnvironmentSection:
         return load_experiment("specs/spec.yaml", overrides).environment
 
     agent = tmp_path / "specs/bin/agent"

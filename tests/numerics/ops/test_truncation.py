@@ -21,7 +21,7 @@ CASES = {"top-p": (0.9, -1, 0.0), "top-k": (1.0, 20, 0.0), "both": (0.9, 20, 0.0
 def floors(logits: torch.Tensor, top_p: float, top_k: int, min_p: float, temperature: float = 1.0) -> torch.Tensor:
     rows = len(logits)
     of_rows = torch.full((rows,), top_p), torch.full((rows,), top_k), torch.full((rows,), min_p)
-    return ops.support_floors(logits, torch.full((rows,), temperature), *of_rows)
+    return ops.truncation_floors(logits, torch.full((rows,), temperature), *of_rows)
 
 
 def kept(probs: list[float], *setting: float) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8rl.rollout.rewards.integer import integer
+from fp8rl.rollout.rewards.rules import integer
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.kernels.draw import support_floors
+from fp8rl.numerics.kernels.draw import truncation_floors
 from tests.support.kernels import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -28,9 +28,9 @@ def case(rows, vocabulary, dtype):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 def test_floors_are_those_of_the_definition(vocabulary, dtype):
     arguments = case(9, vocabulary, dtype)
-    assert support_floors(*arguments).equal(ops.support_floors(*arguments))
+    assert truncation_floors(*arguments).equal(ops.truncation_floors(*arguments))
     strided = torch.zeros(9, vocabulary + 5, dtype=dtype, device=DEVICE)[:, 2 : vocabulary + 2].copy_(arguments[0])
-    assert support_floors(strided, *arguments[1:]).equal(ops.support_floors(*arguments))
+    assert truncation_floors(strided, *arguments[1:]).equal(ops.truncation_floors(*arguments))
 
 
 @pytest.mark.slow
@@ -44,4 +44,4 @@ def test_numbers_out_of_the_ordinary_have_the_same_place():
     settings = torch.full((5,), 0.9), torch.full((5,), 30), torch.full((5,), 0.001)
     for chosen in (settings, (torch.ones(5), settings[1], torch.zeros(5)), (torch.ones(5), -settings[1], settings[2])):
         arguments = [value.to(DEVICE) for value in (logits, torch.full((5,), 0.5), *chosen)]
-        assert support_floors(*arguments).equal(ops.support_floors(*arguments))
+        assert truncation_floors(*arguments).equal(ops.truncation_floors(*arguments))

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from fp8rl.trainer.step.batch import Supports
+from fp8rl.trainer.step.batch import KeptTokenPool
 from tests.support.batches import random_batch
 
 
@@ -13,7 +13,7 @@ def test_supports_follow_their_rows_wherever_these_go() -> None:
     places = batch.loss_mask.nonzero().tolist()
     sets = {(row, at): [batch.tokens[row, at].item() + n for n in range(1 + (row + at) % 3)] for row, at in places}
     counts = torch.tensor([len(ids) for ids in sets.values()])
-    supports = Supports.of(batch.loss_mask, counts, torch.tensor([t for ids in sets.values() for t in ids]))
+    supports = KeptTokenPool.of(batch.loss_mask, counts, torch.tensor([t for ids in sets.values() for t in ids]))
     batch = dataclasses.replace(batch, supports=supports)
 
     def found(batch, row, at):

@@ -1,0 +1,49 @@
+"""Rewards by rule: `integer`, `format`, `length`, and `environment`, a number of the answer's environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fp8rl.rollout.named_functions import ReturnError
+
+INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})")
+
+
+def integer(answer: str, reference: str, finished: bool) -> float:
+    """Return 1 if the model ended the answer with `####` and the integer that closes the reference; else 0."""
+    gold = final_integer(reference)
+    return float(finished and gold is not None and final_integer(answer) == gold)
+
+
+def final_integer(text: str) -> int | None:
+    """Return the integer between the last `####` and the very end of `text`; one space or none before it."""
+    _, marker, tail = text.rpartition("####")
+    tail = tail.removeprefix(" ")
+    if not marker or not INTEGER.fullmatch(tail):
+        return None
+    return int(tail.replace(",", ""))
+
+
+def format(answer: str, finished: bool, pattern: str) -> float:
+    """Return 1 if the model ended the answer and all of it matches the regular expression `pattern`, else 0.
+
+    In the pattern, `.` is any character.
+    """
+    return float(finished and re.fullmatch(pattern, answer, re.DOTALL) is not None)
+
+
+def length(answer: str, tokens: int, free: int) -> float:
+    """Return 0 up to `free` tokens, and less by 1 for each `free` tokens more."""
+    return min(0.0, 1.0 - tokens / free)
+
+
+def environment(answer: str, outcome: Mapping[str, float], part: str = "reward") -> float:
+    """Return the number `part` of the environment's result (a number without a name is `reward`).
+
+    It is 0 if the answer's tokens ran out, so that the environment returned nothing. Raises ReturnError: it returned
+    others.
+    """
+    if part not in outcome and outcome:
+        raise ReturnError(f"found an environment that returned {', '.join(outcome)}, expected {part} (kwargs.part)")
+    return outcome.get(part, 0.0)
