@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rl.record.metric import Feature, Metric
+from fp8rl.rl.record.metrics import Metric
 from fp8rl.rollout.environments.config import SINGLE_TURN
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _rejects(experiment: Experiment) -> bool:
     return isinstance(experiment.algorithm, PolicyGradient) and experiment.algorithm.correction.rejects
 
 
-CONDITIONS: dict[Feature, Condition] = {
+CONDITIONS: dict[str, Condition] = {
     "samples": Condition(lambda e: e.algorithm.samples, _algorithm, "an algorithm that samples answers"),
     "engines": Condition(lambda e: e.needs_engines, _problems, "a run that samples answers or evaluates"),
     "canary": Condition(
