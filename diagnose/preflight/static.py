@@ -6,7 +6,7 @@ from fp8rl.diagnose.preflight.check import Check, judged, refused
 from fp8rl.models import ModelSizes
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.model import check_model_layout
+from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 
 
 def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:

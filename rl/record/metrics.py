@@ -41,7 +41,7 @@ class Metric:
     late: bool = False
     """It is known only after the step's decision. Gates judge it in the next step, and it may withhold nothing."""
     needs: tuple[str, ...] = ()
-    """Conditions that a run must meet; `rl.experiment.features` has them."""
+    """Conditions that a run must meet; `rl.experiment.gate_rules` has them."""
     at_times: bool = False
     """A step of such a run may lack it although all goes as planned."""
     flat_at_first: bool = False

@@ -27,7 +27,7 @@ from fp8rl.models import read_shape
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import read_resolved
-from fp8rl.rl.experiment.features import missing
+from fp8rl.rl.experiment.gate_rules import missing
 from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint

@@ -1,6 +1,6 @@
 import pytest
 
-from fp8rl.rl.experiment.features import CONDITIONS
+from fp8rl.rl.experiment.gate_rules import CONDITIONS
 from fp8rl.rl.record.metrics import FAMILIES, METRICS, PAGE, Metric, describe, document, metric, nearest_metric
 from fp8rl.rl.report.charts import SECTIONS
 from tests.support.paths import ROOT

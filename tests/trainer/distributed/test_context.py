@@ -14,7 +14,7 @@ from fp8rl.numerics.errors import UserError
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed.context import gathered, own_positions, shared_attention
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_sharing
+from fp8rl.trainer.megatron.model_checks import check_rows
 from tests.support.ranks import run_on_ranks
 
 WIDTH, SCALE = 1160, 0.2
@@ -69,7 +69,7 @@ def test_every_token_is_one_rank_s_and_all_ranks_see_as_many_keys() -> None:
 )
 def test_rows_that_cannot_be_shared_are_refused(config: dict[str, Any], mode: Any, length: int, message: str) -> None:
     with pytest.raises(UserError) as error:
-        check_sharing(TrainerConfig(cp=2, **config), mode, length)
+        check_rows(TrainerConfig(cp=2, **config), mode, True, length)
     assert message in str(error.value)
-    check_sharing(TrainerConfig(**config), mode, length)
-    check_sharing(TrainerConfig(cp=2), "exact", 4096)
+    check_rows(TrainerConfig(**config), mode, True, length)
+    check_rows(TrainerConfig(cp=2), "exact", True, 4096)

@@ -24,7 +24,7 @@ from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_wires
+from fp8rl.trainer.megatron.model_checks import check_training
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.definitions import SIZES
 from tests.support.models import LENGTH
@@ -247,7 +247,7 @@ def test_a_trainer_that_falls_back_to_bf16_gathers_bf16(ranks: Any) -> None:
 )
 def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: QuantSpec, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_wires(SIZES, TrainerConfig(**config), spec)
+        check_training(SIZES, TrainerConfig(**config), spec)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: Quan
     ],
 )
 def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
-    check_wires(SIZES, TrainerConfig(**config), spec)
+    check_training(SIZES, TrainerConfig(**config), spec)
 
 
 @pytest.mark.slow

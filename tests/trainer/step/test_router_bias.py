@@ -17,7 +17,7 @@ from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerConfig
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_router_bias
+from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.step.batch import UNKNOWN
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
@@ -111,4 +111,4 @@ def test_every_layout_moves_the_same_biases(
 
 def test_a_model_without_biases_is_refused(moe_path: Path) -> None:
     with pytest.raises(UserError, match="trainer.router_bias_rate: found 0.001, expected 0 for a model whose experts"):
-        check_router_bias(read_model(moe_path).sizes, TrainerConfig(router_bias_rate=0.001))
+        check_training(read_model(moe_path).sizes, TrainerConfig(router_bias_rate=0.001), QuantSpec.preset("bf16"))

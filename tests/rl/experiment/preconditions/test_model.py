@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
-from fp8rl.rl.experiment.preconditions.model import check_model_layout
+from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from tests.support.preconditions import edit_config, merged, refusal
 
 

@@ -11,7 +11,7 @@ from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE
-from fp8rl.rl.experiment.preconditions.rules import Target, check_rules
+from fp8rl.rl.experiment.preconditions.rules import Target, check_target
 from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
@@ -43,7 +43,7 @@ def cluster_of(gpus: int) -> list[Node]:
 
 
 def check_and_place(spec: Experiment, sizes: ModelSizes, target: Target, nodes: list[Node]) -> None:
-    check_rules(spec, sizes, target)
+    check_target(spec, sizes, target)
     place(nodes, spec)
 
 
@@ -120,7 +120,7 @@ NATIVE = {"mode": "native"}
 def test_what_a_kind_of_machine_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:
     spec = experiment(**{"model": {"path": "qwen3_8b"}, **sections})
     with pytest.raises(UserError) as error:
-        check_rules(spec, read_subject(spec.model.path).shape.sizes, target)
+        check_target(spec, read_subject(spec.model.path).shape.sizes, target)
     assert said in str(error.value)
 
 
@@ -136,14 +136,14 @@ def test_what_a_kind_of_machine_cannot_run_is_refused(target: Target, sections: 
     ],
 )
 def test_what_it_can_run_is_accepted(gpu: str, sections: dict) -> None:
-    check_rules(experiment(**sections), read_subject("qwen3_8b").shape.sizes, on(gpu))
+    check_target(experiment(**sections), read_subject("qwen3_8b").shape.sizes, on(gpu))
 
 
 def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not Target.here().known
     wide = experiment(numerics=NATIVE, rollout={"tp": 2})
-    check_rules(wide, read_subject("qwen3_8b").shape.sizes, Target.here())
+    check_target(wide, read_subject("qwen3_8b").shape.sizes, Target.here())
     with pytest.raises(UserError, match=r"rollout\.tp: found '2 with numerics\.mode=native on CPUs'"):
         place(cluster_of(0), wide)
 
