@@ -160,7 +160,7 @@ KERNELS: tuple[Rule[Case], ...] = (
         ),
         lambda c: f"{c.experiment.numerics.preset} with numerics.mode=exact on GPUs",
         "weights in blocks of 128, activations and gradients in token groups of 128, which kernels know",
-        "Set numerics.preset=fp8_block_pow2, or numerics.mode=native.",
+        lambda c: f"Set numerics.preset=fp8_block_pow2, or numerics.mode=native{_bf16_engine(c.experiment)}.",
     ),
     Rule(
         "numerics.mode",
@@ -171,6 +171,12 @@ KERNELS: tuple[Rule[Case], ...] = (
         lambda c: f"Set numerics.mode=native{_bf16_below(FEWEST_CAPABILITY, c.exact_on)}, or take other GPUs.",
     ),
 )
+
+
+def _bf16_engine(experiment: Experiment) -> str:
+    """Return what native mode needs beside it where SGLang has no products for the weights of its engine."""
+    spec = experiment.numerics_config().rollout_spec
+    return " numerics.rollout=bf16" if spec.quantized and spec.weight.mx else ""
 
 
 def _bf16_below(least: tuple[int, int], capability: tuple[int, int] | None) -> str:

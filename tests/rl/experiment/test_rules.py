@@ -131,3 +131,8 @@ def test_a_rule_refuses_in_one_line_and_its_remedy_mends(
     assert ways
     for way in ways:
         assert refusals(rule, overridden(way)) == []
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_engines_may_sleep_with_a_sync_that_sends_everything(transport: str) -> None:
+    assert overridden(["rollout.sleep=true", f"sync.transport={transport}"]).rollout.sleep
