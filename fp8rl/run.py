@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.reading import BadLine, at_home, check_path
 from fp8rl.rl.record.events import Event, events_found
-from fp8rl.rl.record.metric_rows import METRICS
-from fp8rl.rl.record.metrics import describe, is_fixed
+from fp8rl.rl.record.metrics import METRICS, describe, is_fixed
 from fp8rl.rl.record.metrics_log import Row, metrics_found
 from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir

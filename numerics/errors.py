@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+S = TypeVar("S")
+
 
 class UserError(ValueError):
     """Wrong input. The command line prints the message alone and exits with code 2.
@@ -28,3 +34,35 @@ def shown(value: object, limit: int = 160) -> str:
     except ValueError:  # Python writes no number of thousands of digits
         text = "a number of thousands of digits"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@dataclass(frozen=True)
+class Rule(Generic[S]):
+    """Something that a spec may not say, as a row of a table. Each text is given, or made from the subject that breaks
+    the rule: an experiment, or a model in a layout."""
+
+    key: str | Callable[[S], str]
+    when: Callable[[S], object]
+    """It is true of a subject that breaks the rule."""
+    found: object | Callable[[S], object]
+    expected: str | Callable[[S], str]
+    remedy: str | Callable[[S], str]
+
+    def refusal(self, subject: S) -> UserError | None:
+        """Return the error of a subject that breaks the rule; None if it keeps it."""
+        if not self.when(subject):
+            return None
+        return user_error(
+            self.key(subject) if callable(self.key) else self.key,
+            found=self.found(subject) if callable(self.found) else self.found,
+            expected=self.expected(subject) if callable(self.expected) else self.expected,
+            remedy=self.remedy(subject) if callable(self.remedy) else self.remedy,
+        )
+
+
+def check_rules(rules: Iterable[Rule[S]], subject: S) -> None:
+    """Raise `UserError` for the first rule that the subject breaks; those behind it may rely on it."""
+    for rule in rules:
+        refusal = rule.refusal(subject)
+        if refusal is not None:
+            raise refusal

@@ -9,7 +9,7 @@ import pytest
 
 import fp8rl
 from fp8rl.commands import complete
-from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import METRICS
 from tests.support.paths import ROOT
 
 OWN = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md")

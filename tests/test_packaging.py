@@ -300,6 +300,7 @@ def test_the_wheel_has_one_package_with_every_file(wheel: Path) -> None:
     }
     assert modules == sources
     assert (wheel / "fp8rl/rl/report/templates/report.html").is_file()
+    assert (wheel / "fp8rl/rl/record/metrics.md").is_file()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
 from fp8rl.trainer.megatron.model import build_model
-from fp8rl.trainer.megatron.model_checks import check_layout, check_packing, check_sharing
+from fp8rl.trainer.megatron.model_checks import check_layout, check_rows
 from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.step.batch import TokenBatch
@@ -70,8 +70,7 @@ class Scorer:
         self.definition = read_model(model_path).adapted(adapter)
         sizes = self.definition.sizes
         check_layout(sizes, config, numerics.trainer_spec)
-        check_packing(config.packing, numerics.mode, device.has_transformer_engine())
-        check_sharing(config, numerics.mode)
+        check_rows(config, numerics.mode, device.has_transformer_engine())
         _check_sequence_length(max_sequence_length, sizes.max_positions)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length

@@ -30,7 +30,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
 from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
-from fp8rl.trainer.megatron.model_checks import check_router_bias, check_wires
+from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
@@ -84,8 +84,7 @@ class Trainer(Scorer):
             attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole, start)
             if config.recompute != "none":
                 keep_graph(self.model)
-        check_wires(self.definition.sizes, config, numerics.trainer_spec)
-        check_router_bias(self.definition.sizes, config)
+        check_training(self.definition.sizes, config, numerics.trainer_spec)
         self.weight_version = 0
         self.last_sent = LastSent()
         self._rows = self._tensors_of_parameters()

@@ -21,7 +21,7 @@ from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import Scale
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.model import check_model_layout
+from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.errors import HandshakeError
 from fp8rl.rollout.protocol import EngineReport

@@ -13,23 +13,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8rl.models import load_architecture
-from fp8rl.numerics.errors import UserError, shown, user_error
+from fp8rl.numerics.errors import UserError, check_rules, shown, user_error
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
-from fp8rl.rl.experiment.contradictions import (
-    check_adapter,
-    check_environment,
-    check_gates,
-    check_groups,
-    check_ranks,
-    check_shared_base,
-    check_sleep,
-    check_speculation,
-    check_staleness,
-    check_sync,
-    check_teacher,
-    check_updates,
-)
 from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.gate_rules import check_gates
+from fp8rl.rl.experiment.rules import RULES
 
 _LONGEST_NUMBER = 1024
 """Bits."""
@@ -59,17 +47,7 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
         return experiment
     algorithm = experiment.algorithm.resolved(experiment.rollout)
     experiment = experiment.model_copy(update={"algorithm": algorithm})
-    check_environment(experiment)
-    check_staleness(experiment)
-    check_ranks(experiment)
-    check_updates(experiment)
-    check_groups(experiment)
-    check_sync(experiment)
-    check_sleep(experiment)
-    check_speculation(experiment)
-    check_adapter(experiment)
-    check_shared_base(experiment)
-    check_teacher(experiment)
+    check_rules(RULES, experiment)
     check_gates(experiment)
     return experiment
 

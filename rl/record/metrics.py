@@ -1,155 +1,142 @@
 """Every metric of a run. Gates, reports, the reference page, wandb and the tests of real runs read this registry.
 
-A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer steps, `critic/` the critic's,
-`mismatch/` trainer against engine on tokens that the trainer's own weights have sampled, `drift/` the same on trained
-tokens that older ones have sampled, `gates/` what followed from it, `sync/` weight synchronisation, `perf/` time,
-`memory/` what trainer and engines move as they take turns, `eval/` held-out problems, `tracking/` the log itself.
-Unless said otherwise a metric describes one step, those of `train/` and `critic/` as means over its updates; d is
-trainer minus rollout logprob of a sampled token, rho = e^d. `p50` and `p99` are percentiles by nearest rank. Exponents
-are clamped to ±20.
+It is the table `metrics.md` beside this file, one metric a line. A name is `group/name`. Groups: `rollout/` sampling
+and rewards, `train/` the optimizer steps, `critic/` the critic's, `mismatch/` trainer against engine on tokens that the
+trainer's own weights have sampled, `drift/` the same on trained tokens that older ones have sampled, `gates/` what
+followed from it, `sync/` weight synchronisation, `perf/` time, `memory/` what trainer and engines move as they take
+turns, `eval/` held-out problems, `tracking/` the log itself. Unless said otherwise a metric describes one step, those
+of `train/` and `critic/` as means over its updates; d is trainer minus rollout logprob of a sampled token, rho = e^d.
+`p50` and `p99` are percentiles by nearest rank. Exponents are clamped to ±20.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from pathlib import Path
 
 from fp8rl.rl.mismatch.drift import OLDEST
 from fp8rl.rl.mismatch.statistics import POSITION_STARTS
-from fp8rl.rl.record.metric import Family, Metric, named, rows
-from fp8rl.rl.record.metric_rows import ANSWERS, METRICS
-
-AGE = "Age of the tokens"
-"""The chart of the tokens by the age of the weights that sampled them."""
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""
 OUTCOMES = "rollout/outcome/"
 """Metrics that its environment names."""
 
-_AGES = range(OLDEST + 1)
-FAMILIES: dict[str, Family] = {
-    "rollout/tokens_age_": Family(
-        Metric(
-            "tokens",
-            f"Generated tokens sampled {{n}} weight versions before the trainer's; {OLDEST} stands for that and more.",
-            needs=("samples",),
-            at_times=True,
-            chart=(AGE, "age {n}"),
-        ),
-        _AGES,
-    ),
-    "drift/tokens_age_": Family(
-        Metric("tokens", "`drift/tokens` of age {n}.", needs=("samples", "staleness"), at_times=True), _AGES[1:]
-    ),
-    "drift/abs_diff_mean_age_": Family(
-        Metric(
-            "nats",
-            "Mean of abs(d) of the tokens of age {n}.",
-            over="drift/tokens_age_{n}",
-            needs=("samples", "staleness"),
-            at_times=True,
-            chart=("Drift by age", "age {n}"),
-        ),
-        _AGES[1:],
-    ),
-    **{
-        f"mismatch/{name}_pos_": Family(
-            Metric(
-                unit,
-                f"{meaning} in the bucket from position {{n}} of the generated tokens; buckets begin at "
-                f"{', '.join(map(str, POSITION_STARTS))}.",
-                over=over,
-                needs=("samples",),
-                at_times=True,
-            ),
-            POSITION_STARTS,
-        )
-        for name, unit, meaning, over in (
-            ("abs_diff_mean", "nats", "Mean of abs(d)", "mismatch/tokens_pos_{n}"),
-            ("abs_diff_max", "nats", "Largest abs(d)", ""),
-            ("tokens", "tokens", "Tokens with finite d", ""),
-        )
-    },
-    "mismatch/router_agreement_layer_": Family(
-        Metric(
-            "",
-            "As `mismatch/router_agreement`, of MoE layer {n}, counted from 0.",
-            over="its pairs of this layer",
-            needs=("samples", "routes"),
-            at_times=True,
-        ),
-        range(1 << 16),
-    ),
-}
-"""The families by their members' name without its number."""
 
-_OF_A_SET: dict[str, Metric] = rows(
-    "",
-    {
-        "accuracy": Metric("", "Mean of the first reward over all answers of the set.", "the set's answers"),
-        "problems": Metric("problems", "Problems of the set that were evaluated."),
-        "finished_fraction": Metric("", "Fraction of its answers that ended by themselves within the limit."),
-        "response_tokens_mean": Metric("tokens", "Mean generated tokens of its answers."),
-        "avg@": Metric("", "Its accuracy, by the name of the field: the mean over {n} answers to each problem."),
-        "pass@": Metric("", "Mean chance that one of {n} answers to a problem is right, estimated without bias."),
-    },
-    late=True,
-    needs=("evaluation",),
-    at_times=True,
-)
-"""The metrics of an evaluation set, `eval/NAME/...`."""
+@dataclass(frozen=True)
+class Metric:
+    """One number of a step, without its name."""
+
+    unit: str
+    """Empty for a plain ratio."""
+    meaning: str
+    """One sentence."""
+    over: str = ""
+    """The denominator of a mean or a fraction, a metric or in words; empty where there is none."""
+    late: bool = False
+    """It is known only after the step's decision. Gates judge it in the next step, and it may withhold nothing."""
+    needs: tuple[str, ...] = ()
+    """Conditions that a run must meet; `rl.experiment.gate_rules` has them."""
+    at_times: bool = False
+    """A step of such a run may lack it although all goes as planned."""
+    flat_at_first: bool = False
+    """It is the same in the first pass of every batch that gets several updates."""
+    chart: tuple[str, str] | None = None
+    """Title of the report's chart that draws it, and the name of its curve there."""
+    summary: str = ""
+    """`max`, `min` or `last`: the value that stands for the run in wandb's summary, if it is not the last row's."""
+
+    def named(self, fields: Mapping[str, str]) -> Metric:
+        """Return the member of a family whose name has these fields."""
+        chart = self.chart and (self.chart[0], self.chart[1].format(**fields))
+        return replace(self, meaning=self.meaning.format(**fields), over=self.over.format(**fields), chart=chart)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Metrics whose names differ in a field: a number `{n}`, or a name that a spec gives, `{part}` or `{set}`."""
+
+    metric: Metric
+    """Its texts have the fields of the name."""
+    pattern: re.Pattern[str]
+    """It matches the members' names; its groups are the fields."""
+    numbers: Sequence[int]
+    """The values that `{n}` can have."""
+
+
+def _read() -> tuple[dict[str, Metric], dict[str, Family]]:
+    """Return the metrics of fixed names, and the families by their name with its fields."""
+    fixed, families = {}, {}
+    starts = ", ".join(map(str, POSITION_STARTS))
+    text = resources.files("fp8rl.rl.record").joinpath("metrics.md").read_text(encoding="utf-8")
+    for line in text.partition("|---|\n")[2].splitlines():
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        name, unit, marks, needs, over, chart, summary, meaning = cells
+        title, _, curve = chart.partition(": ")
+        metric = Metric(
+            unit,
+            meaning.replace("{oldest}", str(OLDEST)).replace("{starts}", starts),
+            over,
+            late="late" in marks,
+            needs=tuple(needs.split(", ")) if needs else (),
+            at_times="at times" in marks,
+            flat_at_first="level at first" in marks,
+            chart=(title, curve) if chart else None,
+            summary=summary,
+        )
+        if "{" in name:
+            families[name] = Family(metric, _pattern(name), _numbers(name))
+        else:
+            fixed[name] = metric
+    return fixed, families
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    pattern = name.replace("{n}", r"(?P<n>0|[1-9]\d*)").replace("{set}", "(?P<set>[^/]+)")
+    return re.compile(pattern.replace("{part}", "(?P<part>.*)"))
+
+
+def _numbers(name: str) -> Sequence[int]:
+    if name.endswith("_age_{n}"):
+        return range(0 if name.startswith("rollout/") else 1, OLDEST + 1)  # nothing drifts at age 0
+    return POSITION_STARTS if name.endswith("_pos_{n}") else range(1 if "@" in name else 0, 1 << 16)
+
+
+METRICS, FAMILIES = _read()
 
 
 @cache
 def describe(name: str) -> Metric | None:
-    """The metric of this name, fixed or member of a family; None if a run has no such metric."""
+    """Return the metric of this name, fixed or member of a family; None if a run has no such metric."""
     if name in METRICS:
         return METRICS[name]
-    if name.startswith(REWARD_PARTS):
-        part = name.removeprefix(REWARD_PARTS)
-        meaning = f"Mean of `{part}`, a part of the reward, unweighted."
-        return Metric("", meaning, over=ANSWERS, needs=("samples",), at_times=True, chart=("Parts of the reward", part))
-    if name.startswith(OUTCOMES):
-        part = name.removeprefix(OUTCOMES)
-        meaning, chart = f"Mean of `{part}`, which the environment returned.", ("Outcomes of the environment", part)
-        return Metric("", meaning, over=ANSWERS, needs=("samples", "environment"), at_times=True, chart=chart)
-    if of_a_set := re.fullmatch(r"eval/([^/]+)/([a-z_]+@?)([1-9]\d*)?", name):
-        member = _OF_A_SET.get(of_a_set[2])
-        counted = of_a_set[2].endswith("@") == (of_a_set[3] is not None)
-        if member is None or not counted:
-            return None
-        drawn = ("Held-out accuracy", name.removeprefix("eval/")) if of_a_set[2] in ("accuracy", "pass@") else None
-        return replace(named(member, of_a_set[3] or ""), chart=drawn)
-    return _member(name)
+    for family in FAMILIES.values():
+        match = family.pattern.fullmatch(name)
+        if match and int(match.groupdict().get("n", family.numbers[0])) in family.numbers:
+            return family.metric.named(match.groupdict())
+    return None
 
 
 def is_fixed(name: str) -> bool:
     """Return whether any run may have this metric: no reward, environment or evaluation set of a spec names it."""
-    return name in METRICS or _member(name) is not None
-
-
-def _member(name: str) -> Metric | None:
-    match = re.fullmatch(r"(.*_)(0|[1-9]\d*)", name)
-    family = FAMILIES.get(match[1]) if match else None
-    if match is None or family is None or int(match[2]) not in family.numbers:
-        return None
-    return family.member(int(match[2]))
+    return name in METRICS or (describe(name) is not None and not name.startswith((REWARD_PARTS, OUTCOMES, "eval/")))
 
 
 def nearest_metric(name: str) -> str:
-    """The metric whose name is most like `name`; a family stands by its first member that is like it."""
-    members = [f"{prefix}{number}" for prefix, family in FAMILIES.items() for number in [*family.numbers][:16]]
+    """Return the metric whose name is most like `name`; a family of numbers stands by its first member like it."""
+    numbered = {each: family for each, family in FAMILIES.items() if "{n}" in each and "{set}" not in each}
+    members = [each.format(n=number) for each, family in numbered.items() for number in family.numbers[:16]]
     (nearest,) = difflib.get_close_matches(name, [*METRICS, *members], n=1, cutoff=0.0)
     return nearest
 
 
 def metric(name: str) -> Metric:
-    """The declared metric, or a blank one for a name outside the tables."""
+    """Return the declared metric, or a blank one for a name outside the tables."""
     return describe(name) or Metric("", "")
 
 
@@ -159,7 +146,7 @@ PAGE = Path("docs/metrics.md")
 _HEAD = """\
 # Metrics
 
-Every number that a step writes into `metrics.jsonl`. This page is written from the registry (`rl/record/metrics.py`)
+Every number that a step writes into `metrics.jsonl`. This page is written from the registry (`rl/record/metrics.md`)
 by `python -m fp8rl.rl.record.metrics`; change it there.
 
 d is the trainer's log-probability of a sampled token minus the engine's, and rho = e^d. `mismatch/` compares tokens
@@ -174,20 +161,16 @@ the run does not measure is refused. With (…) a step may lack the metric altho
 
 
 def document() -> str:
-    """The page: a table for each group of metrics."""
-    groups: dict[str, list[tuple[str, Metric]]] = {}
-    families = [(f"{stem}{{n}}", family.metric) for stem, family in FAMILIES.items()]
-    for name, metric in (*METRICS.items(), *families):
-        groups.setdefault(name.partition("/")[0], []).append((name, metric))
-    return _HEAD + "".join(line for group, metrics in groups.items() for line in _table(group, metrics))
-
-
-def _table(group: str, metrics: list[tuple[str, Metric]]) -> Iterator[str]:
-    yield f"\n## {group}/\n\n| metric | unit | meaning | over | late | needs |\n|---|---|---|---|---|---|\n"
-    for name, metric in metrics:
+    """Return the page: a table for each group of metrics."""
+    groups: dict[str, list[str]] = {}
+    for name, metric in (*METRICS.items(), *((name, family.metric) for name, family in FAMILIES.items())):
+        group, _, rest = name.partition("/")
         needs = ", ".join(need.replace("_", " ") for need in metric.needs) + " (…)" * metric.at_times
-        cells = [f"`{name.partition('/')[2]}`", metric.unit, metric.meaning, metric.over, "late" * metric.late, needs]
-        yield "| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |\n"
+        cells = [f"`{rest}`", metric.unit, metric.meaning, metric.over, "late" * metric.late, needs]
+        line = "| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |\n"
+        groups.setdefault(group, []).append(line)
+    head = "| metric | unit | meaning | over | late | needs |\n|---|---|---|---|---|---|\n"
+    return _HEAD + "".join(f"\n## {group}/\n\n{head}{''.join(lines)}" for group, lines in groups.items())
 
 
 if __name__ == "__main__":

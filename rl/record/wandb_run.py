@@ -23,7 +23,7 @@ from pydantic import Field
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.io.files import write_atomically
 from fp8rl.numerics.io.section import Section
-from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -102,15 +102,7 @@ if __name__ == "__main__":
 
 METRIC_GROUPS = tuple(dict.fromkeys(name.partition("/")[0] for name in METRICS))
 
-SUMMARIES = {
-    "mismatch/train_rollout_logprob_abs_diff_max": "max",
-    "mismatch/nonfinite_count": "max",
-    "mismatch/exact_frac": "min",
-    "sync/mismatched_tensors": "max",
-    "sync/canary_diff": "max",
-    "eval/accuracy": "last",
-}
-"""Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
+SUMMARIES = {name: row.summary for name, row in METRICS.items() if row.summary}
 
 BASICS = {
     "reward": "rollout/reward_mean",

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fp8rl.rl.record.metric_rows import METRICS, TIME
-from fp8rl.rl.record.metrics import AGE, metric
+from fp8rl.rl.record.metrics import METRICS, metric
 from fp8rl.rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""
 
+AGE = "Age of the tokens"
+"""The chart of the tokens by the age of the weights that sampled them."""
+TIME = "Time per step"
+"""The chart that the parts of a step's time are stacked in."""
 MIB = 2.0**20
 _DASHES = ("solid", "dot", "dash", "dashdot")
 

@@ -27,9 +27,8 @@ from fp8rl.models import read_shape
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import read_resolved
-from fp8rl.rl.experiment.features import missing
-from fp8rl.rl.record.metric_rows import METRICS
-from fp8rl.rl.record.metrics import describe
+from fp8rl.rl.experiment.gate_rules import missing
+from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection

@@ -1,267 +1,315 @@
-"""Whether a model can be trained in a layout and a quantization.
+"""Rules that a model keeps in a layout and a quantization, a row for each, of the trainer and of an engine.
 
-The driver calls these before it starts a process; they do not need Megatron.
+The driver checks them before it starts a process; they do not need Megatron.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from fp8rl.models.shape import overlap
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.errors import Rule, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import CHUNKS
 from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
 
+BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)"
+
 
 def check_layout(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
-    """Check that the model divides over the ranks, its weights over the quantization blocks, and some are quantized.
+    """Check that the model divides over the trainer's ranks, its weights over the blocks of `spec`, and some are
+    quantized.
 
     A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
     Face checkpoint and in the engine. All give the same blocks only if each piece is a whole number of blocks on every
     rank. Experts are never split by tp.
 
-    Args:
-        spec: what is quantized.
-
     Raises:
         UserError: a size does not divide.
     """
-    tp = config.tp
-    check_split(sizes, tp, spec, "trainer.tp")
-    if config.ep > 1 and not sizes.moe:
-        raise user_error(
-            "trainer.ep",
-            found=config.ep,
-            expected="1 for a dense model",
-            remedy="Set trainer.ep=1, or choose a mixture of experts.",
-        )
-    if sizes.moe:
-        _require_divisor("trainer.ep", config.ep, "num_experts", sizes.experts)
-    if config.stage_size % config.ep:
-        raise user_error(
-            "trainer.ep",
-            found=config.ep,
-            expected=f"a divisor of tp * dp * cp = {tp} * {config.dp} * {config.cp}, whose ranks share the experts",
-            remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
-        )
-    _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
-    if config.cp > 1 and sizes.latent is not None:
-        raise user_error(
-            "trainer.cp",
-            found=config.cp,
-            expected="1 for a model with latent attention, whose ranks cannot share a row yet",
-            remedy="Set trainer.cp=1.",
-        )
+    check_rules(SPLIT_RULES, Split(sizes, config.tp, spec, "trainer.tp"))
+    check_rules(LAYOUT_RULES, Trained(sizes, config, spec))
 
 
-def check_wires(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
-    """Check that gradients and weights that are to be sent in another format are sent at all, and can be.
+def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
+    """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
+    check_rules((*SPLIT_RULES, *ENGINE_RULES), Split(sizes, tp, spec, key))
+
+
+def check_training(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
+    """Check that gradients and weights that are to travel in another format travel at all, and can, and that biases
+    which are to be moved exist.
 
     Args:
         spec: what the trainer quantizes when it starts.
 
     Raises:
-        UserError: nothing is sent in this layout, or the weights that products take are not those that would arrive.
+        UserError: nothing is sent in this layout, the weights that products take are not those that would arrive, or
+            the experts have no biases.
     """
-    wires = {
-        "trainer.gradient_wire": (config.gradient_wire, "fp32"),
-        "trainer.weight_gather": (config.weight_gather, "bf16"),
-    }
-    alone = config.copies == 1 and not (sizes.moe and config.tp > config.ep)  # experts are not split by tp
-    for key, (wire, default) in wires.items():
-        if alone and wire != default:
-            raise user_error(
-                key,
-                found=f"{wire} with trainer.dp={config.dp}",
-                expected=f"{default} where no two ranks train the same parameters, and nothing is sent",
-                remedy=f"Set {key}={default}, or trainer.dp=2 or more.",
-            )
-    if config.weight_gather != "bf16" and not (spec.quantized and travels_in_fp8(spec.weight)):
-        weight = spec.weight
-        form = f"{weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
-        raise user_error(
-            "trainer.weight_gather",
-            found=f"{config.weight_gather} with " + (f"weights in {form}" if spec.quantized else "a BF16 trainer"),
-            expected="weights that the trainer quantizes to e4m3, block, pow2, nearest; others would not arrive as the "
-            "forward's own",
-            remedy="Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8.",
-        )
+    check_rules(TRAINING_RULES, Trained(sizes, config, spec))
 
 
-def check_router_bias(sizes: ModelSizes, config: TrainerSection) -> None:
-    """Check that the model's experts have biases, if these are to be moved. Raises `UserError`."""
-    if config.router_bias_rate and sizes.sigmoid_router is None:
-        raise user_error(
-            "trainer.router_bias_rate",
-            found=config.router_bias_rate,
-            expected="0 for a model whose experts have no biases",
-            remedy="Set trainer.router_bias_rate=0, or choose a model with a sigmoid router, such as GLM-4.5.",
-        )
-
-
-def check_packing(packing: bool, mode: Mode, transformer_engine: bool) -> None:
-    """Check that attention can take rows that lie end to end: ours can, and TransformerEngine's.
-
-    Raises:
-        UserError: it is Megatron's own.
-    """
-    if packing and mode == "native" and not transformer_engine:
-        raise user_error(
-            "trainer.packing",
-            found="true with numerics.mode=native and without TransformerEngine",
-            expected="false: Megatron's own attention, which native mode has there, takes rows that are padded",
-            remedy="Set trainer.packing=false, or numerics.mode=exact.",
-        )
-
-
-def check_sharing(config: TrainerSection, mode: Mode, length: int | None = None) -> None:
-    """Check that context-parallel ranks can share rows.
+def check_rows(config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None) -> None:
+    """Check that attention can take rows that lie end to end, and context-parallel ranks can share rows.
 
     length: tokens of the longest row, where it is known.
 
     Raises:
-        UserError: attention is not ours, rows lie end to end, or the longest row is no whole number of chunks.
+        UserError: attention is Megatron's own, or the longest row is no whole number of chunks.
     """
-    if config.cp == 1:
-        return
-    found, chunks = config.cp, CHUNKS * config.cp
-    if mode != "exact":
-        raise user_error(
-            "trainer.cp",
-            found=f"{found} with numerics.mode={mode}",
-            expected="1: the attention of native mode takes whole rows",
-            remedy="Set trainer.cp=1, or numerics.mode=exact.",
-        )
-    if config.packing:
-        raise user_error(
-            "trainer.cp",
-            found=f"{found} with trainer.packing=true",
-            expected="1: ranks share the tokens of rows that are padded",
-            remedy="Set trainer.packing=false, or trainer.cp=1.",
-        )
-    if length is not None and length % chunks:
-        raise user_error(
-            "rollout.context_length",
-            found=length,
-            expected=f"a multiple of {chunks}: trainer.cp={found} cuts each row into {chunks} chunks, two for a rank",
-            remedy=f"Set rollout.context_length={length // chunks * chunks or chunks}, or trainer.cp=1.",
-        )
+    check_rules(ROW_RULES, Rows(config, mode, transformer_engine, length))
 
 
-def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
-    """Check that heads, widths and vocabulary divide over the tensor-parallel ranks of a side, in whole blocks.
+@dataclass(frozen=True)
+class Split:
+    """A model over the tensor-parallel ranks of a side."""
 
-    key: what tp is called in the spec. Raises UserError.
-    """
-    split = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab_size}
-    if sizes.ffn_size:
-        split["intermediate_size"] = sizes.ffn_size
-    if sizes.shared_size:
-        split["moe_intermediate_size * n_shared_experts"] = sizes.shared_size
-    for name, size in split.items():
-        _require_divisor(key, tp, name, size)
-    _check_quantization(sizes, tp, spec, key)
+    sizes: ModelSizes
+    tp: int
+    spec: QuantSpec
+    key: str
+    """The spec's name of tp."""
 
+    @property
+    def in_bf16(self) -> int:
+        """Layers that are not quantized although others are."""
+        return self.spec.first_layers_bf16 + self.spec.last_layers_bf16
 
-def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
-    """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
-    check_split(sizes, tp, spec, key)
-    if tp > 1 and sizes.head_norms == "together":
-        raise user_error(
-            key,
-            found=tp,
-            expected="1 for a model whose norms of queries and keys are over all heads: SGLang does not share them",
-            remedy=f"Set {key}=1, and rollout.engines to use more GPUs.",
-        )
-    if sizes.moe:
-        _require_divisor(key, tp, "num_experts", sizes.experts)
+    @property
+    def block(self) -> int:
+        """The smallest number of elements that holds whole blocks of every role."""
+        roles = [role for role in (self.spec.weight, self.spec.activation, self.spec.gradient) if role.quantized]
+        return math.lcm(*(role.group for role in roles if role.granularity in ("block", "token_group")))
 
+    @property
+    def dense(self) -> range:
+        """The first layers, which have no experts."""
+        return range(self.sizes.layers - self.sizes.moe_layers)
 
-def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
-    if not spec.quantized:
-        return
-    exceptions = spec.first_layers_bf16 + spec.last_layers_bf16
-    if exceptions >= sizes.layers:
-        raise user_error(
-            "numerics.first_layers_bf16 + numerics.last_layers_bf16",
-            found=exceptions,
-            expected=f"less than the model's num_hidden_layers = {sizes.layers}, so that some layer is quantized",
-            remedy="Lower them, or run both sides in BF16 "
-            "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
-        )
-    if spec.weight.granularity == "tensor" and spec.weight.fixed is None:
-        raise user_error(
-            "numerics.weight.granularity",
-            found="tensor",
-            expected="block, token_group or channel",
-            remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity, "
-            "or a static range (numerics.weight.fixed).",
-        )
-    block = _block(spec)
-    pieces = {
-        "hidden_size": sizes.hidden_size,
-        "moe_intermediate_size": sizes.expert_size,
-    }
-    pieces |= {"head_dim": sizes.head_dim} if sizes.latent is None else _latent_pieces(sizes, tp, key)
-    dense = range(sizes.layers - sizes.moe_layers)
-    if overlap(dense, range(spec.first_layers_bf16, sizes.layers - spec.last_layers_bf16)):
-        pieces |= _shares("intermediate_size", sizes.ffn_size, tp, key)
-    pieces |= _shares("moe_intermediate_size * n_shared_experts", sizes.shared_size, tp, key)
-    for name, size in pieces.items():
-        if size % block:
-            remedy = (
-                f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
-                "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)."
-            )
-            if sizes.moe and name.startswith("intermediate_size"):
-                first = f"numerics.first_layers_bf16={len(dense)} leaves {'it' if len(dense) == 1 else 'them'} in BF16"
-                remedy = f"It is the width of the dense first layer{'s' * (len(dense) > 1)}: {first}."
-            raise user_error(
-                f"model config: {name}",
-                found=size,
-                expected=f"a multiple of {block}, the quantization block",
-                remedy=remedy,
-            )
+    @property
+    def broken_piece(self) -> tuple[str, int] | None:
+        """Name and size of the first piece of a fused weight that is no whole number of blocks on every rank."""
+        return next((piece for piece in self._pieces().items() if piece[1] % self.block), None)
+
+    def _pieces(self) -> dict[str, int]:
+        """Return the widths that are cut into blocks. The rows of kv_a_proj_with_mqa need not be whole ones."""
+        sizes, latent, heads = self.sizes, self.sizes.latent, self.sizes.heads
+        pieces = {"hidden_size": sizes.hidden_size, "moe_intermediate_size": sizes.expert_size}
+        shared = {}
+        if latent is None:
+            pieces["head_dim"] = sizes.head_dim
+        else:
+            pieces |= {"q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank}
+            shared = {
+                "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * sizes.head_dim,
+                "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (sizes.plain_dim + latent.value_dim),
+                "num_attention_heads * v_head_dim": heads * latent.value_dim,
+            }
+        if overlap(self.dense, range(self.spec.first_layers_bf16, sizes.layers - self.spec.last_layers_bf16)):
+            shared["intermediate_size"] = sizes.ffn_size
+        shared["moe_intermediate_size * n_shared_experts"] = sizes.shared_size
+        cut = f" / {self.key} = {{}} / {self.tp}" if self.tp > 1 else ""
+        return pieces | {name + cut.format(size): size // self.tp for name, size in shared.items()}
 
 
-def _latent_pieces(sizes: ModelSizes, tp: int, key: str) -> dict[str, int]:
-    """What has to be whole blocks in latent attention; the rows of kv_a_proj_with_mqa need not be."""
-    latent, heads = sizes.latent, sizes.heads
-    assert latent is not None
-    return {
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        **_shares("num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)", heads * sizes.head_dim, tp, key),
-        **_shares(
-            "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
-            heads * (sizes.plain_dim + latent.value_dim),
-            tp,
-            key,
+def _divides(
+    name: str,
+    size: Callable[[Any], int],
+    key: Callable[[Any], str] = lambda s: s.key,
+    ranks: Callable[[Any], int] = lambda s: s.tp,
+) -> Rule[Any]:
+    return Rule(
+        key,
+        lambda s: size(s) % ranks(s),
+        ranks,
+        lambda s: f"a divisor of the model's {name} = {size(s)}",
+        lambda s: f"Set {key(s)} to a divisor of {size(s)}.",
+    )
+
+
+def _remedy_of_piece(split: Split) -> str:
+    name, _ = split.broken_piece or ("", 0)
+    if not split.sizes.moe or not name.startswith("intermediate_size"):
+        return f"Choose a model with aligned dimensions, lower {split.key}, or run {BF16_SIDES}."
+    layers, several = len(split.dense), len(split.dense) > 1
+    return (
+        f"It is the width of the dense first layer{'s' * several}: "
+        f"numerics.first_layers_bf16={layers} leaves {'them' if several else 'it'} in BF16."
+    )
+
+
+SPLIT_RULES: tuple[Rule[Split], ...] = (
+    _divides("num_attention_heads", lambda s: s.sizes.heads),
+    _divides("num_key_value_heads", lambda s: s.sizes.kv_heads),
+    _divides("vocab_size", lambda s: s.sizes.vocab_size),
+    _divides("intermediate_size", lambda s: s.sizes.ffn_size),
+    _divides("moe_intermediate_size * n_shared_experts", lambda s: s.sizes.shared_size),
+    Rule(
+        "numerics.first_layers_bf16 + numerics.last_layers_bf16",
+        lambda s: s.spec.quantized and s.in_bf16 >= s.sizes.layers,
+        lambda s: s.in_bf16,
+        lambda s: f"less than the model's num_hidden_layers = {s.sizes.layers}, so that some layer is quantized",
+        f"Lower them, or run {BF16_SIDES}.",
+    ),
+    Rule(
+        "numerics.weight.granularity",
+        lambda s: s.spec.quantized and s.spec.weight.granularity == "tensor" and s.spec.weight.fixed is None,
+        "tensor",
+        "block, token_group or channel",
+        "A fused weight has one scale here and several in a checkpoint; choose a finer granularity, or a static range "
+        "(numerics.weight.fixed).",
+    ),
+    Rule(
+        lambda s: f"model config: {s.broken_piece and s.broken_piece[0]}",
+        lambda s: s.spec.quantized and s.broken_piece,
+        lambda s: s.broken_piece and s.broken_piece[1],
+        lambda s: f"a multiple of {s.block}, the quantization block",
+        _remedy_of_piece,
+    ),
+)
+
+ENGINE_RULES: tuple[Rule[Split], ...] = (
+    Rule(
+        lambda s: s.key,
+        lambda s: s.tp > 1 and s.sizes.head_norms == "together",
+        lambda s: s.tp,
+        "1 for a model whose norms of queries and keys are over all heads: SGLang does not share them",
+        lambda s: f"Set {s.key}=1, and rollout.engines to use more GPUs.",
+    ),
+    _divides("num_experts", lambda s: s.sizes.experts),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in the layout of its trainer."""
+
+    sizes: ModelSizes
+    config: TrainerSection
+    spec: QuantSpec
+
+    @property
+    def alone(self) -> bool:
+        """Whether no two ranks train the same parameters. Experts are not split by tp."""
+        return self.config.copies == 1 and not (self.sizes.moe and self.config.tp > self.config.ep)
+
+
+def _sent_in(key: str, wire: Callable[[TrainerSection], str], default: str) -> Rule[Trained]:
+    return Rule(
+        key,
+        lambda t: t.alone and wire(t.config) != default,
+        lambda t: f"{wire(t.config)} with trainer.dp={t.config.dp}",
+        f"{default} where no two ranks train the same parameters, and nothing is sent",
+        f"Set {key}={default}, or trainer.dp=2 or more.",
+    )
+
+
+def _weights_in(spec: QuantSpec) -> str:
+    weight = spec.weight
+    form = f"weights in {weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
+    return form if spec.quantized else "a BF16 trainer"
+
+
+LAYOUT_RULES: tuple[Rule[Trained], ...] = (
+    Rule(
+        "trainer.ep",
+        lambda t: t.config.ep > 1 and not t.sizes.moe,
+        lambda t: t.config.ep,
+        "1 for a dense model",
+        "Set trainer.ep=1, or choose a mixture of experts.",
+    ),
+    _divides("num_experts", lambda t: t.sizes.experts, lambda t: "trainer.ep", lambda t: t.config.ep),
+    Rule(
+        "trainer.ep",
+        lambda t: t.config.stage_size % t.config.ep,
+        lambda t: t.config.ep,
+        lambda t: (
+            f"a divisor of tp * dp * cp = {t.config.tp} * {t.config.dp} * {t.config.cp}, whose ranks share the experts"
         ),
-        **_shares("num_attention_heads * v_head_dim", heads * latent.value_dim, tp, key),
-    }
+        lambda t: f"Set trainer.dp={t.config.ep} or another multiple, or lower trainer.ep.",
+    ),
+    _divides("num_hidden_layers", lambda t: t.sizes.layers, lambda t: "trainer.pp", lambda t: t.config.pp),
+    Rule(
+        "trainer.cp",
+        lambda t: t.config.cp > 1 and t.sizes.latent is not None,
+        lambda t: t.config.cp,
+        "1 for a model with latent attention, whose ranks cannot share a row yet",
+        "Set trainer.cp=1.",
+    ),
+)
+
+TRAINING_RULES: tuple[Rule[Trained], ...] = (
+    _sent_in("trainer.gradient_wire", lambda c: c.gradient_wire, "fp32"),
+    _sent_in("trainer.weight_gather", lambda c: c.weight_gather, "bf16"),
+    Rule(
+        "trainer.weight_gather",
+        lambda t: t.config.weight_gather != "bf16" and not (t.spec.quantized and travels_in_fp8(t.spec.weight)),
+        lambda t: f"{t.config.weight_gather} with {_weights_in(t.spec)}",
+        "weights that the trainer quantizes to e4m3, block, pow2, nearest; others would not arrive as the forward's "
+        "own",
+        "Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8.",
+    ),
+    Rule(
+        "trainer.router_bias_rate",
+        lambda t: t.config.router_bias_rate and t.sizes.sigmoid_router is None,
+        lambda t: t.config.router_bias_rate,
+        "0 for a model whose experts have no biases",
+        "Set trainer.router_bias_rate=0, or choose a model with a sigmoid router, such as GLM-4.5.",
+    ),
+)
 
 
-def _shares(name: str, size: int, tp: int, key: str) -> dict[str, int]:
-    """What a rank has of a width, by a name that says how it comes about."""
-    return {f"{name} / {key} = {size} / {tp}" if tp > 1 else name: size // tp}
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a micro-batch as attention takes them."""
+
+    config: TrainerSection
+    mode: Mode
+    transformer_engine: bool
+    length: int | None
+
+    @property
+    def chunks(self) -> int:
+        """Parts that a row is cut into, two for a context-parallel rank."""
+        return CHUNKS * self.config.cp
 
 
-def _block(spec: QuantSpec) -> int:
-    """The smallest number of elements that holds whole blocks of every role."""
-    roles = (spec.weight, spec.activation, spec.gradient)
-    return math.lcm(*(role.group for role in roles if role.quantized and role.granularity in ("block", "token_group")))
-
-
-def _require_divisor(key: str, parts: int, name: str, size: int) -> None:
-    if size % parts:
-        raise user_error(
-            key,
-            found=parts,
-            expected=f"a divisor of the model's {name} = {size}",
-            remedy=f"Set {key} to a divisor of {size}.",
-        )
+ROW_RULES: tuple[Rule[Rows], ...] = (
+    Rule(
+        "trainer.packing",
+        lambda r: r.config.packing and r.mode == "native" and not r.transformer_engine,
+        "true with numerics.mode=native and without TransformerEngine",
+        "false: Megatron's own attention, which native mode has there, takes rows that are padded",
+        "Set trainer.packing=false, or numerics.mode=exact.",
+    ),
+    Rule(
+        "trainer.cp",
+        lambda r: r.config.cp > 1 and r.mode != "exact",
+        lambda r: f"{r.config.cp} with numerics.mode={r.mode}",
+        "1: the attention of native mode takes whole rows",
+        "Set trainer.cp=1, or numerics.mode=exact.",
+    ),
+    Rule(
+        "trainer.cp",
+        lambda r: r.config.cp > 1 and r.config.packing,
+        lambda r: f"{r.config.cp} with trainer.packing=true",
+        "1: ranks share the tokens of rows that are padded",
+        "Set trainer.packing=false, or trainer.cp=1.",
+    ),
+    Rule(
+        "rollout.context_length",
+        lambda r: r.config.cp > 1 and r.length is not None and r.length % r.chunks,
+        lambda r: r.length,
+        lambda r: (
+            f"a multiple of {r.chunks}: trainer.cp={r.config.cp} cuts each row into {r.chunks} chunks, two for a rank"
+        ),
+        lambda r: f"Set rollout.context_length={(r.length or 0) // r.chunks * r.chunks or r.chunks}, or trainer.cp=1.",
+    ),
+)

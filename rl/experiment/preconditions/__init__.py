@@ -13,10 +13,9 @@ from fp8rl.models.peft import START, read_adapter
 from fp8rl.models.stored import check_stored
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
-from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, read_model
+from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, check_teacher, read_model
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
-from fp8rl.rl.experiment.preconditions.rules import Target, check_rules
-from fp8rl.rl.experiment.preconditions.teacher import check_teacher
+from fp8rl.rl.experiment.preconditions.rules import Target, check_target
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from fp8rl.rl.record.trackers import check_trackers
 from fp8rl.rl.record.wandb_run import check_wandb
@@ -42,7 +41,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_wandb(experiment.tracking.recorded_wandb)
     model = read_model(path := experiment.model.directory)
     check_architecture(model, experiment)
-    check_rules(experiment, model.sizes, Target.here())
+    check_target(experiment, model.sizes, Target.here())
     adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)
@@ -67,7 +66,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
 
 
 def _check_reward(config: RewardSection, key: str) -> None:
-    """Whether the function is there, and a tokenizer that it needs."""
+    """Raise `UserError` if the function is missing, or a tokenizer that it needs."""
     check_importable(config.function, f"{key}.function")
     load_function(config, key)
     if config.function in BUILT_IN and (name := BUILT_IN[config.function].tokenizer):

@@ -1,21 +1,32 @@
-"""The model directory: an architecture that is known, and a layout that it splits into."""
+"""The model directories of the policy and its teacher, which knows the same tokens, and a user's own algorithm."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8rl import models
 from fp8rl.models import Model, ModelSizes, load_architecture
-from fp8rl.numerics.errors import user_error
+from fp8rl.models.shape import Shape
+from fp8rl.models.stored import check_stored
+from fp8rl.numerics.errors import Rule, check_rules, user_error
 from fp8rl.numerics.io.reading import check_regular, read_json
 from fp8rl.numerics.io.section import RELATIVE
 from fp8rl.numerics.time_limit import time_limit
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.rehearsal import rehearse
 from fp8rl.rl.experiment import Experiment
-from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
+from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rl.experiment.teacher import TeacherSection
+from fp8rl.rollout.server.client import SCORED_SHORT_OF
+from fp8rl.trainer.megatron.model_checks import check_engine_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
+TEACHER = "teacher.path"
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
@@ -38,8 +49,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
 
 
 def check_architecture(model: Model, experiment: Experiment) -> None:
-    """Whether the architecture of a user's file is the model's; a teacher may have it, too. Raises UserError: it is
-    not."""
+    """Raise `UserError` if the architecture of a user's file is not the model's; a teacher may have it, too."""
     file = experiment.model.architecture
     if file is not None and experiment.teacher is None and (own := load_architecture(file)) is not model.architecture:
         raise user_error(
@@ -50,31 +60,94 @@ def check_architecture(model: Model, experiment: Experiment) -> None:
         )
 
 
-def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
-    """Whether the model splits into tp, pp, ep and dp parts of whole quantization blocks.
+def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
+    """Check that the teacher, if there is one, can be served and asked; returns its shape.
 
     Raises:
-        UserError: no.
+        UserError: its directory or layout is wrong, it has another vocabulary, or no room for the longest answer.
     """
-    if experiment.trainer.pp > 1 and experiment.numerics.router_replay != "off":
-        raise user_error(
-            "trainer.pp",
-            found=f"{experiment.trainer.pp} with numerics.router_replay={experiment.numerics.router_replay}",
-            expected="1: a stage sees the routers of its own layers alone",
-            remedy="Set trainer.pp=1, or numerics.router_replay=off.",
-        )
-    if experiment.numerics.router_replay != "off" and not sizes.moe:
-        raise user_error(
-            "numerics.router_replay",
-            found=experiment.numerics.router_replay,
-            expected="off for a dense model, which has no experts",
-            remedy="Set numerics.router_replay=off, or choose a mixture of experts.",
-        )
-    numerics = experiment.numerics_config()
-    check_layout(sizes, experiment.trainer, numerics.blocks_spec)
-    check_wires(sizes, experiment.trainer, numerics.trainer_spec)
-    check_router_bias(sizes, experiment.trainer)
-    check_engine_layout(sizes, experiment.rollout.tp, numerics.blocks_spec)
+    if experiment.teacher is None:
+        return None
+    path = experiment.teacher.directory
+    model = read_model(path, TEACHER)
+    _check_vocabulary(path, model.sizes, policy, tokenizer, experiment.model.path)
+    check_teacher_layout(experiment, model.sizes)
+    check_stored(path, model, TEACHER)
+    return model.shape
+
+
+def check_teacher_layout(experiment: Experiment, sizes: ModelSizes) -> None:
+    """Raise `UserError` if a teacher of these sizes does not divide over its engine's ranks, or has no room for the
+    longest answer."""
+    assert experiment.teacher is not None
+    numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+    check_engine_layout(sizes, experiment.teacher.tp, numerics.rollout_spec, "teacher.tp")
+    longest = experiment.teacher.engine(experiment.rollout).context_length
+    check_rules(TEACHER_ROOM, Room(experiment.teacher, sizes, experiment.rollout.context_length, longest))
+
+
+def _check_vocabulary(
+    path: Path, sizes: ModelSizes, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase, policy_path: str
+) -> None:
+    if sizes.vocab_size != policy.vocab_size:
+        found = f"{path} with vocab_size = {sizes.vocab_size}"
+        expected = f"{policy.vocab_size}, that of model.path = {policy_path}"
+    else:
+        ours, theirs = tokenizer.get_vocab(), load_tokenizer(path, TEACHER).get_vocab()
+        if ours == theirs:
+            return
+        token = min((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=repr)
+        found = f"{path} with a tokenizer that {_knows(token, theirs)}"
+        expected = f"that of model.path = {policy_path}, which {_knows(token, ours)}"
+    remedy = "Give teacher.path a model of the same family: token ids are what it is asked about."
+    raise user_error(TEACHER, found=found, expected=expected, remedy=remedy)
+
+
+def _knows(token: str, vocabulary: dict[str, int]) -> str:
+    return f"has {token!r} as token {vocabulary[token]}" if token in vocabulary else f"lacks the token {token!r}"
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room of a teacher's engines for the answers that they score."""
+
+    teacher: TeacherSection
+    sizes: ModelSizes
+    asked: int
+    """`rollout.context_length`."""
+    length: int
+    """The context length of the teacher's engines."""
+
+
+TEACHER_ROOM: tuple[Rule[Room], ...] = (
+    Rule(
+        "teacher.context_length",
+        lambda r: r.length < r.asked + SCORED_SHORT_OF,
+        lambda r: r.length,
+        lambda r: (
+            f"at least {r.asked + SCORED_SHORT_OF}: rollout.context_length = {r.asked}, and {SCORED_SHORT_OF} "
+            "tokens that an engine keeps free"
+        ),
+        "Remove teacher.context_length, or lower rollout.context_length.",
+    ),
+    Rule(
+        "teacher.context_length",
+        lambda r: r.length > r.sizes.max_positions,
+        lambda r: r.length,
+        lambda r: f"at most {r.sizes.max_positions}, the max_position_embeddings of {r.teacher.path}",
+        lambda r: (
+            f"Lower rollout.context_length to at most {r.sizes.max_positions - SCORED_SHORT_OF}, and remove "
+            "teacher.context_length."
+        ),
+    ),
+    Rule(
+        "teacher.max_total_tokens",
+        lambda r: r.teacher.max_total_tokens < r.length,
+        lambda r: r.teacher.max_total_tokens,
+        lambda r: f"at least the context length of its engines, {r.length}",
+        "Raise teacher.max_total_tokens or lower rollout.context_length.",
+    ),
+)
 
 
 # An algorithm of a user's: a step of it is taken over made-up answers before a run starts.
@@ -84,11 +157,7 @@ STEP_SECONDS = 20.0
 
 
 def check_algorithm(experiment: Experiment) -> None:
-    """Whether the algorithm comes through a step; ours do, as tests hold.
-
-    Raises:
-        UserError: a user's does not.
-    """
+    """Raise `UserError` if a user's algorithm does not come through a step; ours do, as tests hold."""
     algorithm = experiment.algorithm
     if type(algorithm) in ALGORITHMS.values():
         return

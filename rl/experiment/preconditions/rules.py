@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,218 +22,312 @@ from fp8rl.numerics.backend.implementation import (
     has_deepgemm,
     implementation_for,
 )
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.errors import Rule, UserError, check_rules
+from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.model import check_model_layout
 from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
-from fp8rl.trainer.megatron.model_checks import check_packing, check_sharing
+from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-BLOCKS = "TransformerEngine's blocks of 128"
 
 
 @dataclass(frozen=True)
 class Target:
-    """The machines that a run is for.
-
-    Attributes:
-        gpus: they have some. capability: compute capability of these; None: nobody knows it here.
-        transformer_engine, deepgemm: they are installed there.
-        known: False for a cluster that is not ours, whose machines are looked at when the run is placed on them.
-    """
+    """The machines that a run is for."""
 
     gpus: bool
+    """They have some."""
     transformer_engine: bool
+    """It is installed there; so is `deepgemm`."""
     deepgemm: bool = True
     capability: tuple[int, int] | None = None
+    """Compute capability of the GPUs; None: nobody knows it here."""
     known: bool = True
+    """False for a cluster that is not ours, whose machines are looked at when the run is placed on them."""
 
     @classmethod
     def here(cls) -> Target:
-        """This machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
+        """Return this machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
         gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
         capability = capability_of("cuda") if gpus and known else None
         return cls(gpus, has_transformer_engine(), has_deepgemm(), capability, known)
 
 
-def check_engine_ranks(experiment: Experiment, gpus: bool) -> None:
-    """Raise `UserError` for engines of several ranks on GPUs in exact mode, whose captured CUDA graphs cannot hold what
-    they exchange, or on CPUs in native mode."""
-    mode, where = experiment.numerics.mode, "GPUs" if gpus else "CPUs"
-    teacher = 1 if experiment.teacher is None else experiment.teacher.tp
-    for key, width in (("rollout.tp", experiment.rollout.tp), ("teacher.tp", teacher)):
-        if width > 1 and (mode == "exact") is gpus:
-            raise user_error(
-                key,
-                found=f"{width} with numerics.mode={mode} on {where}",
-                expected="1 there",
-                remedy=f"Set {key}=1, or numerics.mode={'native' if gpus else 'exact'}.",
-            )
+@dataclass(frozen=True)
+class Case:
+    """A spec with a model of these sizes, on such machines."""
+
+    experiment: Experiment
+    sizes: ModelSizes
+    target: Target
+
+    @property
+    def exact_on(self) -> tuple[int, int] | None:
+        """Compute capability of the GPUs that exact mode is to run on; None: nobody knows it, or the mode is native."""
+        return self.target.capability if self.experiment.numerics.mode == "exact" else None
+
+    @property
+    def native_on(self) -> tuple[int, int] | None:
+        """The same of native mode."""
+        return self.target.capability if self.experiment.numerics.mode == "native" else None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether exact mode has kernels for these GPUs: the definitions in torch do not run in a CUDA graph."""
+        numerics = self.experiment.numerics_config()
+        return self.exact_on is None or implementation_for(self.exact_on, numerics.spec) == "triton"
+
+    @property
+    def on_gpus(self) -> str:
+        """What messages say of the GPUs."""
+        return f"on GPUs of compute capability {_dotted(self.target.capability or ())}"
+
+    @property
+    def trains_on_te(self) -> QuantSpec | None:
+        """What TransformerEngine is to quantize the trainer's products by, on GPUs that are known; None: nothing."""
+        spec = self.experiment.numerics_config().trainer_spec
+        return spec if self.native_on and self.target.transformer_engine and spec.quantized else None
 
 
-def _engine_ranks(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    if not target.known:
-        return
-    check_engine_ranks(experiment, target.gpus)
-    if target.gpus and experiment.rollout.sleep and experiment.rollout.tp > 1:
-        raise user_error(
-            "rollout.sleep",
-            found=f"true with rollout.tp={experiment.rollout.tp} on GPUs",
-            expected="engines of one rank: wider ones have GPUs of their own, where they make room for nobody",
-            remedy="Set rollout.sleep=false, or rollout.tp=1.",
-        )
-
-
-def _kernels(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    """Exact engines on GPUs need kernels: the definitions in torch do not run in a CUDA graph."""
-    spec, capability = experiment.numerics_config().spec, target.capability
-    if experiment.numerics.mode == "native" or capability is None:
-        return
-    kernels = implementation_for(capability, spec) == "triton"
-    if kernels and sizes.latent is not None and capability < HOPPER:
-        raise user_error(
-            "numerics.mode",
-            found=f"exact with latent attention on GPUs of compute capability {_dotted(capability)}",
-            expected="9.0 to 11.x: its kernels need 170 KiB of shared memory, and these have 99",
-            remedy="Set numerics.mode=native, or take other GPUs.",
-        )
-    if kernels or not experiment.needs_engines:
-        return
-    if implementation_for(HOPPER, spec) == "torch":
-        raise user_error(
-            "numerics.preset",
-            found=f"{experiment.numerics.preset} with numerics.mode=exact on GPUs",
-            expected="weights in blocks of 128, activations and gradients in token groups of 128, which kernels know",
-            remedy="Set numerics.preset=fp8_block_pow2, or numerics.mode=native.",
-        )
-    bf16 = "" if capability >= FEWEST_CAPABILITY else " numerics.trainer=bf16 numerics.rollout=bf16"
-    raise user_error(
-        "numerics.mode",
-        found=f"exact on GPUs of compute capability {_dotted(capability)}",
-        expected=f"{_dotted(FEWEST_CAPABILITY)} to 11.x: earlier ones have no FP8, and later ones too little shared "
-        "memory for a tile of the exact kernels",
-        remedy=f"Set numerics.mode=native{bf16}, or take other GPUs.",
-    )
-
-
-def _native_products(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    """FP8 products of native mode are those of SGLang and TransformerEngine, which ask for such GPUs."""
-    numerics, capability = experiment.numerics_config(), target.capability
-    if numerics.mode != "native" or capability is None:
-        return
-    trainer, mx = numerics.trainer_spec, by_mx(numerics.trainer_spec)
-    wanted = []
-    if experiment.needs_engines and numerics.rollout_spec.quantized:
-        wanted.append(("numerics.rollout", "SGLang's kernels", FEWEST_CAPABILITY, None))
-    if target.transformer_engine and trainer.quantized:
-        of_trainer = ("TransformerEngine's MXFP8", BLACKWELL, SMALL_CAPABILITY) if mx else (BLOCKS, HOPPER, None)
-        wanted.append(("numerics.trainer", *of_trainer))
-    for key, whose, least, below in wanted:
-        if capability < least or (below is not None and capability >= below):
-            raise user_error(
-                key,
-                found=f"fp8 with numerics.mode=native on GPUs of compute capability {_dotted(capability)}",
-                expected=f"{_dotted(least)} or higher{f', below {_dotted(below)}' if below else ''}, for {whose}",
-                remedy=f"Set {key}=bf16, or take other GPUs.",
-            )
-    if target.transformer_engine and capability >= BLACKWELL and trainer.quantized and trainer.weight.scale != "pow2":
-        raise user_error(
-            "numerics.preset",
-            found=f"FP32 scales with numerics.mode=native on GPUs of compute capability {_dotted(capability)}",
-            expected="scales that are powers of two, as these multiply blocks of 128 as MX",
-            remedy="Set numerics.preset=fp8_block_pow2.",
-        )
-
-
-def _deepgemm(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    """DeepGEMM, if it is asked for, needs a Hopper GPU; its bits are compared where it is to run."""
-    asked = experiment.numerics.mode == "exact" and experiment.numerics.deepgemm and target.known
-    if asked and (lacking := deepgemm_lacks(target.capability, target.deepgemm)):
-        raise user_error(
-            "numerics.deepgemm",
-            found=f"true, and no {lacking} here",
-            expected="a Hopper GPU and DeepGEMM",
-            remedy="Set numerics.deepgemm=false: products run on our kernels, with the same results.",
-        )
-
-
-def _drafts(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    check_drafts(experiment.rollout.speculation, target.gpus)
-
-
-def _layout(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    check_model_layout(sizes, experiment)
-
-
-def _optimizer(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    lowered = lower(experiment.numerics_config(), target.transformer_engine)
-    held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
-    lower_optimizer(experiment.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
-
-
-def _rows(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    mode = experiment.numerics.mode
-    check_packing(experiment.trainer.packing, mode, target.transformer_engine)
-    check_sharing(experiment.trainer, mode, experiment.rollout.context_length)
-
-
-def _context(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    rollout = experiment.rollout
-    if rollout.context_length > sizes.max_positions:
-        raise user_error(
-            "rollout.context_length",
-            found=rollout.context_length,
-            expected=f"at most {sizes.max_positions}, the model's max_position_embeddings",
-            remedy=f"Set rollout.context_length={sizes.max_positions} or less.",
-        )
-    if rollout.max_new_tokens >= rollout.context_length:
-        raise user_error(
-            "rollout.max_new_tokens",
-            found=rollout.max_new_tokens,
-            expected=f"less than rollout.context_length = {rollout.context_length}, which holds the prompt too",
-            remedy="Lower rollout.max_new_tokens or raise rollout.context_length.",
-        )
-    if rollout.cache_tokens < rollout.row_tokens:
-        behind = "" if rollout.speculation is None else f" and {rollout.speculation.reserve} tokens for drafts"
-        raise user_error(
-            "rollout.max_total_tokens",
-            found=rollout.cache_tokens,
-            expected=f"at least rollout.context_length = {rollout.context_length}{behind}",
-            remedy="Raise rollout.max_total_tokens or lower rollout.context_length.",
-        )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
+def _dotted(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 
 
-Rule = Callable[[Experiment, ModelSizes, Target], None]
-RULES: tuple[Rule, ...] = (
-    _deepgemm,
-    _drafts,
-    _engine_ranks,
-    _kernels,
-    _native_products,
-    _layout,
-    _optimizer,
-    _rows,
-    _context,
+def _lacks_for_deepgemm(case: Case) -> str | None:
+    asked = case.experiment.numerics.mode == "exact" and case.experiment.numerics.deepgemm and case.target.known
+    return deepgemm_lacks(case.target.capability, case.target.deepgemm) if asked else None
+
+
+DEEPGEMM: tuple[Rule[Case], ...] = (
+    Rule(
+        "numerics.deepgemm",
+        _lacks_for_deepgemm,
+        lambda c: f"true, and no {_lacks_for_deepgemm(c)} here",
+        "a Hopper GPU and DeepGEMM",
+        "Set numerics.deepgemm=false: products run on our kernels, with the same results.",
+    ),
 )
-"""Each raises `UserError` where a spec cannot run with such a model on such machines."""
+"""Its bits are compared where it is to run."""
+
+OnGpus = tuple[Experiment, bool]
+"""A spec, and whether its machines have GPUs."""
 
 
-def check_rules(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    """Raise `UserError` for the first rule that the spec does not keep."""
-    for rule in RULES:
-        rule(experiment, sizes, target)
+def _one_rank(key: str, width: Callable[[Experiment], int]) -> Rule[OnGpus]:
+    return Rule(
+        key,
+        lambda s: width(s[0]) > 1 and (s[0].numerics.mode == "exact") is s[1],
+        lambda s: f"{width(s[0])} with numerics.mode={s[0].numerics.mode} on {'GPUs' if s[1] else 'CPUs'}",
+        "1 there",
+        lambda s: f"Set {key}=1, or numerics.mode={'native' if s[1] else 'exact'}.",
+    )
+
+
+ENGINE_RANKS: tuple[Rule[OnGpus], ...] = (
+    _one_rank("rollout.tp", lambda e: e.rollout.tp),
+    _one_rank("teacher.tp", lambda e: 1 if e.teacher is None else e.teacher.tp),
+)
+"""On GPUs in exact mode the captured CUDA graphs of several ranks cannot hold what these exchange; on CPUs, native
+engines have one."""
+
+SLEEPERS: tuple[Rule[Case], ...] = (
+    Rule(
+        "rollout.sleep",
+        lambda c: c.target.gpus and c.experiment.rollout.sleep and c.experiment.rollout.tp > 1,
+        lambda c: f"true with rollout.tp={c.experiment.rollout.tp} on GPUs",
+        "engines of one rank: wider ones have GPUs of their own, where they make room for nobody",
+        "Set rollout.sleep=false, or rollout.tp=1.",
+    ),
+)
+
+KERNELS: tuple[Rule[Case], ...] = (
+    Rule(
+        "numerics.mode",
+        lambda c: c.exact_on and c.has_kernels and c.sizes.latent is not None and c.exact_on < HOPPER,
+        lambda c: f"exact with latent attention {c.on_gpus}",
+        "9.0 to 11.x: its kernels need 170 KiB of shared memory, and these have 99",
+        "Set numerics.mode=native, or take other GPUs.",
+    ),
+    Rule(
+        "numerics.preset",
+        lambda c: (
+            c.experiment.needs_engines
+            and not c.has_kernels
+            and implementation_for(HOPPER, c.experiment.numerics_config().spec) == "torch"
+        ),
+        lambda c: f"{c.experiment.numerics.preset} with numerics.mode=exact on GPUs",
+        "weights in blocks of 128, activations and gradients in token groups of 128, which kernels know",
+        lambda c: f"Set numerics.preset=fp8_block_pow2, or numerics.mode=native{_bf16_engine(c.experiment)}.",
+    ),
+    Rule(
+        "numerics.mode",
+        lambda c: c.experiment.needs_engines and not c.has_kernels,
+        lambda c: f"exact {c.on_gpus}",
+        f"{_dotted(FEWEST_CAPABILITY)} to 11.x: earlier ones have no FP8, and later ones too little shared memory for "
+        "a tile of the exact kernels",
+        lambda c: f"Set numerics.mode=native{_bf16_below(FEWEST_CAPABILITY, c.exact_on)}, or take other GPUs.",
+    ),
+)
+
+
+def _bf16_engine(experiment: Experiment) -> str:
+    """Return what native mode needs beside it where SGLang has no products for the weights of its engine."""
+    spec = experiment.numerics_config().rollout_spec
+    return " numerics.rollout=bf16" if spec.quantized and spec.weight.mx else ""
+
+
+def _bf16_below(least: tuple[int, int], capability: tuple[int, int] | None) -> str:
+    return " numerics.trainer=bf16 numerics.rollout=bf16" if capability and capability < least else ""
+
+
+def _native(
+    key: str,
+    is_used: Callable[[Case], object],
+    whose: str,
+    least: tuple[int, int],
+    below: tuple[int, int] | None = None,
+) -> Rule[Case]:
+    return Rule(
+        key,
+        lambda c: c.native_on and is_used(c) and not least <= c.native_on < (below or (99, 0)),
+        lambda c: f"fp8 with numerics.mode=native {c.on_gpus}",
+        f"{_dotted(least)} or higher{f', below {_dotted(below)}' if below else ''}, for {whose}",
+        f"Set {key}=bf16, or take other GPUs.",
+    )
+
+
+NATIVE_PRODUCTS: tuple[Rule[Case], ...] = (
+    _native(
+        "numerics.rollout",
+        lambda c: c.experiment.needs_engines and c.experiment.numerics_config().rollout_spec.quantized,
+        "SGLang's kernels",
+        FEWEST_CAPABILITY,
+    ),
+    _native(
+        "numerics.trainer",
+        lambda c: c.trains_on_te and by_mx(c.trains_on_te),
+        "TransformerEngine's MXFP8",
+        BLACKWELL,
+        SMALL_CAPABILITY,
+    ),
+    _native(
+        "numerics.trainer",
+        lambda c: c.trains_on_te and not by_mx(c.trains_on_te),
+        "TransformerEngine's blocks of 128",
+        HOPPER,
+    ),
+    Rule(
+        "numerics.preset",
+        lambda c: c.trains_on_te and c.native_on and c.native_on >= BLACKWELL and c.trains_on_te.weight.scale != "pow2",
+        lambda c: f"FP32 scales with numerics.mode=native {c.on_gpus}",
+        "scales that are powers of two, as these multiply blocks of 128 as MX",
+        "Set numerics.preset=fp8_block_pow2.",
+    ),
+)
+"""FP8 products of native mode are those of SGLang and TransformerEngine, which ask for such GPUs."""
+
+LAYOUT: tuple[Rule[Case], ...] = (
+    Rule(
+        "trainer.pp",
+        lambda c: c.experiment.trainer.pp > 1 and c.experiment.numerics.router_replay != "off",
+        lambda c: f"{c.experiment.trainer.pp} with numerics.router_replay={c.experiment.numerics.router_replay}",
+        "1: a stage sees the routers of its own layers alone",
+        "Set trainer.pp=1, or numerics.router_replay=off.",
+    ),
+    Rule(
+        "numerics.router_replay",
+        lambda c: c.experiment.numerics.router_replay != "off" and not c.sizes.moe,
+        lambda c: c.experiment.numerics.router_replay,
+        "off for a dense model, which has no experts",
+        "Set numerics.router_replay=off, or choose a mixture of experts.",
+    ),
+)
+
+CONTEXT: tuple[Rule[Case], ...] = (
+    Rule(
+        "rollout.context_length",
+        lambda c: c.experiment.rollout.context_length > c.sizes.max_positions,
+        lambda c: c.experiment.rollout.context_length,
+        lambda c: f"at most {c.sizes.max_positions}, the model's max_position_embeddings",
+        lambda c: f"Set rollout.context_length={c.sizes.max_positions} or less.",
+    ),
+    Rule(
+        "rollout.max_new_tokens",
+        lambda c: c.experiment.rollout.max_new_tokens >= c.experiment.rollout.context_length,
+        lambda c: c.experiment.rollout.max_new_tokens,
+        lambda c: (
+            f"less than rollout.context_length = {c.experiment.rollout.context_length}, which holds the prompt too"
+        ),
+        "Lower rollout.max_new_tokens or raise rollout.context_length.",
+    ),
+    Rule(
+        "rollout.max_total_tokens",
+        lambda c: c.experiment.rollout.cache_tokens < c.experiment.rollout.row_tokens,
+        lambda c: c.experiment.rollout.cache_tokens,
+        lambda c: f"at least rollout.context_length = {c.experiment.rollout.context_length}{_behind(c.experiment)}",
+        "Raise rollout.max_total_tokens or lower rollout.context_length.",
+    ),
+)
+
+
+def _behind(experiment: Experiment) -> str:
+    drafts = experiment.rollout.speculation
+    return "" if drafts is None else f" and {drafts.reserve} tokens for drafts"
+
+
+def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
+    """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks. Raises UserError."""
+    check_rules(LAYOUT, Case(experiment, sizes, Target(gpus=False, transformer_engine=False)))
+    numerics = experiment.numerics_config()
+    check_layout(sizes, experiment.trainer, numerics.blocks_spec)
+    check_training(sizes, experiment.trainer, numerics.trainer_spec)
+    check_engine_layout(sizes, experiment.rollout.tp, numerics.blocks_spec)
+
+
+def _check_engines(case: Case) -> None:
+    if case.target.known:
+        check_rules(ENGINE_RANKS, (case.experiment, case.target.gpus))
+        check_rules(SLEEPERS, case)
+
+
+def _check_optimizer(case: Case) -> None:
+    target = case.target
+    lowered = lower(case.experiment.numerics_config(), target.transformer_engine)
+    held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
+    lower_optimizer(case.experiment.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
+
+
+def _check_rows(case: Case) -> None:
+    experiment, mode = case.experiment, case.experiment.numerics.mode
+    check_rows(experiment.trainer, mode, case.target.transformer_engine, experiment.rollout.context_length)
+
+
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    partial(check_rules, DEEPGEMM),
+    lambda case: check_drafts(case.experiment.rollout.speculation, case.target.gpus),
+    _check_engines,
+    partial(check_rules, KERNELS),
+    partial(check_rules, NATIVE_PRODUCTS),
+    lambda case: check_model_layout(case.sizes, case.experiment),
+    _check_optimizer,
+    _check_rows,
+    partial(check_rules, CONTEXT),
+)
+"""Each raises `UserError` for the first of its rules that a spec breaks; they do not rely on each other."""
+
+
+def check_target(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
+    """Raise `UserError` for the first rule that the spec does not keep with such a model on such machines."""
+    for check in CHECKS:
+        check(Case(experiment, sizes, target))
 
 
 def broken_rules(experiment: Experiment, sizes: ModelSizes, target: Target) -> Iterator[UserError]:
-    """The refusal of each rule that the spec does not keep."""
-    for rule in RULES:
+    """Return the first refusal of each check that the spec does not pass."""
+    for check in CHECKS:
         try:
-            rule(experiment, sizes, target)
+            check(Case(experiment, sizes, target))
         except UserError as refusal:
             yield refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from fp8rl.rl.record.metric_rows import METRICS
+from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.trackers import Tracked
 
 

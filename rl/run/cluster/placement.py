@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.errors import UserError, check_rules, user_error
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.rules import check_engine_ranks
+from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     Raises:
         UserError: it does not fit on the nodes that the spec lets it use.
     """
-    check_engine_ranks(experiment, any(node.gpus is not None for node in nodes))
+    check_rules(ENGINE_RANKS, (experiment, any(node.gpus is not None for node in nodes)))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]

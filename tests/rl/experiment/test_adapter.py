@@ -23,11 +23,6 @@ def test_left_out_all_weights_are_trained() -> None:
         ({"adapter": {"targets": []}}, "adapter.targets"),
         ({"adapter": {"dora": True}}, "adapter.dora"),
         ({"adapter": {"mode": "both"}}, "adapter.mode: found 'both'"),
-        ({"adapter": {}, "numerics": {"mode": "native"}}, "adapter: found 'an adapter with numerics.mode=native'"),
-        (
-            {"adapter": {}, "trainer": {"router_bias_rate": 0.1}},
-            "trainer.router_bias_rate: found '0.1 with an adapter'",
-        ),
         (
             {"gates": [{"metric": "train/update_survival", "below": 0.5, "action": "warn"}]},
             "train/update_survival with adapter.mode=None",

@@ -415,13 +415,6 @@ def test_a_learning_rate_that_decays_upward_is_refused():
     assert parse_experiment({**MINIMAL, "trainer": {"lr": 1e-4, "min_lr": 1e-4}}).trainer.min_lr == 1e-4
 
 
-def test_more_updates_than_a_step_has_prompts_are_refused():
-    spec = {"rollout": {"prompts_per_step": 4}}
-    said = message({**spec, "algorithm": {"name": "grpo", "updates_per_batch": 5}})
-    assert said.startswith("algorithm.updates_per_batch: found '5 with rollout.prompts_per_step=4', expected at most 4")
-    assert parse_experiment({**MINIMAL, **spec, "algorithm": {"name": "grpo", "updates_per_batch": 4, "epochs": 9}})
-
-
 def test_a_term_that_teaches_nothing_is_explained():
     said = message({"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}})
     assert said.startswith("algorithm.kl.loss.estimator: found k1, expected k2 or k3") and "\n" not in said

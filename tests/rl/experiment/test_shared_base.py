@@ -15,7 +15,6 @@ ADAPTER = {"rank": 4, "alpha": 8.0}
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"adapter": None}, "no frozen weights are served"),
         ({"adapter": {**ADAPTER, "mode": "merged"}}, "no frozen weights are served"),
         ({"sync": {"transport": "disk"}}, "sync.transport is disk"),
         ({"rollout": {"tp": 2}}, "an engine of 2 ranks"),

@@ -33,8 +33,6 @@ def test_a_row_has_room_for_drafts_in_the_cache_behind_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"numerics": {"mode": "native"}}, r"rollout.speculation: found 'drafts=3 with numerics.mode=native'"),
-        ({"rollout": {"top_p": 0.9, "staleness": 1}}, r"rollout.speculation: found 'drafts=3 with rollout.top_p"),
         ({"rollout": {"speculation": {"drafts": 0}}}, r"rollout.speculation.drafts: found 0, expected .* 1"),
         ({"rollout": {"speculation": {"from": "teacher"}}}, r"rollout.speculation.from: found 'teacher'"),
         ({"rollout": {"speculation": {"source": "history"}}}, r"rollout.speculation.source.*[Uu]nknown"),

@@ -32,16 +32,6 @@ def test_updates_land_in_flight_where_asked_and_always_beyond_one_step(rollout: 
         ({"rollout": {"staleness": -1}}, "rollout.staleness: found -1"),
         ({"rollout": {"oversample": 1.5}}, "found oversample=1.5 with staleness=0 and in_flight=false"),
         ({"rollout": {"oversample": 1.5, "staleness": 1}}, "rollout.in_flight=true"),
-        ({"sync": {"pause": "in_place"}}, "sync.pause: found 'in_place with numerics.mode=exact'"),
-        ({"rollout": {"staleness": 1}, "algorithm": {"name": "sft"}}, "rollout.staleness: found '1 with algorithm"),
-        (
-            {"rollout": {"staleness": 1}, "numerics": {"router_replay": "record"}},
-            "numerics.router_replay: found 'record with rollout.staleness=1'",
-        ),
-        (
-            {"gates": [{"metric": "drift/k3_kl", "above": 0.1, "action": "warn"}]},
-            "found 'drift/k3_kl with rollout.staleness=0'",
-        ),
         (
             {
                 "rollout": {"staleness": 1},

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means
-from fp8rl.rl.record.metric_rows import METRICS
-from fp8rl.rl.record.metrics import describe
+from fp8rl.rl.record.metrics import METRICS, describe
 
 LN2 = math.log(2.0)
 ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.errors import UserError
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.context import gathered, own_positions, shared_attention
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_sharing
 from tests.support.ranks import run_on_ranks
 
 WIDTH, SCALE = 1160, 0.2
@@ -57,19 +55,3 @@ def test_every_token_is_one_rank_s_and_all_ranks_see_as_many_keys() -> None:
         parts = [own_positions(24 * ranks, rank, ranks) for rank in range(ranks)]
         assert sorted(torch.cat(parts).tolist()) == list(range(24 * ranks))
         assert len({int(part.sum()) for part in parts}) == 1
-
-
-@pytest.mark.parametrize(
-    ("config", "mode", "length", "message"),
-    [
-        ({}, "native", 4096, "trainer.cp: found '2 with numerics.mode=native', expected 1"),
-        ({"packing": True}, "exact", 4096, "trainer.cp: found '2 with trainer.packing=true', expected 1"),
-        ({}, "exact", 4098, "rollout.context_length: found 4098, expected a multiple of 4"),
-    ],
-)
-def test_rows_that_cannot_be_shared_are_refused(config: dict[str, Any], mode: Any, length: int, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        check_sharing(TrainerSection(cp=2, **config), mode, length)
-    assert message in str(error.value)
-    check_sharing(TrainerSection(**config), mode, length)
-    check_sharing(TrainerSection(cp=2), "exact", 4096)

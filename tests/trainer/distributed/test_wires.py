@@ -24,7 +24,7 @@ from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_wires
+from fp8rl.trainer.megatron.model_checks import check_training
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.definitions import SIZES
 from tests.support.models import LENGTH
@@ -225,29 +225,13 @@ def test_a_trainer_that_falls_back_to_bf16_gathers_bf16(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "spec", "said"),
     [
-        (
-            {"gradient_wire": "e4m3"},
-            POW2,
-            "trainer.gradient_wire: found 'e4m3 with trainer.dp=1', expected fp32 where no",
-        ),
-        (
-            {"weight_gather": "e4m3"},
-            POW2,
-            "trainer.weight_gather: found 'e4m3 with trainer.dp=1', expected bf16 where no",
-        ),
-        ({"gradient_wire": "bf16", "tp": 2, "ep": 2}, POW2, "trainer.gradient_wire"),
-        (
-            {"weight_gather": "e4m3", "dp": 2},
-            QuantSpec.preset("fp8_block_fp32"),
-            "found 'e4m3 with weights in e4m3, block, fp32, nearest', expected .* pow2, nearest",
-        ),
         ({"weight_gather": "e4m3", "dp": 2}, QuantSpec.preset("bf16"), "found 'e4m3 with a BF16 trainer'"),
         ({"weight_gather": "e4m3", "dp": 2}, POW2.override({"weight": {"granularity": "channel"}}), "channel"),
     ],
 )
-def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: QuantSpec, said: str) -> None:
+def test_weights_that_would_not_arrive_as_the_forwards_own_are_refused(config: Any, spec: QuantSpec, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_wires(SIZES, TrainerSection(**config), spec)
+        check_training(SIZES, TrainerSection(**config), spec)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +243,7 @@ def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: Quan
     ],
 )
 def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
-    check_wires(SIZES, TrainerSection(**config), spec)
+    check_training(SIZES, TrainerSection(**config), spec)
 
 
 @pytest.mark.slow

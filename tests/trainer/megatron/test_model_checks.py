@@ -10,10 +10,23 @@ from typing import Any
 import pytest
 
 from fp8rl.models import ModelSizes
-from fp8rl.numerics.errors import UserError
+from fp8rl.models.sizes import Latent
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.errors import UserError, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout
+from fp8rl.trainer.megatron.model_checks import (
+    ENGINE_RULES,
+    LAYOUT_RULES,
+    ROW_RULES,
+    SPLIT_RULES,
+    TRAINING_RULES,
+    Rows,
+    Split,
+    Trained,
+    check_engine_layout,
+    check_layout,
+)
 from tests.support.definitions import SIZES
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -36,47 +49,139 @@ def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> 
     check_layout(sizes, TrainerSection(**layout), SPEC)
 
 
+LATENT = dataclasses.replace(MOE, latent=Latent(q_rank=256, kv_rank=256, rope_dim=64, value_dim=128))
+OLMOE = dataclasses.replace(MOE, head_norms="together")
+TENSOR = SPEC.override({"weight": {"granularity": "tensor"}})
+FP32 = QuantSpec.preset("fp8_block_fp32")
+
+
+def split(sizes: ModelSizes = MOE, tp: int = 1, spec: QuantSpec = SPEC) -> Split:
+    return Split(sizes, tp, spec, "trainer.tp")
+
+
+def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> Trained:
+    return Trained(sizes, TrainerSection(**config), spec)
+
+
+def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Rows:
+    return Rows(TrainerSection(**config), mode, False, length)
+
+
+# Of each rule, in its order: what breaks it, what the message begins with, and what its remedy makes of that.
+SPLITS = [
+    (split(tp=3), "trainer.tp: found 3, expected a divisor of the model's num_attention_heads = 8", split(tp=1)),
+    (split(tp=8), "trainer.tp: found 8, expected a divisor of the model's num_key_value_heads = 4", split(tp=4)),
+    (
+        split(dataclasses.replace(MOE, vocab_size=4097), 2),
+        "trainer.tp: found 2, expected a divisor of the model's vocab_size = 4097",
+        split(dataclasses.replace(MOE, vocab_size=4097)),
+    ),
+    (
+        split(dataclasses.replace(DENSE, ffn_size=770), 4),
+        "trainer.tp: found 4, expected a divisor of the model's intermediate_size = 770",
+        None,
+    ),
+    (
+        split(dataclasses.replace(MOE, shared_size=257), 2),
+        "trainer.tp: found 2, expected a divisor of the model's moe_intermediate_size * n_shared_experts = 257",
+        None,
+    ),
+    (
+        split(spec=SPEC.override({"first_layers_bf16": 4, "last_layers_bf16": 2})),
+        "numerics.first_layers_bf16 + numerics.last_layers_bf16: found 6, expected less than the model's",
+        split(spec=SPEC.override({"first_layers_bf16": 4, "last_layers_bf16": 1})),
+    ),
+    (
+        split(spec=TENSOR),
+        "numerics.weight.granularity: found 'tensor', expected block, token_group or channel",
+        split(spec=SPEC.override({"weight": {"granularity": "channel"}})),
+    ),
+    # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
+    (
+        split(DENSE, 4),
+        "model config: intermediate_size / trainer.tp = 768 / 4: found 192, expected a multiple of 128",
+        split(DENSE, 2),
+    ),
+]
+ENGINES = [
+    (split(OLMOE, 2), "trainer.tp: found 2, expected 1 for a model whose norms", split(OLMOE)),
+    (
+        split(dataclasses.replace(MOE, experts=6), 4),
+        "trainer.tp: found 4, expected a divisor of the model's num_experts = 6",
+        split(dataclasses.replace(MOE, experts=6), 2),
+    ),
+]
+LAYOUTS = [
+    (trained(DENSE, ep=2, dp=2), "trainer.ep: found 2, expected 1 for a dense model", trained(DENSE, ep=1, dp=2)),
+    (
+        trained(ep=16, dp=16),
+        "trainer.ep: found 16, expected a divisor of the model's num_experts = 8",
+        trained(ep=8, dp=16),
+    ),
+    (
+        trained(ep=4, tp=2),
+        "trainer.ep: found 4, expected a divisor of tp * dp * cp = 2 * 1 * 1",
+        trained(ep=4, tp=2, dp=4),
+    ),
+    (trained(pp=4), "trainer.pp: found 4, expected a divisor of the model's num_hidden_layers = 6", trained(pp=3)),
+    (trained(LATENT, cp=2), "trainer.cp: found 2, expected 1 for a model with latent attention", trained(LATENT, cp=1)),
+]
+TRAINING = [
+    (
+        trained(gradient_wire="bf16", tp=2, ep=2),
+        "trainer.gradient_wire: found 'bf16 with trainer.dp=1', expected fp32 where no",
+        trained(tp=2, ep=2),
+    ),
+    (
+        trained(weight_gather="e4m3"),
+        "trainer.weight_gather: found 'e4m3 with trainer.dp=1', expected bf16 where no",
+        trained(weight_gather="e4m3", dp=2),
+    ),
+    (
+        trained(spec=FP32, weight_gather="e4m3", dp=2),
+        "trainer.weight_gather: found 'e4m3 with weights in e4m3, block, fp32, nearest', expected weights that",
+        trained(spec=SPEC, weight_gather="e4m3", dp=2),
+    ),
+    (
+        trained(router_bias_rate=0.001),
+        "trainer.router_bias_rate: found 0.001, expected 0 for a model whose experts",
+        trained(router_bias_rate=0.0),
+    ),
+]
+ROWS = [
+    (
+        rows("native", packing=True),
+        "trainer.packing: found 'true with numerics.mode=native and without TransformerEngine', expected false",
+        rows("exact", packing=True),
+    ),
+    (rows("native", cp=2), "trainer.cp: found '2 with numerics.mode=native', expected 1", rows("exact", cp=2)),
+    (rows(cp=2, packing=True), "trainer.cp: found '2 with trainer.packing=true', expected 1", rows(cp=2)),
+    (rows(cp=2, length=4098), "rollout.context_length: found 4098, expected a multiple of 4", rows(cp=2, length=4096)),
+]
+TABLES = [
+    (SPLIT_RULES, SPLITS),
+    (ENGINE_RULES, ENGINES),
+    (LAYOUT_RULES, LAYOUTS),
+    (TRAINING_RULES, TRAINING),
+    (ROW_RULES, ROWS),
+]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "layout", "said"),
+    ("rules", "index", "subject", "said", "mended"),
     [
-        (MOE, {"tp": 8}, r"trainer\.tp: found 8, expected a divisor of the model's num_key_value_heads = 4"),
-        (DENSE, {"pp": 4}, r"trainer\.pp: found 4, expected a divisor of the model's num_hidden_layers = 6"),
-        (DENSE, {"ep": 2, "dp": 2}, r"trainer\.ep: found 2, expected 1 for a dense model"),
-        (MOE, {"ep": 16, "dp": 16}, r"trainer\.ep: found 16, expected a divisor of the model's num_experts = 8"),
-        (MOE, {"ep": 4, "tp": 2}, r"trainer\.ep: found 4, expected a divisor of tp \* dp \* cp = 2 \* 1 \* 1"),
-        # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
-        (DENSE, {"tp": 4}, r"intermediate_size / trainer\.tp = 768 / 4: found 192, expected a multiple of 128"),
-        (
-            dataclasses.replace(MOE, expert_size=192),
-            {},
-            r"moe_intermediate_size: found 192, expected a multiple of 128",
-        ),
-        (dataclasses.replace(DENSE, head_dim=64), {}, r"head_dim: found 64, expected a multiple of 128"),
+        (rules, index, *case)
+        for rules, cases in TABLES
+        for index, (_, case) in enumerate(zip(rules, cases, strict=True))
     ],
 )
-def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, int], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_layout(sizes, TrainerSection(**layout), SPEC)
-
-
-def test_norms_over_all_heads_are_shared_by_a_trainers_ranks_and_not_by_an_engines() -> None:
-    olmoe = dataclasses.replace(MOE, head_norms="together")
-    check_layout(olmoe, TrainerSection(tp=2), SPEC)
-    check_engine_layout(olmoe, 1, SPEC)
-    with pytest.raises(UserError, match=r"rollout\.tp: found 2, expected 1 for a model whose norms"):
-        check_engine_layout(olmoe, 2, SPEC)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"weight": {"granularity": "tensor"}}, r"numerics\.weight\.granularity: found 'tensor'"),
-        ({"first_layers_bf16": 4, "last_layers_bf16": 2}, r"last_layers_bf16: found 6, expected less than .* = 6"),
-    ],
-)
-def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_layout(MOE, TrainerSection(), SPEC.override(changes))
+def test_a_rule_refuses_and_its_remedy_mends(rules: Any, index: int, subject: Any, said: str, mended: Any) -> None:
+    with pytest.raises(UserError) as refused:
+        check_rules(rules, subject)
+    assert str(refused.value).startswith(said)
+    assert str(rules[index].refusal(subject)) == str(refused.value), "the rules before it let it pass"
+    if mended is not None:
+        check_rules(rules, mended)
 
 
 @pytest.mark.slow
@@ -85,6 +190,19 @@ def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
         "import sys, fp8rl.rl.experiment.preconditions; sys.exit(any(x.startswith('megatron') for x in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
+
+
+def test_norms_over_all_heads_are_shared_by_a_trainers_ranks() -> None:
+    check_layout(OLMOE, TrainerSection(tp=2), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"expert_size": 192}, "moe_intermediate_size: found 192"), ({"head_dim": 64}, "head_dim: found 64")],
+)
+def test_a_piece_that_no_layout_mends_is_refused(changes: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=f"{said}, expected a multiple of 128"):
+        check_layout(dataclasses.replace(MOE, **changes), TrainerSection(), SPEC)
 
 
 def test_dense_first_layers_and_shared_experts() -> None:

@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.models import read_model
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.megatron.model_checks import check_router_bias
 from fp8rl.trainer.step.batch import UNKNOWN
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
@@ -110,8 +107,3 @@ def test_every_layout_moves_the_same_biases(
     assert len(alone) == 2 and all(bias.any() for bias in alone.values())
     for rank in run_on_ranks(TrainerSection(**settings, **parts), tmp_path, Moved(glm_path)):
         assert rank.keys() == alone.keys() and all(torch.equal(bias, alone[name]) for name, bias in rank.items())
-
-
-def test_a_model_without_biases_is_refused(moe_path: Path) -> None:
-    with pytest.raises(UserError, match="trainer.router_bias_rate: found 0.001, expected 0 for a model whose experts"):
-        check_router_bias(read_model(moe_path).sizes, TrainerSection(router_bias_rate=0.001))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
-from fp8rl.rl.experiment.preconditions.model import check_model_layout
+from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from tests.support.preconditions import edit_config, merged, refusal
 
 
@@ -187,3 +187,10 @@ def test_weights_that_are_not_finite_are_refused(values, model, value):
     save_file(weights, model / "model.safetensors")
     text = refusal(values)
     assert text.startswith(f"model.path: {name}: found '1 of ") and "NaN or infinite" in text
+
+
+def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
+    assert refusal(values, trainer={"packing": True}, numerics={"mode": "native"}).startswith("trainer.packing: found")
+    check(parse_experiment(merged(values, trainer={"packing": True})))
+    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
+    check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))

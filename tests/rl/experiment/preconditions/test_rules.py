@@ -2,19 +2,33 @@
 
 import re
 import shlex
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import yaml
 
 from fp8rl.diagnose.plan import gpu_named, read_subject
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE
-from fp8rl.rl.experiment.preconditions.rules import Target, check_rules
+from fp8rl.rl.experiment.preconditions.rules import (
+    CONTEXT,
+    DEEPGEMM,
+    ENGINE_RANKS,
+    KERNELS,
+    LAYOUT,
+    NATIVE_PRODUCTS,
+    SLEEPERS,
+    Case,
+    Target,
+    check_target,
+)
 from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
+from tests.support.remedies import mended, overridden
 
 NUMBERS = {"one": 1, "eight": 8, "sixteen": 16}
 KINDS = {"gsm8k": "h200", **REAL_SPECS}
@@ -43,7 +57,7 @@ def cluster_of(gpus: int) -> list[Node]:
 
 
 def check_and_place(spec: Experiment, sizes: ModelSizes, target: Target, nodes: list[Node]) -> None:
-    check_rules(spec, sizes, target)
+    check_target(spec, sizes, target)
     place(nodes, spec)
 
 
@@ -78,50 +92,147 @@ def test_every_launch_template_starts_a_spec_that_its_machines_accept(template: 
     check_and_place(subject.experiment, subject.shape.sizes, on("h100"), nodes)
 
 
-NATIVE = {"mode": "native"}
+NATIVE, FP32 = {"mode": "native"}, "numerics.preset=fp8_block_fp32"
+Broken = tuple[str, str | None, str, list[str], list[str]]
+
+# Of each rule, in its order: the model, the GPU, what is found, the overrides that break it, a way out in words alone.
+RULES: list[tuple[Sequence[Rule[Any]], list[Broken]]] = [
+    (DEEPGEMM, [("qwen3_8b", "b200", "'true, and no Hopper GPU", ["numerics.deepgemm=true"], [])]),
+    (
+        ENGINE_RANKS,
+        [
+            ("qwen3_8b", "h200", "'8 with numerics.mode=exact on GPUs'", ["rollout.tp=8"], []),
+            (
+                "qwen3_8b",
+                None,
+                "'2 with numerics.mode=native on CPUs'",
+                ["numerics.mode=native", "algorithm={name: opd}", "teacher={path: /t, tp: 2}"],
+                [],
+            ),
+        ],
+    ),
+    (
+        SLEEPERS,
+        [
+            (
+                "qwen3_8b",
+                "h200",
+                "'true with rollout.tp=2 on GPUs'",
+                ["numerics.mode=native", "rollout.tp=2", "rollout.sleep=true"],
+                [],
+            )
+        ],
+    ),
+    (
+        KERNELS,
+        [
+            ("moonlight_16b_a3b", "4090", "'exact with latent attention on GPUs of compute capability 8.9'", [], []),
+            ("qwen3_8b", "h100", "'mxfp8 with numerics.mode=exact on GPUs'", ["numerics.preset=mxfp8"], []),
+            ("qwen3_8b", "a100", "'exact on GPUs of compute capability 8.0'", [], []),
+        ],
+    ),
+    (
+        NATIVE_PRODUCTS,
+        [
+            (
+                "qwen3_8b",
+                "a100",
+                "'fp8 with numerics.mode=native on GPUs of compute capability 8.0'",
+                ["numerics.mode=native", "numerics.trainer=bf16"],
+                [],
+            ),
+            (
+                "qwen3_8b",
+                "h100",
+                "'fp8 with numerics.mode=native on GPUs of compute capability 9.0'",
+                ["numerics={mode: native, preset: mxfp8, rollout: bf16}"],
+                [],
+            ),
+            (
+                "qwen3_8b",
+                "l40s",
+                "'fp8 with numerics.mode=native on GPUs of compute capability 8.9'",
+                ["numerics.mode=native"],
+                [],
+            ),
+            ("qwen3_8b", "b200", "'FP32 scales with numerics.mode=native", ["numerics.mode=native", FP32], []),
+        ],
+    ),
+    (
+        LAYOUT,
+        [
+            (
+                "qwen3_30b_a3b",
+                None,
+                "'2 with numerics.router_replay=record'",
+                ["trainer.pp=2", "numerics.router_replay=record"],
+                [],
+            ),
+            ("qwen3_8b", None, "'replay'", ["numerics.router_replay=replay"], []),
+        ],
+    ),
+    (
+        CONTEXT,
+        [
+            ("qwen3_8b", None, "9999999", ["rollout.context_length=9999999"], []),
+            (
+                "qwen3_8b",
+                None,
+                "512",
+                ["rollout.context_length=512", "rollout.max_new_tokens=512"],
+                ["rollout.max_new_tokens=511", "rollout.context_length=1024"],
+            ),
+            (
+                "qwen3_8b",
+                None,
+                "100",
+                ["rollout.context_length=512", "rollout.max_new_tokens=64", "rollout.max_total_tokens=100"],
+                ["rollout.max_total_tokens=512", "rollout={context_length: 100, max_new_tokens: 50}"],
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "gpu", "found", "overrides", "in_words"),
+    [(rule, *case) for rules, cases in RULES for rule, case in zip(rules, cases, strict=True)],
+)
+def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
+    rule: Rule[Any], model: str, gpu: str | None, found: str, overrides: list[str], in_words: list[str]
+) -> None:
+    sizes = read_subject(model).shape.sizes
+
+    def refusal(spec: Experiment) -> UserError | None:
+        subject = (spec, gpu is not None) if rule in ENGINE_RANKS else Case(spec, sizes, on(gpu))
+        return rule.refusal(subject)
+
+    spec = overridden(overrides)
+    with pytest.raises(UserError) as refused:
+        check_target(spec, sizes, on(gpu))
+    error = refused.value
+    assert str(refusal(spec)) == str(error) and "\n" not in str(error)
+    assert error.found.startswith(found) and error.key and error.expected and error.remedy.endswith(".")
+    ways = [*mended(error.remedy, overrides), *([*overrides, way] for way in in_words)]
+    assert ways
+    for way in ways:
+        assert refusal(overridden(way)) is None
 
 
 @pytest.mark.parametrize(
     ("target", "sections", "said"),
     [
         (
-            on("h200"),
-            {"rollout": {"tp": 8}},
-            "rollout.tp: found '8 with numerics.mode=exact on GPUs', expected 1 there",
-        ),
-        (
-            on(None),
-            {"numerics": NATIVE, "rollout": {"tp": 2}},
-            "rollout.tp: found '2 with numerics.mode=native on CPUs'",
-        ),
-        (
-            on("h200"),
-            {"numerics": NATIVE, "rollout": {"tp": 2, "sleep": True}},
-            "rollout.sleep: found 'true with rollout.tp=2 on GPUs'",
-        ),
-        (on("a100"), {}, "numerics.mode=native numerics.trainer=bf16 numerics.rollout=bf16, or take other GPUs"),
-        (on("a100"), {"numerics": NATIVE}, "numerics.rollout: found 'fp8 with numerics.mode=native on GPUs of compute"),
-        (on("4090"), {"model": {"path": "moonlight_16b_a3b"}}, "expected 9.0 to 11.x: its kernels need 170 KiB"),
-        (on("l40s"), {"numerics": NATIVE}, "expected 9.0 or higher, for TransformerEngine's blocks of 128"),
-        (
             on("rtx pro 6000"),
             {},
             "numerics.mode: found 'exact on GPUs of compute capability 12.0', expected 8.9 to 11.x",
         ),
-        (on("b200"), {"numerics": NATIVE | {"preset": "fp8_block_fp32"}}, "numerics.preset: found 'FP32 scales with"),
-        (
-            on("h100"),
-            {"numerics": {"preset": "mxfp8"}},
-            "numerics.preset: found 'mxfp8 with numerics.mode=exact on GPUs'",
-        ),
-        (on("b200"), {"numerics": {"deepgemm": True}}, "numerics.deepgemm: found 'true, and no Hopper GPU"),
         (on("h100"), {"rollout": {"speculation": {"drafts": 2}}}, "rollout.speculation: found 'drafts=2 on a GPU'"),
     ],
 )
-def test_what_a_kind_of_machine_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:
-    spec = experiment(**{"model": {"path": "qwen3_8b"}, **sections})
+def test_what_else_it_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:
     with pytest.raises(UserError) as error:
-        check_rules(spec, read_subject(spec.model.path).shape.sizes, target)
+        check_target(experiment(**sections), read_subject("qwen3_8b").shape.sizes, target)
     assert said in str(error.value)
 
 
@@ -137,14 +248,14 @@ def test_what_a_kind_of_machine_cannot_run_is_refused(target: Target, sections: 
     ],
 )
 def test_what_it_can_run_is_accepted(gpu: str, sections: dict) -> None:
-    check_rules(experiment(**sections), read_subject("qwen3_8b").shape.sizes, on(gpu))
+    check_target(experiment(**sections), read_subject("qwen3_8b").shape.sizes, on(gpu))
 
 
 def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not Target.here().known
     wide = experiment(numerics=NATIVE, rollout={"tp": 2})
-    check_rules(wide, read_subject("qwen3_8b").shape.sizes, Target.here())
+    check_target(wide, read_subject("qwen3_8b").shape.sizes, Target.here())
     with pytest.raises(UserError, match=r"rollout\.tp: found '2 with numerics\.mode=native on CPUs'"):
         place(cluster_of(0), wide)
 

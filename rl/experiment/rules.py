@@ -1,0 +1,196 @@
+"""Settings that cannot mean what they say, against each other or the rest of the spec: a row for each.
+
+`rl.experiment.gate_rules` has those of gates, `rl.experiment.preconditions.rules` those that need the model's sizes and
+the machines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fp8rl.numerics.errors import Rule
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.weight_sync.config import reason_to_send
+
+if TYPE_CHECKING:
+    from fp8rl.rl.experiment.experiment import Experiment
+
+
+def _asked_of_environment(experiment: Experiment) -> list[str]:
+    return [config.label for config in experiment.rewards.functions if config.function == "environment"]
+
+
+def _private_base(experiment: Experiment) -> str | None:
+    """Return why engines cannot read frozen weights where the trainer has them; None: they can."""
+    if experiment.adapter is None or experiment.adapter.mode == "merged":
+        return "no frozen weights are served: there is no adapter, or it is merged into them"
+    numerics = experiment.numerics_config()
+    return reason_to_send(
+        experiment.sync.transport, experiment.rollout.tp, numerics.rollout_spec, numerics.trainer_spec
+    )
+
+
+def _updates_per_batch(experiment: Experiment) -> int:
+    return experiment.algorithm.updates_per_batch if isinstance(experiment.algorithm, PolicyGradient) else 1
+
+
+def _compares_a_single_answer(e: Experiment) -> bool:
+    if e.rollout.group_size > 1 or not isinstance(e.algorithm, PolicyGradient):
+        return False
+    return e.algorithm.dynamic_sampling or e.algorithm.least_group > 1
+
+
+def _dynamic(experiment: Experiment) -> bool:
+    return isinstance(experiment.algorithm, PolicyGradient) and experiment.algorithm.dynamic_sampling
+
+
+def _drafts(experiment: Experiment) -> str:
+    drafts = experiment.rollout.speculation
+    return f"drafts={drafts.drafts}" if drafts is not None else "null"
+
+
+RULES: tuple[Rule[Experiment], ...] = (
+    Rule(
+        "environment",
+        lambda e: _asked_of_environment(e) and e.environment.function == SINGLE_TURN,
+        lambda e: f"{SINGLE_TURN} with the reward {_asked_of_environment(e)[0]}, which is what the environment returns",
+        "an environment that returns numbers",
+        "Name one (environment: guess), or another reward.",
+    ),
+    Rule(
+        "sync.pause",
+        lambda e: e.sync.pause == "in_place" and e.numerics.mode == "exact",
+        "in_place with numerics.mode=exact",
+        "retract or abort: keys of old weights under new ones are of no weights that a trainer could hold",
+        "Set sync.pause=retract, or numerics.mode=native.",
+    ),
+    Rule(
+        "rollout.staleness",
+        lambda e: e.rollout.staleness and not e.algorithm.samples,
+        lambda e: f"{e.rollout.staleness} with algorithm.name={e.algorithm.name}",
+        "0, as nothing is sampled that could be ahead",
+        "Remove rollout.staleness.",
+    ),
+    Rule(
+        "numerics.router_replay",
+        lambda e: e.rollout.staleness and e.numerics.router_replay != "off",
+        lambda e: f"{e.numerics.router_replay} with rollout.staleness={e.rollout.staleness}",
+        "off: an answer that goes on under new weights has its experts recorded anew, also for old tokens",
+        "Set numerics.router_replay=off, which exact mode does without, or rollout.staleness=0.",
+    ),
+    Rule(
+        "rollout.tp",
+        lambda e: e.numerics.mode == "exact" and len({1, e.trainer.tp, e.rollout.tp}) == 3,  # both are above 1
+        lambda e: f"{e.rollout.tp} with trainer.tp={e.trainer.tp}",
+        "1 or trainer.tp in exact mode: sums of as many parts on both sides",
+        lambda e: f"Set rollout.tp={e.trainer.tp}, or one of both to 1.",
+    ),
+    Rule(
+        "algorithm.updates_per_batch",
+        lambda e: _updates_per_batch(e) > e.rollout.prompts_per_step,
+        lambda e: f"{_updates_per_batch(e)} with rollout.prompts_per_step={e.rollout.prompts_per_step}",
+        lambda e: f"at most {e.rollout.prompts_per_step}, as each update takes whole groups",
+        "Lower it, or give a step more prompts.",
+    ),
+    Rule(
+        "rollout.group_size",
+        _compares_a_single_answer,
+        lambda e: f"1 with {'algorithm.dynamic_sampling=true' if _dynamic(e) else e.algorithm.name}",
+        "at least 2: a single answer of its prompt has no others to be measured by, and teaches nothing",
+        "Raise rollout.group_size, or choose algorithm.name=reinforce++ without dynamic_sampling.",
+    ),
+    Rule(
+        "sync.delta",
+        lambda e: e.sync.delta and e.sync.transport == "disk",
+        "true with sync.transport=disk",
+        "false: a directory that an engine loads holds every tensor",
+        "Set sync.transport=tensor or distributed, or remove sync.delta.",
+    ),
+    Rule(
+        "rollout.sleep",
+        lambda e: e.rollout.sleep and e.rollout.staleness,
+        lambda e: f"true with rollout.staleness={e.rollout.staleness}",
+        "rollout.staleness=0: an engine that samples ahead works while the trainer does",
+        "Set rollout.sleep=false, or rollout.staleness=0.",
+    ),
+    Rule(
+        "rollout.sleep",
+        lambda e: e.rollout.sleep and e.sync.delta,
+        "true with sync.delta=true",
+        "a sync that sends everything: an engine that wakes has nothing that a change could be made to",
+        "Remove sync.delta, or rollout.sleep.",
+    ),
+    Rule(
+        "rollout.sleep",
+        lambda e: e.rollout.sleep and e.sync.engines_own_gpus,
+        lambda e: f"true with sync.transport={e.sync.transport}",
+        "tensor or disk: with this transport engines have GPUs of their own, where they make room for nobody",
+        "Set sync.transport=tensor, or remove rollout.sleep.",
+    ),
+    Rule(
+        "rollout.speculation",
+        lambda e: e.rollout.speculation is not None and e.numerics.mode != "exact",
+        lambda e: f"{_drafts(e)} with numerics.mode=native",
+        "null, or numerics.mode=exact: in native mode the tokens computed beside one change its logits",
+        "Remove rollout.speculation, or set numerics.mode=exact.",
+    ),
+    Rule(
+        "rollout.speculation",
+        lambda e: e.rollout.speculation is not None and e.carries_supports,
+        lambda e: f"{_drafts(e)} with rollout.top_p, top_k or min_p, and tokens of older weights",
+        "null: SGLang does not say what a token was drawn from where it drafts, which a trainer at other weights has "
+        "to know",
+        "Remove rollout.speculation; or set rollout.staleness=0 and one update for a batch.",
+    ),
+    Rule(
+        "adapter",
+        lambda e: e.adapter is not None and e.numerics.mode == "native",
+        "an adapter with numerics.mode=native",
+        "numerics.mode=exact, whose products take adapters on both sides",
+        "Set numerics.mode=exact, or remove the adapter section.",
+    ),
+    Rule(
+        "trainer.router_bias_rate",
+        lambda e: e.adapter is not None and e.trainer.router_bias_rate,
+        lambda e: f"{e.trainer.router_bias_rate:g} with an adapter",
+        "0: everything but the adapters stays as it is",
+        "Set trainer.router_bias_rate=0, or remove the adapter section.",
+    ),
+    Rule(
+        "sync.shared_base",
+        lambda e: e.sync.shared_base and _private_base(e),
+        lambda e: f"true, and {_private_base(e)}",
+        "separate adapters, one spec on both sides, engines of one rank, and sync.transport=tensor",
+        "Set sync.shared_base=false: engines are sent the weights once, and hold a copy.",
+    ),
+    Rule(
+        "teacher",
+        lambda e: e.algorithm.needs.teacher and e.teacher is None,
+        lambda e: f"null with algorithm.name={e.algorithm.name}",
+        "the model that it learns from",
+        "Give teacher.path=DIR, a Hugging Face directory with the tokenizer of model.path.",
+    ),
+    Rule(
+        "teacher",
+        lambda e: e.teacher is not None and not e.algorithm.needs.teacher,
+        lambda e: f"{e.teacher and e.teacher.path} with algorithm.name={e.algorithm.name}, which asks no teacher",
+        "null, or an algorithm that does: opd",
+        "Set algorithm.name=opd, or remove the teacher section (teacher=null).",
+    ),
+    Rule(
+        "rollout.temperature",
+        lambda e: e.teacher is not None and e.rollout.temperature != 1.0,
+        lambda e: f"{e.rollout.temperature:g} with a teacher",
+        "1: SGLang applies no temperature where it scores given tokens, so policy and teacher would be compared at two",
+        "Set rollout.temperature=1.0.",
+    ),
+    Rule(
+        "guard.nonfinite_loss",
+        lambda e: not e.algorithm.samples and e.guard.nonfinite_loss == "skip",
+        "skip",
+        "stop: a supervised run keeps no capsule of what it would skip",
+        "Remove guard.nonfinite_loss, and look at the examples that the error names.",
+    ),
+)
+"""In the order in which they are checked."""
