@@ -15,7 +15,7 @@ from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.clock import StepClock
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
-from fp8rl.rl.run.feed.feed import Feed, Work, open_feed
+from fp8rl.rl.run.feed.feed import Feed, RolloutBatch, open_feed
 from fp8rl.rl.run.learning import Lesson
 from fp8rl.rl.run.records import rollout_records, scored_records, throughput, train_metrics
 from fp8rl.rl.run.run import LiveRun
@@ -44,9 +44,9 @@ def train(run: LiveRun) -> str:
     clock = StepClock()
     for step in range(run.step + 1, experiment.run.steps + 1):
         run.begin(step)
-        work = feed.take(step, trainer.weight_version, clock, run.tracker.write)
+        rollouts = feed.take(step, trainer.weight_version, clock, run.tracker.write)
         with stack.turn("train"), clock.phase("train"):
-            attempt = Attempt.of(trainer, work, guard)
+            attempt = Attempt.of(trainer, rollouts, guard)
         ahead = feed.ahead(clock)
         evaluated = _finished(evaluation, clock) if evaluation.under_way else {}
         with stack.turn("train"), clock.phase("monitor"):
@@ -85,7 +85,7 @@ class Attempt:
         ahead: their view of answers to later steps; None where there are none.
     """
 
-    work: Work
+    rollouts: RolloutBatch
     batch: TokenBatch
     version: int
     lesson: Lesson | None
@@ -95,24 +95,24 @@ class Attempt:
     ahead: Evidence | None = None
 
     @classmethod
-    def of(cls, trainer: TrainerGroup, work: Work, guard: Guard) -> Attempt:
+    def of(cls, trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard) -> Attempt:
         """The gradients of a batch's first update, which may be applied, by the algorithm and the routes in force."""
-        batch, lesson, fault = dataclasses.replace(work.batch, replay=guard.replays), None, None
+        batch, lesson, fault = dataclasses.replace(rollouts.batch, replay=guard.replays), None, None
         version = trainer.weight_version
         try:
             if not bool(used_tokens(batch).any()):
                 raise NonFiniteLossError("found no finite rollout logprob, so check the engine", range(batch.rows))
-            lesson = Lesson.of(trainer, batch, work.outcomes, guard.algorithm)
+            lesson = Lesson.of(trainer, batch, rollouts.outcomes, guard.algorithm)
             result = lesson.gradients(trainer, 0)
         except NonFiniteLossError as error:
-            fault, scored = _fault(error, work), trainer.score_routed(batch)
+            fault, scored = _fault(error, rollouts), trainer.score_routed(batch)
             result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes, scored.draws)
         evidence = None
-        if work.versions is not None:
+        if rollouts.versions is not None:
             seen = dataclasses.replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
             cap = guard.algorithm.measured_cap
-            evidence = Evidence(seen, work.versions, version, result.logprobs, result.routes, result.draws, cap)
-        return cls(work, batch if lesson is None else lesson.batch, version, lesson, result, evidence, fault)
+            evidence = Evidence(seen, rollouts.versions, version, result.logprobs, result.routes, result.draws, cap)
+        return cls(rollouts, batch if lesson is None else lesson.batch, version, lesson, result, evidence, fault)
 
     def beside(self, ahead: Evidence | None) -> Attempt:
         """The same with what answers to later steps say."""
@@ -125,7 +125,7 @@ class Attempt:
 
     @property
     def train_metrics(self) -> Row:
-        return train_metrics(self.result, self.work.batch)
+        return train_metrics(self.result, self.rollouts.batch)
 
     @property
     def agreement(self) -> Row:
@@ -154,14 +154,14 @@ def decide(run: LiveRun, guard: Guard, attempt: Attempt, before: Row, clock: Ste
 
     before: what the step before has measured too late to be judged then.
     """
-    metrics = attempt.work.metrics | attempt.train_metrics | attempt.agreement | run.stack.engines.canaries()
+    metrics = attempt.rollouts.metrics | attempt.train_metrics | attempt.agreement | run.stack.engines.canaries()
     capsule = None if attempt.seen is None else run.capsule
     verdict = guard.judge(run.step, before | metrics, attempt.fault, capsule)
     run.keep(verdict, attempt.seen, _rows(attempt.fault))
     if not verdict.repeat:
         return Decision(attempt, verdict, metrics, attempt)
     with clock.phase("train"):
-        again = Attempt.of(run.stack.trainer, attempt.work, guard).beside(attempt.ahead)
+        again = Attempt.of(run.stack.trainer, attempt.rollouts, guard).beside(attempt.ahead)
     verdict = guard.recheck(run.step, verdict, again.train_metrics, again.fault, capsule)
     run.keep(verdict, again.seen, _rows(again.fault))
     return Decision(again, verdict, metrics | again.train_metrics, attempt)
@@ -174,7 +174,7 @@ def _update(run: LiveRun, guard: Guard, decision: Decision) -> Decision:
         return decision
     learnt, error = attempt.lesson.learn(run.stack.trainer, attempt.result, run.step)
     if error is not None:  # in a later update than the first; those before it stay
-        verdict = guard.recheck(run.step, verdict, {}, _fault(error, attempt.work), None)
+        verdict = guard.recheck(run.step, verdict, {}, _fault(error, attempt.rollouts), None)
         run.keep(verdict, None)
     return dataclasses.replace(decision, verdict=verdict, metrics=decision.metrics | learnt)
 
@@ -192,7 +192,7 @@ def _sync(run: LiveRun, feed: Feed, decision: Decision, *, needed: bool) -> Row:
     return run.sync().metrics() if decision.verdict.resync or (sampled and trained) else {}
 
 
-def _scored(trainer: TrainerGroup, ahead: Work | None, beside: Evidence | None) -> Evidence | None:
+def _scored(trainer: TrainerGroup, ahead: RolloutBatch | None, beside: Evidence | None) -> Evidence | None:
     """What both sides make of answers to later steps, at the weights that the trainer holds.
 
     Where older weights have sampled the batch, these answers show whether both sides agree.
@@ -204,10 +204,10 @@ def _scored(trainer: TrainerGroup, ahead: Work | None, beside: Evidence | None) 
     return Evidence(ahead.batch, ahead.versions, version, scored.logprobs, None, scored.draws, beside.cap)
 
 
-def _fault(error: NonFiniteLossError, work: Work) -> Fault:
+def _fault(error: NonFiniteLossError, rollouts: RolloutBatch) -> Fault:
     rows = tuple(error.rows)
-    if not bool(used_tokens(work.batch).any()):
-        tokens = float(work.batch.loss_mask.sum())
+    if not bool(used_tokens(rollouts.batch).any()):
+        tokens = float(rollouts.batch.loss_mask.sum())
         return Fault("mismatch/nonfinite_count", tokens, "every token", str(error), rows)
     what = str(error).partition(":")[0]  # loss, or gradient norm
     return Fault("train/loss", None, "not finite", f"the {what} over {len(rows)} rows is not finite", rows)
@@ -262,11 +262,11 @@ def _last_row(run: LiveRun) -> Row:
 
 def _record(run: LiveRun, metrics: Row, clock: StepClock, decision: Decision) -> Row:
     """Log the step, with which its checkpoint counts if it has one; the metrics as logged."""
-    first, work = decision.first, dataclasses.replace(decision.attempt.work, batch=decision.attempt.batch)
+    first, rollouts = decision.first, dataclasses.replace(decision.attempt.rollouts, batch=decision.attempt.batch)
     metrics |= run.mendings() | run.stack.figures() | clock.lap()
-    metrics |= throughput(metrics, work.batch)
+    metrics |= throughput(metrics, rollouts.batch)
     written = run.tracker.log(
-        run.step, metrics, lambda: (rollout_records(work, first.result.logprobs), scored_records(first.ahead))
+        run.step, metrics, lambda: (rollout_records(rollouts, first.result.logprobs), scored_records(first.ahead))
     )
     run.console.step(run.step, written)
     if is_due(run.experiment, run.step) or decision.verdict.stop:

@@ -8,7 +8,7 @@ from fp8rl.rl.algorithms.base import used_tokens
 from fp8rl.rl.guard.evidence import Evidence
 from fp8rl.rl.mismatch import row_abs_diff_means
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
-from fp8rl.rl.run.feed.feed import Work
+from fp8rl.rl.run.feed.feed import RolloutBatch
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.result import PassResult
 
@@ -34,18 +34,18 @@ def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]
     return rates
 
 
-def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
+def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[RolloutRecord]:
     """The trajectories of a step, in the order of the batch; none where nothing was sampled.
 
     train_logprobs: fp32 [B, S], of the pass over the whole batch.
     """
-    if not work.answers or work.outcomes is None:
+    if not rollouts.answers or rollouts.outcomes is None:
         return []
-    batch = work.batch
+    batch = rollouts.batch
     means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
     records = []
-    groups = work.outcomes.groups.tolist()
-    for row, (answer, group, mean) in enumerate(zip(work.answers, groups, means, strict=True)):
+    groups = rollouts.outcomes.groups.tolist()
+    for row, (answer, group, mean) in enumerate(zip(rollouts.answers, groups, means, strict=True)):
         trajectory, sampled = answer.trajectory, batch.loss_mask[row]
         advantages = batch.fields["advantages"][row, sampled].tolist() if "advantages" in batch.fields else []
         records.append(

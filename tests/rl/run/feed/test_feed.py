@@ -18,7 +18,7 @@ import torch
 import fp8rl.rl.run.sampling as sampling_module
 from fp8rl.rl.run.clock import StepClock
 from fp8rl.rl.run.feed.ahead import FeedState, read_answered
-from fp8rl.rl.run.feed.feed import FilterError, SampledFeed, Work
+from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Failures, Judge, JudgedAnswer
 from fp8rl.rl.run.records import rollout_records
 from fp8rl.rl.run.sampling import Sampling
@@ -109,7 +109,7 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
     return SampledFeed(settings, engines.sampling), engines
 
 
-def take(feed: SampledFeed, step: int) -> Work:
+def take(feed: SampledFeed, step: int) -> RolloutBatch:
     return feed.take(step, step - 1, StepClock())
 
 
