@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fp8rl.rl.algorithms.base import used_tokens
-from fp8rl.rl.guard.evidence import Evidence
 from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.judge import Fault, Guard, Verdict
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.clock import StepClock
@@ -35,7 +35,7 @@ def train(run: LiveRun) -> str:
     feed = open_feed(experiment, stack.sampling)
     if run.feed is not None:
         feed.restore(run.feed)
-    guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, run.standing, replays=stack.replays)
+    guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, run.gate_state, replays=stack.replays)
     evaluation = Evaluation(experiment, stack.sampling, stack.closing)
     if stack.engines:
         _begin(run, evaluation, guard.replays)
@@ -50,7 +50,7 @@ def train(run: LiveRun) -> str:
         ahead = feed.ahead(clock)
         evaluated = _finished(evaluation, clock) if evaluation.under_way else {}
         with stack.turn("train"), clock.phase("monitor"):
-            attempt = attempt.beside(_scored(trainer, ahead, attempt.evidence))
+            attempt = attempt.beside(_scored(trainer, ahead, attempt.scored))
             decision = decide(run, guard, attempt, late_metrics(before), clock)
         feed.drain(clock)
         with stack.turn("train"), clock.phase("train"):
@@ -62,7 +62,7 @@ def train(run: LiveRun) -> str:
             metrics |= _evaluate(evaluation, step, decision.verdict, clock)
         if is_due(experiment, step) or decision.verdict.stop:
             with clock.phase("checkpoint"):
-                run.checkpoints.begin(trainer, run.standing, step, feed.state())
+                run.checkpoints.begin(trainer, run.gate_state, step, feed.state())
         before = _record(run, metrics, clock, decision)
         if decision.verdict.stop:
             return decision.verdict.stop
@@ -81,7 +81,7 @@ class Attempt:
     Attributes:
         version: the trainer's weights in it, which no update has changed yet.
         lesson: what the updates take; None where a fault came before.
-        evidence: both sides' view of the batch; None where nothing was sampled.
+        scored: the batch as both sides saw it; None where nothing was sampled.
         ahead: their view of answers to later steps; None where there are none.
     """
 
@@ -90,9 +90,9 @@ class Attempt:
     version: int
     lesson: Lesson | None
     result: PassResult
-    evidence: Evidence | None
+    scored: ScoredBatch | None
     fault: Fault | None
-    ahead: Evidence | None = None
+    ahead: ScoredBatch | None = None
 
     @classmethod
     def of(cls, trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard) -> Attempt:
@@ -105,23 +105,23 @@ class Attempt:
             lesson = Lesson.of(trainer, batch, rollouts.outcomes, guard.algorithm)
             result = lesson.gradients(trainer, 0)
         except NonFiniteLossError as error:
-            fault, scored = _fault(error, rollouts), trainer.score_routed(batch)
-            result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes, scored.draws)
-        evidence = None
+            fault, first = _fault(error, rollouts), trainer.score_routed(batch)
+            result = PassResult(first.logprobs, {}, math.nan, math.nan, 0.0, first.routes, first.draws)
+        scored = None
         if rollouts.versions is not None:
             seen = dataclasses.replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
             cap = guard.algorithm.measured_cap
-            evidence = Evidence(seen, rollouts.versions, version, result.logprobs, result.routes, result.draws, cap)
-        return cls(rollouts, batch if lesson is None else lesson.batch, version, lesson, result, evidence, fault)
+            scored = ScoredBatch(seen, rollouts.versions, version, result.logprobs, result.routes, result.draws, cap)
+        return cls(rollouts, batch if lesson is None else lesson.batch, version, lesson, result, scored, fault)
 
-    def beside(self, ahead: Evidence | None) -> Attempt:
+    def beside(self, ahead: ScoredBatch | None) -> Attempt:
         """The same with what answers to later steps say."""
         return dataclasses.replace(self, ahead=ahead)
 
     @cached_property
-    def seen(self) -> Evidence | None:
+    def seen(self) -> ScoredBatch | None:
         """What shows whether both sides agree: the batch, and answers to later steps."""
-        return self.evidence if self.evidence is None or self.ahead is None else self.evidence.beside(self.ahead)
+        return self.scored if self.scored is None or self.ahead is None else self.scored.beside(self.ahead)
 
     @property
     def train_metrics(self) -> Row:
@@ -130,9 +130,9 @@ class Attempt:
     @property
     def agreement(self) -> Row:
         """`mismatch/...` of all that was scored, and `drift/...` of what is trained on."""
-        if self.evidence is None or self.seen is None:
+        if self.scored is None or self.seen is None:
             return {}
-        return self.seen.metrics() | self.evidence.drift()
+        return self.seen.metrics() | self.scored.drift()
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _sync(run: LiveRun, feed: Feed, decision: Decision, *, needed: bool) -> Row:
     return run.sync().metrics() if decision.verdict.resync or (sampled and trained) else {}
 
 
-def _scored(trainer: TrainerGroup, ahead: RolloutBatch | None, beside: Evidence | None) -> Evidence | None:
+def _scored(trainer: TrainerGroup, ahead: RolloutBatch | None, beside: ScoredBatch | None) -> ScoredBatch | None:
     """What both sides make of answers to later steps, at the weights that the trainer holds.
 
     Where older weights have sampled the batch, these answers show whether both sides agree.
@@ -201,7 +201,7 @@ def _scored(trainer: TrainerGroup, ahead: RolloutBatch | None, beside: Evidence 
         return None
     scored = trainer.score_routed(ahead.batch)
     version = trainer.weight_version
-    return Evidence(ahead.batch, ahead.versions, version, scored.logprobs, None, scored.draws, beside.cap)
+    return ScoredBatch(ahead.batch, ahead.versions, version, scored.logprobs, None, scored.draws, beside.cap)
 
 
 def _fault(error: NonFiniteLossError, rollouts: RolloutBatch) -> Fault:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.numerics.sampling import GREEDY, evaluation_seed
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
@@ -188,7 +188,7 @@ def agreement_on(
     trajectories = [answer.trajectory for answer in answers]
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
+    return ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
 
 
 def _answers(item: Asked) -> list[JudgedAnswer]:

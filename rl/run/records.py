@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import used_tokens
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch import row_abs_diff_means
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.run.feed.feed import RolloutBatch
@@ -74,7 +74,7 @@ def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[Roll
     return records
 
 
-def scored_records(ahead: Evidence | None) -> list[ScoredRecord]:
+def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
     """The answers to later steps that were scored beside a batch, in their order; none where there are none."""
     if ahead is None:
         return []

@@ -15,9 +15,9 @@ from typing import Self
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
-from fp8rl.rl.guard.evidence import Evidence
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.guard.judge import Verdict
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.events import CONSOLE, Event, append_event, cut_events, run_log
 from fp8rl.rl.record.run_dir import RunDir
@@ -57,7 +57,7 @@ class LiveRun:
 
     Attributes:
         files: its directory.
-        standing: what gates have changed.
+        gate_state: what gates have changed.
         step: the one that is under way, 0 before the first.
         checkpoints: what writes them.
         manifest: digests of the weights that the engines hold, as the last sync verified them.
@@ -69,7 +69,7 @@ class LiveRun:
     experiment: Experiment
     files: RunDir
     stack: Stack
-    standing: Standing
+    gate_state: GateState
     tracker: Tracker
     console: StepConsole
     step: int
@@ -118,7 +118,7 @@ class LiveRun:
             if stack is not None and step:
                 for text in check_contents(files, held, accept=True):
                     console.note(text)
-            standing = Standing.of_checkpoint(files, step or None)
+            gate_state = GateState.of_checkpoint(files, step or None)
             wandb_run = WandbRun(
                 files,
                 experiment.to_dict(),
@@ -129,7 +129,7 @@ class LiveRun:
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             if (live := leet(files)) is not None:
                 console.note(f"live     {live}    (in a second terminal)")
-            numerics = standing.numerics(experiment.numerics_config())
+            numerics = gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
                 stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, lost_ray)
@@ -158,7 +158,7 @@ class LiveRun:
                 experiment=experiment,
                 files=files,
                 stack=stack,
-                standing=standing,
+                gate_state=gate_state,
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=step,
@@ -216,17 +216,17 @@ class LiveRun:
 
     def fall_back_to_bf16(self) -> None:
         """Both sides compute in BF16 from now on; a sync has to follow."""
-        self.standing.bf16 = True
-        self.stack.switch(self.standing.numerics(self.stack.numerics))
+        self.gate_state.bf16 = True
+        self.stack.switch(self.gate_state.numerics(self.stack.numerics))
 
-    def keep(self, verdict: Verdict, evidence: Evidence | None, named: tuple[int, ...] = ()) -> None:
+    def keep(self, verdict: Verdict, scored: ScoredBatch | None, named: tuple[int, ...] = ()) -> None:
         """Announce what a verdict says, and keep the step's worst sequences as a capsule if it says anything.
 
         named: rows that a fault came from, which are kept too. The trainer must still have the weights that it scored
         with, and the engines be synced to them.
         """
-        if verdict.events and evidence is not None and self.manifest is not None:
-            worst = evidence.worst_rows(self.experiment.guard.capsule_sequences)
+        if verdict.events and scored is not None and self.manifest is not None:
+            worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
             case = Case(
                 step=self.step,
                 why=verdict.why,
@@ -237,11 +237,11 @@ class LiveRun:
             )
             kept = partial(export_weights, self.stack.trainer, self.experiment.adapter)
             export = kept if self.experiment.guard.capsule_weights else None
-            write_capsule(self.files.capsule(self.step), case, evidence, export)
+            write_capsule(self.files.capsule(self.step), case, scored, export)
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:
             self.announce(event)
-        if evidence is not None and not bool(evidence.fresh.any()):
+        if scored is not None and not bool(scored.fresh.any()):
             text = "no token of the trainer's own weights was there to compare"
             self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import RolloutBatch, rollout_metrics
@@ -109,7 +109,7 @@ def test_answers_that_were_scored_ahead_are_kept_token_by_token(trajectories: li
     batch = batch_from_trajectories(trajectories[:2], 1.0)
     versions = torch.where(batch.loss_mask, 4, 0)
     scored = torch.where(batch.loss_mask, -1.5, math.nan)
-    first, second = scored_records(Evidence(batch, versions, 4, scored))
+    first, second = scored_records(ScoredBatch(batch, versions, 4, scored))
     assert (first.token_ids, first.sampled) == ([1, 2, 10, 11, 12], [2, 3, 4])
     assert (second.train_logprobs, second.rollout_logprobs) == ([-1.5] * 5, [-1.0] * 5)
     assert second.weight_versions == [4] * 5
