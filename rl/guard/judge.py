@@ -32,7 +32,7 @@ class Verdict:
     """What becomes of a step.
 
     events: gates that fired and faults, of the pass that was judged. why: what these and an earlier pass of the step
-    have said. fired: gates, over both. withheld: the batch is not trained on. repeat: a gate changed the objective or
+    have said. fired: gates, over both. withheld: the batch is not trained on. retry: a gate changed the objective or
     the routes, so that the pass is done again before the update. resync: the engines are synced although the weights
     stay. fall_back: both sides go to BF16 before that. stop: why the run ends with this step, empty if it goes on.
     """
@@ -41,7 +41,7 @@ class Verdict:
     why: tuple[str, ...]
     fired: int
     withheld: bool
-    repeat: bool
+    retry: bool
     resync: bool
     fall_back: bool
     stop: str
@@ -128,7 +128,7 @@ class Guard:
             why=tuple(event.text for event in events),
             fired=len(firings),
             withheld=withheld,
-            repeat=any(changed) and not withheld,
+            retry=any(changed) and not withheld,
             resync=bool(actions & {"resync", "bf16_both"}),
             fall_back="bf16_both" in actions and not self._gate_state.bf16,
             stop="; ".join(stops),

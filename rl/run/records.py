@@ -1,29 +1,17 @@
-"""What a step leaves behind: its metrics, and its trajectories."""
+"""The record of a step: its metrics, and its trajectories."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from fp8rl.rl.algorithms.base import used_tokens
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch import row_abs_diff_means
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.run.feed.feed import RolloutBatch
+from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
-
-
-def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
-    """`train/...` of a pass over the batch, or of the mean of several."""
-    metrics = {
-        "train/loss": result.loss,
-        "train/grad_norm": result.grad_norm,
-        "train/tokens": float(batch.loss_mask.sum()),
-        **result.metrics,
-    }
-    if "rollout_logprobs" in batch.fields:
-        metrics["train/dropped_tokens"] = float((batch.loss_mask & ~used_tokens(batch)).sum())
-    return metrics
 
 
 def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
@@ -32,6 +20,15 @@ def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]
     if metrics.get("perf/sampling_seconds"):  # 0 where a checkpoint brought all answers
         rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/sampling_seconds"]
     return rates
+
+
+def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
+    """Record the trajectories of a step, and the answers to later steps that were scored beside them.
+
+    first: the step's first pass, whose log-probabilities are recorded. batch: with the advantages of its last pass.
+    """
+    rollouts = replace(first.rollouts, batch=batch)
+    return rollout_records(rollouts, first.result.logprobs), scored_records(first.ahead)
 
 
 def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[RolloutRecord]:

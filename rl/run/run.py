@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,24 +18,23 @@ from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.guard.judge import Verdict
-from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.events import CONSOLE, Event, append_event, cut_events, run_log
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import TRACKERS, Tracked
 from fp8rl.rl.record.trackers.beside import Beside
-from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Tracker
+from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Samples, Tracker
 from fp8rl.rl.record.wandb_run import WandbRun, leet
 from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
 from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
-from fp8rl.rl.run.lifecycle.folder import Folder
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.lifecycle.stopping import end_without_ray
 from fp8rl.rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
 from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.weight_sync.bridge import SyncReport
 
@@ -75,7 +75,7 @@ class LiveRun:
     step: int
     checkpoints: Checkpoints
     _closing: Closing
-    _folder: Folder
+    _directory: os.stat_result
     session: Session
     manifest: Path | None = None
     feed: FeedState | None = None
@@ -166,7 +166,7 @@ class LiveRun:
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(notes),
                 _closing=Closing(),
-                _folder=Folder(files.path),
+                _directory=files.path.stat(),
             )
             append_session(files.sessions, run.session)
             if tracker.beside is not None:
@@ -199,10 +199,16 @@ class LiveRun:
             self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
             append_session(self.files.sessions, self.session)
 
-    def begin(self, step: int) -> None:
-        """Go on to a step. Raises FileNotFoundError: the run's directory is not there any more."""
-        self.step = step
-        self._folder.check(step)
+    def steps(self) -> Iterator[int]:
+        """Go from step to step, up to the last.
+
+        Raises:
+            FileNotFoundError: the run's directory was deleted, renamed or replaced before a step.
+        """
+        while self.step < self.experiment.run.steps:
+            self.step += 1
+            check_directory(self.files.path, self._directory, self.step)
+            yield self.step
 
     @property
     def capsule(self) -> str:
@@ -219,31 +225,42 @@ class LiveRun:
         self.gate_state.bf16 = True
         self.stack.switch(self.gate_state.numerics(self.stack.numerics))
 
-    def keep(self, verdict: Verdict, scored: ScoredBatch | None, named: tuple[int, ...] = ()) -> None:
-        """Announce what a verdict says, and keep the step's worst sequences as a capsule if it says anything.
+    def keep(self, verdict: Verdict, passed: StepPass | None) -> None:
+        """Announce the events of a verdict, and keep the worst sequences of the pass as a capsule if there are any.
 
-        named: rows that a fault came from, which are kept too. The trainer must still have the weights that it scored
-        with, and the engines be synced to them.
+        The trainer must still have the weights that it scored with, and the engines be synced to them.
         """
-        if verdict.events and scored is not None and self.manifest is not None:
+        scored = None if passed is None else passed.monitored
+        if verdict.events and passed is not None and scored is not None and self.manifest is not None:
+            faulty = () if passed.fault is None else passed.fault.rows
             worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
             case = Case(
                 step=self.step,
                 why=verdict.why,
-                rows=list(dict.fromkeys([*named, *worst])),
+                rows=list(dict.fromkeys([*faulty, *worst])),
                 numerics=self.stack.numerics,
                 experiment=self.files.experiment,
                 manifest=self.manifest,
             )
-            kept = partial(export_weights, self.stack.trainer, self.experiment.adapter)
-            export = kept if self.experiment.guard.capsule_weights else None
-            write_capsule(self.files.capsule(self.step), case, scored, export)
+            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
+            write_capsule(
+                self.files.capsule(self.step), case, scored, export if self.experiment.guard.capsule_weights else None
+            )
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:
             self.announce(event)
         if scored is not None and not bool(scored.fresh.any()):
             text = "no token of the trainer's own weights was there to compare"
             self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
+
+    def record(self, metrics: Mapping[str, float], samples: Samples, checkpointed: bool) -> dict[str, float]:
+        """Log the step and return its metrics as logged; a checkpoint of the step counts from then on."""
+        written = self.tracker.log(self.step, metrics, samples)
+        self.console.step(self.step, written)
+        if checkpointed:
+            self.tracker.wait()
+        self.checkpoints.recorded()
+        return written
 
     def note_mended(self, metric: str, count: int, text: str) -> None:
         """Count what was mended without a gate, and announce it."""
@@ -276,6 +293,19 @@ class LiveRun:
         self.console.note(event.said, style="bold yellow")
         self.tracker.alert(event.said)
         append_event(self.files.events, event)
+
+
+def check_directory(path: Path, made: os.stat_result, step: int) -> None:
+    """Raise FileNotFoundError if a run's directory is not the one that was `made`: what it records there is lost."""
+    try:
+        same = os.path.samestat(made, path.stat())
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise FileNotFoundError(
+            f"run.dir: found {path} deleted or renamed before step {step}, expected it to stay where it is as long as "
+            "the run lasts. What was trained since its last checkpoint is lost"
+        )
 
 
 def _load(stack: Stack, files: RunDir, step: int) -> None:

@@ -48,32 +48,32 @@ def guard(gate_state: GateState) -> Guard:
 
 def test_a_good_step_is_trained_on_and_says_nothing(guard: Guard) -> None:
     assert judge(guard, 1) == Verdict(
-        events=(), why=(), fired=0, withheld=False, repeat=False, resync=False, fall_back=False, stop=""
+        events=(), why=(), fired=0, withheld=False, retry=False, resync=False, fall_back=False, stop=""
     )
 
 
 def test_a_tightened_cap_repeats_the_pass_once_and_stays(guard: Guard) -> None:
     assert guard.algorithm.cap == guard.algorithm.measured_cap == 2.0
     first = judge(guard, 1, tis=0.2)
-    assert first.repeat and not first.withheld
+    assert first.retry and not first.withheld
     assert guard.algorithm.cap == 1.5
-    assert not judge(guard, 2).repeat
+    assert not judge(guard, 2).retry
     again = judge(guard, 3, tis=0.2)
-    assert (again.fired, again.repeat) == (1, False), "there is nothing to change any more"
+    assert (again.fired, again.retry) == (1, False), "there is nothing to change any more"
     assert guard.metrics(again)["gates/tis_cap"] == 1.5
 
 
 def test_replayed_routes_repeat_the_pass_and_stay(guard: Guard, gate_state: GateState) -> None:
     first = judge(guard, 1, tis=0.4)
-    assert first.repeat and gate_state.router_replay and guard.replays
+    assert first.retry and gate_state.router_replay and guard.replays
     assert guard.metrics(first)["gates/router_replay"] == 1.0
     judge(guard, 2)
-    assert not judge(guard, 3, tis=0.4).repeat
+    assert not judge(guard, 3, tis=0.4).retry
 
 
 def test_what_is_withheld_needs_no_second_pass_but_the_change_lasts(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2, exact=0.5)
-    assert (verdict.fired, verdict.withheld, verdict.repeat, verdict.resync) == (2, True, False, False)
+    assert (verdict.fired, verdict.withheld, verdict.retry, verdict.resync) == (2, True, False, False)
     assert guard.algorithm.cap == 1.5
     assert judge(guard, 2, exact=0.9).withheld, "until the metric has recovered"
     assert not judge(guard, 3).withheld
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_is_never_trained_on(policy: str) -> None:
 def test_a_repeated_pass_may_meet_a_fault_too(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2)
     fine = guard.recheck(1, verdict, {NORM: 2.0}, None, CAPSULE)
-    assert verdict.repeat and (fine.fired, fine.withheld, fine.stop) == (1, False, "")
+    assert verdict.retry and (fine.fired, fine.withheld, fine.stop) == (1, False, "")
     again = guard.recheck(1, verdict, {NORM: math.nan}, NORM_FAULT, CAPSULE)
     assert again.withheld
     assert again.stop == f"checkpoint_and_stop: the gradient norm over 1 rows is not finite ({CAPSULE})"
@@ -126,7 +126,7 @@ def test_a_repeated_pass_may_meet_a_fault_too(guard: Guard) -> None:
 def test_a_repeated_pass_that_breaks_a_bound_is_not_trained_on(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2)
     again = guard.recheck(1, verdict, {NORM: 10.0}, None, CAPSULE)
-    assert (again.fired, again.withheld, again.repeat) == (2, True, False)
+    assert (again.fired, again.withheld, again.retry) == (2, True, False)
     assert again.stop == f"checkpoint_and_stop: train/grad_norm = 10 is above 9.0 ({CAPSULE})"
 
 
