@@ -78,10 +78,10 @@ class SharedRoom:
         began = time.perf_counter()
         if side == "train":
             slept = self.engines.sleep()
-            self.trainer.take_back()
+            self.trainer.onload()
             self._figures |= self._of_engines(slept)
         else:
-            moved = self.trainer.put_aside()
+            moved = self.trainer.offload()
             self.engines.wake()
             self._figures |= of_trainer(moved)
         seconds = self._figures.get("perf/turn_seconds", 0.0) + time.perf_counter() - began

@@ -38,11 +38,11 @@ class Sides:
     def wake(self) -> None:
         self.said.append("engines wake")
 
-    def put_aside(self) -> list[MovedAside]:
+    def offload(self) -> list[MovedAside]:
         self.said.append("trainer goes")
         return [MovedAside(30, 9), MovedAside(31, 7)]
 
-    def take_back(self) -> None:
+    def onload(self) -> None:
         self.said.append("trainer comes")
 
 
@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_fullest_and_growth_is_told_from_the_first_time()
 
 def test_a_turn_that_finds_no_room_begins_again_from_the_start() -> None:
     sides, failing = Sides(), SimpleNamespace(left=1)
-    go = sides.put_aside
+    go = sides.offload
 
     def fail_once() -> list[MovedAside]:
         failing.left -= 1
@@ -88,7 +88,7 @@ def test_a_turn_that_finds_no_room_begins_again_from_the_start() -> None:
             raise MemoryError
         return go()
 
-    cast(Any, sides).put_aside = fail_once
+    cast(Any, sides).offload = fail_once
     with pytest.raises(MemoryError), sides.turns.turn("rollout"):
         pass
     with sides.turns.turn("rollout"):
