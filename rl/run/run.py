@@ -27,12 +27,12 @@ from fp8rl.rl.record.trackers.beside import Beside
 from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Samples, Tracker
 from fp8rl.rl.record.wandb_run import WandbRun, leet
 from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
+from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.lifecycle.stopping import end_without_ray
-from fp8rl.rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
@@ -48,6 +48,8 @@ _ACTIONS = {
     RESUMED: "resume",
     ENVIRONMENT_FAILURES: "go_on",
     REWARD_FAILURES: "go_on",
+    WANDB_LOST: "go_on",
+    TRACKER_LOST: "go_on",
 }
 
 
@@ -119,12 +121,14 @@ class LiveRun:
                 for text in check_contents(files, held, accept=True):
                     console.note(text)
             gate_state = GateState.of_checkpoint(files, step or None)
+            events = Events() if stack is None else stack.events
+            events.subscribe(lambda metric, count, text: console.note(text))
             wandb_run = WandbRun(
                 files,
                 experiment.to_dict(),
                 experiment.tracking.recorded_wandb,
                 resumed=resume_step is not None,
-                lost=console.note,
+                lost=partial(events.tell, WANDB_LOST, 1),
             )
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             if (live := leet(files)) is not None:
@@ -132,7 +136,7 @@ class LiveRun:
             numerics = gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
-                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, lost_ray)
+                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, events, lost_ray)
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
@@ -152,7 +156,7 @@ class LiveRun:
                 last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
-                beside=partial(_trackers_beside, experiment, files, resume_step, console.note),
+                beside=partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1)),
             )
             run = cls(
                 experiment=experiment,
@@ -169,13 +173,10 @@ class LiveRun:
                 _directory=files.path.stat(),
             )
             append_session(files.sessions, run.session)
-            if tracker.beside is not None:
-                tracker.beside.lost = run.note_tracker_lost
-            wandb_run.lost, stack.listener.tell = run.note_wandb_lost, run.note_mended
-            stack.listener.progress = console.progress
+            events.subscribe(run.note, console.progress)
             if resume_step is not None:
                 why = f"lost the trainer ({lost}), and " if lost else ""
-                run.note_mended(RESUMED, 1, f"{why}resumed after step {step}")
+                run.note(RESUMED, 1, f"{why}resumed after step {step}")
             run._closing = closing.pop_all()
             return run
 
@@ -262,23 +263,15 @@ class LiveRun:
         self.checkpoints.recorded()
         return written
 
-    def note_mended(self, metric: str, count: int, text: str) -> None:
-        """Count what was mended without a gate, and announce it."""
-        self.mended[metric] += count
-        self.announce(
-            Event(self.step, metric, float(count), "above 0", _ACTIONS[metric] if count else "go_on", None, text)
-        )
-
-    def note_wandb_lost(self, text: str) -> None:
-        """Announce it; the tracker gives it as a metric from the next row on."""
-        self.announce(Event(self.step, WANDB_LOST, 1.0, "above 0", "go_on", None, text))
-
-    def note_tracker_lost(self, text: str) -> None:
-        """Announce it likewise."""
-        self.announce(Event(self.step, TRACKER_LOST, 1.0, "above 0", "go_on", None, text))
+    def note(self, metric: str, count: int, text: str) -> None:
+        """Announce an event of the stream, and count it for the step's row, as far as the tracker does not."""
+        if metric not in (WANDB_LOST, TRACKER_LOST):
+            self.mended[metric] += count
+        action = _ACTIONS[metric] if count else "go_on"
+        self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
     def mendings(self) -> dict[str, float]:
-        """What was mended since this was last asked, as metrics."""
+        """Return the counts of what was mended since the last call, as metrics."""
         counts: dict[str, int] = {}
         if self.stack.engines:
             counts = dict.fromkeys((ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES), 0)
@@ -289,7 +282,7 @@ class LiveRun:
         return {name: float(count) for name, count in counts.items()}
 
     def announce(self, event: Event) -> None:
-        """Say it on the console, in wandb and in events.jsonl."""
+        """Show an event on the console, alert wandb, and append it to events.jsonl."""
         self.console.note(event.said, style="bold yellow")
         self.tracker.alert(event.said)
         append_event(self.files.events, event)

@@ -24,7 +24,7 @@ from fp8rl.rl.run.feed.ahead import Answered, FeedState
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
-from fp8rl.rl.run.sampling import Asked, Sampling, done
+from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
 from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.types import Group, Prompt, Trajectory
@@ -104,8 +104,8 @@ class SampledFeed:
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
         self._ready: dict[int, Group] = {}
-        self._admitted: list[Asked] = []
-        self._probes: list[Asked] = []
+        self._admitted: list[PendingGroup] = []
+        self._probes: list[PendingGroup] = []
         """Groups beyond the last step, which the trainer looks at and does not train on."""
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
@@ -128,7 +128,7 @@ class SampledFeed:
                     group = [answer for answer in item.judged() if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
-        self._sampling.listener.hear_failures(*self._sampling.failures)
+        self._sampling.events.tell_failures(*self._sampling.failures)
         rollouts = self._rollouts(kept, version)
         rollouts.metrics.update(dropped_metrics(dropped), **self._figures())
         rollouts.metrics["perf/sampling_seconds"] = time.monotonic() - began
@@ -172,7 +172,7 @@ class SampledFeed:
         self._admitted = [self._admit(item.number) for item in self._admitted]
         self._probes = [self._admit(item.number) for item in self._probes]
 
-    def _collect_fresh(self, asked: Sequence[Asked], count: int) -> None:
+    def _collect_fresh(self, asked: Sequence[PendingGroup], count: int) -> None:
         """Wait for the oldest groups that have `count` answers of the trainer's weights; meanwhile the others go on."""
         version = self._sampling.syncing.version
         for item in asked:
@@ -196,7 +196,7 @@ class SampledFeed:
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
-            self._sampling.listener.hear_failures(*self._sampling.failures)
+            self._sampling.events.tell_failures(*self._sampling.failures)
             if not rewards:
                 raise FilterError(
                     f"found {len(dropped)} groups of which every answer's environment "
@@ -228,16 +228,16 @@ class SampledFeed:
         (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
         return Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
 
-    def _admit(self, number: int, before: Answered | None = None) -> Asked:
+    def _admit(self, number: int, before: Answered | None = None) -> PendingGroup:
         """before: the group's answers, if they are those that are asked for."""
         group = self._ready.pop(number, None) or self._group(number)
         drawn, judge = self._sampling.at(self._experiment.rollout.temperature), self._sampling.judge
         if before is not None and before.answers(group):
-            return Asked(group, drawn, done(before.trajectories()), number, judge)
+            return PendingGroup(group, drawn, done(before.trajectories()), number, judge)
         (asked,) = self._sampling.admit([group], drawn, judge, first=number)
         return asked
 
-    def _answered(self, count: int) -> list[Asked]:
+    def _answered(self, count: int) -> list[PendingGroup]:
         """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
         if self._experiment.rollout.oversample > 1.0:
             self._sampling.wait_for_some(self._admitted, count)

@@ -54,7 +54,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
     monkeypatch.setattr(stack_module, "Seats", Seats)
     monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
-    monkeypatch.setattr(stack_module, "EnginePool", Engines)
+    monkeypatch.setattr(stack_module, "Engines", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         LiveRun.open(experiment(run={"steps": 3}), files)
