@@ -15,7 +15,7 @@ from fp8rl.diagnose.report import grid
 from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.console import format_difference
 from fp8rl.weight_sync.adapters import would_hold
 from fp8rl.weight_sync.manifest import Manifest
@@ -35,14 +35,14 @@ class Rescored:
     """
 
     capsule: Capsule
-    rescored: Evidence
+    rescored: ScoredBatch
     metrics: dict[str, float]
 
     @property
     def changes(self) -> Tensor:
         """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; NaN equals NaN."""
-        mask = self.capsule.evidence.batch.loss_mask
-        recorded, rescored = self.capsule.evidence.logprobs[mask], self.rescored.logprobs[mask]
+        mask = self.capsule.scored.batch.loss_mask
+        recorded, rescored = self.capsule.scored.logprobs[mask], self.rescored.logprobs[mask]
         same = (recorded == rescored) | (recorded.isnan() & rescored.isnan())
         change = (recorded.double() - rescored.double()).abs().nan_to_num(torch.inf, torch.inf)
         return torch.where(same, 0.0, change)
@@ -62,7 +62,7 @@ class Rescored:
             "step": capsule.step,
             "why": capsule.why,
             "mode": capsule.numerics.mode,
-            "weight_version": capsule.evidence.version,
+            "weight_version": capsule.scored.version,
             "sequences": len(capsule.rows),
             "tokens": changes.numel(),
             "equal_tokens": int((changes == 0).sum()),
@@ -90,7 +90,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         raise user_error(
             "--model",
             found="nothing, for a capsule without weights",
-            expected=f"the weights of version {capsule.evidence.version} as a Hugging Face directory",
+            expected=f"the weights of version {capsule.scored.version} as a Hugging Face directory",
             remedy="Give --model DIR, or set guard.capsule_weights=true in runs to come.",
         )
     with one_trainer(
@@ -101,10 +101,10 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         adapter=capsule.beginning(weights).adapter,
     ) as trainer:
         _check_weights(capsule, trainer, weights)
-        rows, scored = trainer.score_routed(capsule.evidence.batch)
+        rows, scored = trainer.score_routed(capsule.scored.batch)
     order = torch.tensor(rows).argsort()
     rescored = dataclasses.replace(
-        capsule.evidence,
+        capsule.scored,
         logprobs=scored.logprobs[order],
         routes=None if scored.routes is None else scored.routes[order],
         draws=None if scored.draws is None else scored.draws[order],
@@ -114,16 +114,16 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
 
 def print_rescored(result: Rescored, console: Console) -> None:
     """The worst tokens, the metrics that differ, and the verdict."""
-    capsule, evidence, rescored = result.capsule, result.capsule.evidence, result.rescored
-    console.print(f"capsule of step {capsule.step}, weight version {evidence.version}, {capsule.numerics.mode} mode")
+    capsule, scored, rescored = result.capsule, result.capsule.scored, result.rescored
+    console.print(f"capsule of step {capsule.step}, weight version {scored.version}, {capsule.numerics.mode} mode")
     for line in capsule.why:
         console.print(f"  {line}")
     rows = []
-    size = evidence.abs_differences()
-    sampled = ((row, at) for row, at in evidence.batch.loss_mask.nonzero().tolist())
+    size = scored.abs_differences()
+    sampled = ((row, at) for row, at in scored.batch.loss_mask.nonzero().tolist())
     for row, position in sorted(sampled, key=lambda where: -size[where])[:WORST_TOKENS]:
-        token, mine = int(evidence.batch.tokens[row, position]), evidence.logprobs[row, position].item()
-        theirs = evidence.batch.fields["rollout_logprobs"][row, position].item()
+        token, mine = int(scored.batch.tokens[row, position]), scored.logprobs[row, position].item()
+        theirs = scored.batch.fields["rollout_logprobs"][row, position].item()
         again = rescored.logprobs[row, position].item()
         numbers = (f"{theirs:.6f}", f"{mine:.6f}", f"{again:.6f}", format_difference(mine - theirs))
         rows.append((str(capsule.rows[row]), str(position), str(token), *numbers))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import Objective
-from fp8rl.trainer.step.result import MovedAside, PassResult, RankPassResult, Scored
+from fp8rl.trainer.step.result import MovedAside, PassResult, Scored
 
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role
@@ -96,26 +97,16 @@ class TrainerActor:
         layout = parallel.initialize(self.config, self.rank, self._store, host)
         self._roles = Roles(model_path, self.config, numerics, layout, **options)
 
-    def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role) -> RankPassResult | None:
-        """The rank's pass; None on ranks that another one of the same data-parallel share speaks for."""
-        done = self._roles.trained(role).forward_backward(batch, objective)
-        return done if self._roles.policy.layout.reports else None
+    def apply(
+        self, role: Role | None, method: str | Callable[..., T], *args: Any, of_reporting_ranks: bool = False
+    ) -> T | None:
+        """Call a method, by its name, or a function with the model of a role first; without a role, with all models.
 
-    def update(self, role: Role) -> float:
-        lr: float = self._roles.trained(role).update()
-        return lr
-
-    def update_survival(self) -> float | None:
-        survival: float | None = self._roles.policy.update_survival()
-        return survival
-
-    def score_routed(self, batch: TokenBatch, role: Role) -> tuple[list[int], Scored] | None:
-        """The rank's rows and their scores, as in :meth:`forward_backward`."""
-        scored = self._roles.models[role].score_routed(batch)
-        return scored if self._roles.policy.layout.reports else None
-
-    def set_numerics(self, numerics: NumericsConfig) -> None:
-        self._roles.set_numerics(numerics)
+        of_reporting_ranks: return None on ranks that another one of the same data-parallel share speaks for.
+        """
+        target = self._roles if role is None else self._roles.models[role]
+        result = getattr(target, method)(*args) if isinstance(method, str) else method(target, *args)
+        return result if self._roles.policy.layout.reports or not of_reporting_ranks else None
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
         self._staged = self._roles.stage(path, extra, texts)
@@ -130,26 +121,6 @@ class TrainerActor:
         """Finish the checkpoint from what every rank has written; rank 0 is asked."""
         self._staged.publish([pickle.loads(part) for part in parts])
 
-    def load(self, path: Path) -> tuple[int, dict[str, Any]]:
-        extra = self._roles.load(path)
-        return self._roles.policy.weight_version, extra
-
-    def export_hf(self, path: Path) -> None:
-        self._roles.policy.export_hf(path)
-
-    def export_adapter(self, path: Path, base: Path | None) -> None:
-        self._roles.policy.export_adapter(path, base)
-
-    def put_aside(self) -> MovedAside:
-        moved: MovedAside = self._roles.put_aside()
-        return moved
-
-    def take_back(self) -> None:
-        self._roles.take_back()
-
-    def apply(self, function: Callable[..., T], *args: Any) -> T:
-        return function(self._roles.policy, *args)
-
     def stop(self) -> None:
         from fp8rl.trainer.distributed import parallel
 
@@ -157,8 +128,22 @@ class TrainerActor:
         parallel.shutdown()
 
 
+@dataclass(frozen=True)
+class _Start:
+    """The arguments that every rank starts with, apart from where it runs."""
+
+    model_path: Path
+    config: TrainerSection
+    numerics: NumericsConfig
+    architecture: str | None
+    options: dict[str, Any]
+    """The keywords of `trainer.roles.Roles`."""
+
+
 class TrainerGroup:
     """All ranks of one trainer. Calls block until every rank is done, and speak of the policy unless they name a role.
+
+    Its owner keeps it as long as the run lasts: where ranks are lost, `restart` puts others in their place.
 
     Attributes:
         weight_version: optimizer steps of the policy.
@@ -171,6 +156,7 @@ class TrainerGroup:
     def __init__(self, actors: list[Any], hung_after_s: float = 120.0, merges: bool = False) -> None:
         self._actors, self._hung_after_s = actors, hung_after_s
         self.merges = merges
+        self._begin: _Start | None = None
         self._started = False
         self.weight_version = 0
 
@@ -200,35 +186,39 @@ class TrainerGroup:
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
         """
-        seats = seats or [Seat()] * trainer.world_size
+        options = {
+            "seed": seed,
+            "total_steps": total_steps,
+            "max_sequence_length": max_sequence_length,
+            "reference": reference,
+            "critic": critic,
+            "adapter": adapter,
+            "shared_base": shared_base,
+        }
+        group = cls([], trainer.hung_after_s, adapter is not None and adapter.mode == "merged")
+        group._begin = _Start(Path(model_path).absolute(), trainer, numerics, architecture, options)
+        group.restart(seats)
+        return group
+
+    def restart(self, seats: Sequence[Seat] | None = None) -> None:
+        """Start other ranks in place of those that are there, at the weights that the first ones began with and in the
+        numerics of now."""
+        self.shutdown()
+        begin = self._begin
+        assert begin is not None, "a group of given actors cannot make others"
+        seats = seats or [Seat()] * begin.config.world_size
         remote = ray.remote(num_cpus=_CPUS_PER_RANK, concurrency_groups={_WATCH: 1, _WRITER: 1})(TrainerActor)
-        actors = [
-            remote.options(**seat.actor(RANK_ENVIRONMENT)).remote(rank, trainer) for rank, seat in enumerate(seats)
+        self._actors = [
+            remote.options(**seat.actor(RANK_ENVIRONMENT)).remote(rank, begin.config) for rank, seat in enumerate(seats)
         ]
-        group = cls(actors, trainer.hung_after_s, adapter is not None and adapter.mode == "merged")
         try:
             host = seats[0].host
-            port = group._one(0, "open_rendezvous", host) if trainer.world_size > 1 else 0
-            group._all(
-                "start",
-                host,
-                port,
-                Path(model_path).absolute(),
-                numerics,
-                architecture,
-                seed=seed,
-                total_steps=total_steps,
-                max_sequence_length=max_sequence_length,
-                reference=reference,
-                critic=critic,
-                adapter=adapter,
-                shared_base=shared_base,
-            )
+            port = self._one(0, "open_rendezvous", host) if begin.config.world_size > 1 else 0
+            self._all("start", host, port, begin.model_path, begin.numerics, begin.architecture, **begin.options)
         except BaseException:
-            group.shutdown()
+            self.shutdown()
             raise
-        group._started = True
-        return group
+        self._started, self.weight_version = True, 0
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
         """The gradients of a batch, which `update` applies and another pass of that role forgets.
@@ -236,8 +226,7 @@ class TrainerGroup:
         Raises:
             NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply.
         """
-        parts = self._all("forward_backward", ray.put(batch), ray.put(objective), role)
-        parts = [part for part in parts if part is not None]
+        parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
         return replace(
             parts[0].result,
             logprobs=_logprobs([(part.rows, part.result.logprobs) for part in parts], batch),
@@ -248,13 +237,15 @@ class TrainerGroup:
 
     def update(self, role: Role = "policy") -> float:
         """One optimizer step with the gradients of the last `forward_backward`; the learning rate used."""
-        lr: float = self._all("update", role)[0]
+        lr: float = self._all("apply", role, "update")[0]
         self.weight_version += role == "policy"
         return lr
 
     def update_survival(self) -> float | None:
         """How far quantization lets merged adapters through; see :func:`trainer.adapters.update_survival`."""
-        survival: float | None = self._all("update_survival")[0] if self.merges else None
+        if not self.merges:
+            return None
+        survival: float | None = self._all("apply", "policy", "update_survival")[0]
         return survival
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> PassResult:
@@ -269,7 +260,7 @@ class TrainerGroup:
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
         """Log-probabilities, the router's own choice for a batch with routes, and draws for one with seeds."""
-        parts = [part for part in self._all("score_routed", ray.put(batch), role) if part is not None]
+        parts = self._of_reporting(role, "score_routed", ray.put(batch))
         return Scored(
             logprobs=_logprobs([(rows, scored.logprobs) for rows, scored in parts], batch),
             routes=_routes([(rows, scored.routes) for rows, scored in parts], batch),
@@ -279,7 +270,7 @@ class TrainerGroup:
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
         """`score` at the weights of now, while the caller does something else. What comes back waits for it, in any
         thread."""
-        calls = self._begin("score_routed", ray.put(batch), "policy")
+        calls = self._send("apply", "policy", "score_routed", ray.put(batch), of_reporting_ranks=True)
 
         def scored() -> Tensor:
             parts = [part for part in self._get(range(len(calls)), calls) if part is not None]
@@ -293,7 +284,9 @@ class TrainerGroup:
         Raises:
             UserError: the model's sizes do not fit the spec; nothing has changed then.
         """
-        self._all("set_numerics", numerics)
+        self._all("apply", None, "set_numerics", numerics)
+        if self._begin is not None:
+            self._begin = replace(self._begin, numerics=numerics)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Write a checkpoint with `extra` (JSON values) and `texts` (further files, by name): `stage` and `write`."""
@@ -321,45 +314,51 @@ class TrainerGroup:
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint, written on any layout, and return its `extra`."""
-        self.weight_version, extra = self._all("load", Path(path).absolute())[0]
+        extra: dict[str, Any] = self._all("apply", None, "load", Path(path).absolute())[0]
+        self.weight_version = self.apply(attrgetter("weight_version"))[0]
         return extra
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory: current weights, and the config and tokenizer files of the source."""
-        self._all("export_hf", Path(path).absolute())
+        self._all("apply", "policy", "export_hf", Path(path).absolute())
 
     def export_adapter(self, path: Path, base: Path | None = None) -> None:
         """Write the current adapters as a directory in PEFT's format; see :meth:`trainer.trainer.Trainer`."""
-        self._all("export_adapter", Path(path).absolute(), base)
+        self._all("apply", "policy", "export_adapter", Path(path).absolute(), base)
 
-    def put_aside(self) -> list[MovedAside]:
-        """Have each rank make room on its device, which `take_back` undoes: masters and moments go to the host, the
-        gradients are forgotten. Meanwhile it scores, sends and saves, and does not train."""
-        moved: list[MovedAside] = self._all("put_aside")
+    def offload(self) -> list[MovedAside]:
+        """Have each rank move masters and moments to the host and forget the gradients, until `onload`.
+
+        Meanwhile it scores, sends and saves, and does not train.
+        """
+        moved: list[MovedAside] = self._all("apply", None, "offload")
         return moved
 
-    def take_back(self) -> None:
-        """Bring back what was put aside."""
-        self._all("take_back")
+    def onload(self) -> None:
+        """Bring back what was offloaded."""
+        self._all("apply", None, "onload")
 
     def apply(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Run `function(trainer, *args)` on every rank, with the policy's trainer; the results in rank order."""
-        return self._all("apply", function, *args)
+        return self._all("apply", "policy", function, *args)
 
     def shutdown(self) -> None:
         """End all ranks."""
         for actor in self._actors:
             ray.kill(actor)
-        self._actors = []
+        self._actors, self._started = [], False
 
     def _one(self, rank: int, method: str, *args: Any) -> Any:
         return self._get([rank], [getattr(self._actors[rank], method).remote(*args)])[0]
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        calls = self._begin(method, *args, **kwargs)
+        calls = self._send(method, *args, **kwargs)
         return self._get(range(len(calls)), calls)
 
-    def _begin(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _of_reporting(self, role: Role, method: str, *args: Any) -> list[Any]:
+        return [each for each in self._all("apply", role, method, *args, of_reporting_ranks=True) if each is not None]
+
+    def _send(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
 
     def _get(self, ranks: Sequence[int], calls: list[Any]) -> list[Any]:

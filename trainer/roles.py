@@ -131,27 +131,21 @@ class Roles:
         if critic is not None:
             self.models["critic"] = Critic(model_path, critic, numerics, layout, adapter=adapter, **options)
 
-    def trained(self, role: Role) -> Trainer:
-        """The model of a role that has an optimizer."""
-        model = self.models[role]
-        assert isinstance(model, Trainer), role
-        return model
-
-    def put_aside(self) -> MovedAside:
-        """Make room on the device: see :func:`trainer.room.put_aside`."""
+    def offload(self) -> MovedAside:
+        """Make room on the device, for engines that sample on it; see :func:`offload`."""
         held = sum(
             holding.bytes
             for model in self._held()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
-        moved = sum(put_aside(model) for model in self.models.values() if isinstance(model, Trainer))
+        moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
         return MovedAside(moved, held - moved)
 
-    def take_back(self) -> None:
-        """Undo `put_aside`."""
+    def onload(self) -> None:
+        """Bring back what was offloaded, but for the gradients."""
         for model in self.models.values():
             if isinstance(model, Trainer):
-                take_back(model)
+                model.optimizer.aside.come_back()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""
@@ -178,10 +172,7 @@ class Roles:
         return {"" if role == "policy" else role: part for role, part in trained.items()}
 
 
-# Room that a rank makes on its device while engines sample on it.
-
-
-def put_aside(trainer: Trainer) -> int:
+def offload(trainer: Trainer) -> int:
     """Move masters and moments to the host, and give up the gradients; the bytes that this frees on the device.
 
     Weights can still be read, sent and saved, tokens scored. Where Megatron has the optimizer on the host already
@@ -193,8 +184,3 @@ def put_aside(trainer: Trainer) -> int:
     return trainer.optimizer.aside.leave(
         [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(trainer)]
     )
-
-
-def take_back(trainer: Trainer) -> None:
-    """Undo `put_aside`, but for the gradients."""
-    trainer.optimizer.aside.come_back()

@@ -17,7 +17,7 @@ from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.io.reading import check_path
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.capsule import read_capsule
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.environments.config import EnvironmentSection
@@ -116,7 +116,7 @@ def _run(run: RunDir) -> AttributionSubject:
             expected="weights to compare",
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
-    numerics = Standing.of_checkpoint(run, step).numerics(experiment.numerics_config())
+    numerics = GateState.of_checkpoint(run, step).numerics(experiment.numerics_config())
     checkpoint = None if step is None else run.checkpoint(step)
     return AttributionSubject(run.name, run.path / "attribution.html", experiment, numerics, checkpoint)
 
@@ -134,7 +134,7 @@ def _capsule(path: Path) -> AttributionSubject:
     # Beside the capsule, whose files are sealed.
     page = path.with_name(f"{path.name}.attribution.html")
     return AttributionSubject(
-        f"{experiment.run.name} {path.name}", page, experiment, capsule.numerics, batch=capsule.evidence.batch
+        f"{experiment.run.name} {path.name}", page, experiment, capsule.numerics, batch=capsule.scored.batch
     )
 
 

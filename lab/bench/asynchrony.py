@@ -17,9 +17,9 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.run.clock import StepClock
 from fp8rl.rl.run.feed.feed import SampledFeed
-from fp8rl.rl.run.learning import Lesson
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.step import plan_updates
 from lab.bench.agreement import MODEL, SETTINGS, deepen, exact_steps, trained
 from lab.bench.measure import Result
 
@@ -104,13 +104,13 @@ def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:
     for step in range(1, steps + 2):
         began = time.perf_counter()
         work = feed.take(step, trainer.weight_version, StepClock())
-        lesson = Lesson.of(trainer, work.batch, work.outcomes, experiment.algorithm)
-        first = lesson.gradients(trainer, 0)
+        plan = plan_updates(trainer, work.batch, work.outcomes, experiment.algorithm)
+        first = plan.forward_backward(trainer, 0)
         ahead = feed.ahead(StepClock())
         if ahead is not None:
             trainer.score_routed(ahead.batch)
         feed.drain(StepClock())
-        lesson.learn(trainer, first, step)
+        plan.update_all(trainer, first, step)
         stack.syncing.sync()
         times.append(time.perf_counter() - began)
     feed.drain(StepClock())  # the next block begins with idle engines

@@ -57,7 +57,7 @@ def _results(name: str, model: Path) -> list[Result]:
         for index in range(WARMUP + ROUNDS):
             groups = to_groups(prompts, GROUP, run_seed=0, step=index)
             for watched in (True, False) if index % 2 else (False, True):
-                stack.syncing.canary = canary if watched else None
+                stack.syncing.renew(stack.syncing.bridge, canary if watched else None)
                 found = _timed(stack, groups)
                 if index >= WARMUP:
                     times[watched].append(found)

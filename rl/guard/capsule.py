@@ -28,7 +28,7 @@ from fp8rl.numerics.io.reading import check_path, parsed, read_text
 from fp8rl.numerics.io.section import validated
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import Experiment, read_resolved
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.written import CAPSULE
 from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
@@ -54,7 +54,7 @@ class Capsule:
     """A capsule that was read and found whole.
 
     step: of the run. why: what made it. rows: of the step's batch; those that a fault came from, then the worst.
-    evidence: of these rows, in the step's last pass. metrics: `mismatch/...` and
+    scored: these rows, in the step's last pass. metrics: `mismatch/...` and
     `drift/...` over these rows as they were recorded.
     """
 
@@ -65,7 +65,7 @@ class Capsule:
     experiment: Experiment
     manifest: Manifest
     rows: list[int]
-    evidence: Evidence
+    scored: ScoredBatch
     metrics: dict[str, float]
 
     @property
@@ -86,7 +86,7 @@ class Capsule:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to keep: what is not in its evidence.
+    """A step to keep, apart from its scored batch.
 
     why: what gates and faults have said. rows: of the batch; those that a fault came from, then the worst.
     experiment, manifest: files of the run, its resolved experiment and the digests of the served weights.
@@ -128,24 +128,24 @@ def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: 
         trainer.export_adapter(path / _ADAPTER, path)
 
 
-def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[Path], object] | None) -> None:
+def write_capsule(path: Path, case: Case, scored: ScoredBatch, export: Callable[[Path], object] | None) -> None:
     """Keep a case as the capsule `path`; it appears whole or not at all.
 
-    export: writes the weights that scored the evidence to a new directory; None leaves them out.
+    export: writes the weights that scored the batch to a new directory; None leaves them out.
     """
-    chosen = evidence.select(case.rows)
+    chosen = scored.select(case.rows)
     about = {
         "format": FORMAT,
         "step": case.step,
         "why": list(case.why),
         "spec_digest": case.numerics.spec.digest(),
         "numerics": case.numerics.to_dict(),
-        "weight_version": evidence.version,
+        "weight_version": scored.version,
         "temperature": chosen.batch.temperature,
         "replay": chosen.batch.replay,
         **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
         "rows": list(case.rows),
-        "tis_cap": evidence.cap,
+        "tis_cap": scored.cap,
         "metrics": chosen.metrics() | chosen.drift(),
     }
     with new_directory(path) as partial:
@@ -202,7 +202,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
         experiment=experiment,
         manifest=manifest,
         rows=about.rows,
-        evidence=_evidence(_read_tensors(path / _TENSORS), about),
+        scored=_scored(_read_tensors(path / _TENSORS), about),
         metrics=about.metrics,
     )
 
@@ -214,26 +214,26 @@ def cut_capsules(run: RunDir, step: int) -> None:
             run.remove(run.capsule(later), CAPSULE)
 
 
-def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
-    batch = evidence.batch
+def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
+    batch = scored.batch
     tensors = {
         "tokens": batch.tokens,
         "lengths": batch.lengths,
         "loss_mask": batch.loss_mask,
-        "weight_versions": evidence.versions,
-        "train_logprobs": evidence.logprobs,
+        "weight_versions": scored.versions,
+        "train_logprobs": scored.logprobs,
         **{f"fields.{name}": value for name, value in batch.fields.items()},
     }
     if batch.routes is not None:
         tensors["rollout_routes"] = batch.routes
-    if evidence.routes is not None:
-        tensors["train_routes"] = evidence.routes
+    if scored.routes is not None:
+        tensors["train_routes"] = scored.routes
     if batch.seeds is not None:
         tensors["seeds"] = batch.seeds
     if batch.supports is not None:
         tensors["supports.at"], tensors["supports.pool"] = batch.supports.at, batch.supports.pool
-    if evidence.draws is not None:
-        tensors["train_draws"] = evidence.draws
+    if scored.draws is not None:
+        tensors["train_draws"] = scored.draws
     return tensors
 
 
@@ -242,7 +242,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
-def _evidence(tensors: dict[str, torch.Tensor], about: _About) -> Evidence:
+def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
     batch = TokenBatch(
         tokens=tensors["tokens"],
         lengths=tensors["lengths"],
@@ -271,7 +271,7 @@ def _evidence(tensors: dict[str, torch.Tensor], about: _About) -> Evidence:
         raise ValueError(
             f"{_TENSORS}: found {batch.rows} rows for {len(about.rows)}, expected a row of tokens for each"
         )
-    return Evidence(
+    return ScoredBatch(
         batch=batch,
         versions=tensors["weight_versions"],
         version=about.weight_version,

@@ -22,7 +22,7 @@ from fp8rl.trainer.checkpoint.files import read_about
 
 
 @dataclasses.dataclass
-class Standing:
+class GateState:
     """What gates have changed for good.
 
     tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
@@ -37,13 +37,13 @@ class Standing:
     rules: Mapping[str, RuleState] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of_checkpoint(cls, run: RunDir, step: int | None) -> Standing:
-        """The standing as the checkpoint of `step` has it; that of a new run if there is none."""
+    def of_checkpoint(cls, run: RunDir, step: int | None) -> GateState:
+        """Read the state from the checkpoint of `step`; a new run has the default one."""
         if step is None:
             return cls()
-        standing = read_about(run.checkpoint(step)).extra.get("standing", {})
+        gate_state = read_about(run.checkpoint(step)).extra.get("standing", {})
         where = f"checkpoint of step {step}: standing"
-        return validated(TypeAdapter(cls).validate_python, standing, where, "Go on from an older checkpoint.")
+        return validated(TypeAdapter(cls).validate_python, gate_state, where, "Go on from an older checkpoint.")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""

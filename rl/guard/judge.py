@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig
 from fp8rl.rl.experiment.gates import GateSection, GuardSection
-from fp8rl.rl.guard.gates import Firing, Gates, Standing
+from fp8rl.rl.guard.gates import Firing, Gates, GateState
 from fp8rl.rl.record.events import Event
 
 
@@ -32,7 +32,7 @@ class Verdict:
     """What becomes of a step.
 
     events: gates that fired and faults, of the pass that was judged. why: what these and an earlier pass of the step
-    have said. fired: gates, over both. withheld: the batch is not trained on. repeat: a gate changed the objective or
+    have said. fired: gates, over both. withheld: the batch is not trained on. retry: a gate changed the objective or
     the routes, so that the pass is done again before the update. resync: the engines are synced although the weights
     stay. fall_back: both sides go to BF16 before that. stop: why the run ends with this step, empty if it goes on.
     """
@@ -41,14 +41,14 @@ class Verdict:
     why: tuple[str, ...]
     fired: int
     withheld: bool
-    repeat: bool
+    retry: bool
     resync: bool
     fall_back: bool
     stop: str
 
 
 class Guard:
-    """Judges the steps of one run. What its gates change stands in `standing`, which checkpoints carry.
+    """Judges the steps of one run. What its gates change stands in `gate_state`, which checkpoints carry.
 
     Args:
         replays: whether the experiment replays the engine's routes from the start.
@@ -59,22 +59,22 @@ class Guard:
         gates: Sequence[GateSection],
         settings: GuardSection,
         algorithm: AlgorithmConfig,
-        standing: Standing,
+        gate_state: GateState,
         *,
         replays: bool,
     ) -> None:
-        self._gates = Gates(gates, standing.rules)
-        self._settings, self._configured, self._standing, self._replays = settings, algorithm, standing, replays
+        self._gates = Gates(gates, gate_state.rules)
+        self._settings, self._configured, self._gate_state, self._replays = settings, algorithm, gate_state, replays
 
     @property
     def algorithm(self) -> AlgorithmConfig:
         """The algorithm with the cap in force."""
-        return self._configured.tightened(self._standing.tis_cap)
+        return self._configured.tightened(self._gate_state.tis_cap)
 
     @property
     def replays(self) -> bool:
         """Whether the trainer takes the engine's experts now."""
-        return self._replays or self._standing.router_replay
+        return self._replays or self._gate_state.router_replay
 
     def judge(self, step: int, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None) -> Verdict:
         """Decide about a step on its metrics so far.
@@ -106,7 +106,7 @@ class Guard:
             "gates/fired": float(verdict.fired),
             "gates/withheld": float(verdict.withheld),
             "gates/router_replay": float(self.replays),
-            "gates/bf16": float(self._standing.bf16),
+            "gates/bf16": float(self._gate_state.bf16),
         }
         cap = self.algorithm.cap
         return values if cap is None else values | {"gates/tis_cap": cap}
@@ -118,7 +118,7 @@ class Guard:
             events.append(self._event(step, fault))
         events = [dataclasses.replace(event, capsule=capsule) for event in events]
         changed = [self._apply(firing) for firing in firings]
-        self._standing.rules = self._gates.state()
+        self._gate_state.rules = self._gates.state()
 
         actions = {event.action for event in events}
         stops = [event.said for event in events if event.action == "checkpoint_and_stop"]
@@ -128,20 +128,20 @@ class Guard:
             why=tuple(event.text for event in events),
             fired=len(firings),
             withheld=withheld,
-            repeat=any(changed) and not withheld,
+            retry=any(changed) and not withheld,
             resync=bool(actions & {"resync", "bf16_both"}),
-            fall_back="bf16_both" in actions and not self._standing.bf16,
+            fall_back="bf16_both" in actions and not self._gate_state.bf16,
             stop="; ".join(stops),
         )
 
     def _apply(self, firing: Firing) -> bool:
         """Take the actions that last; whether the objective or the routes are others now."""
         before = self.algorithm.cap, self.replays
-        standing, rule = self._standing, firing.rule
+        gate_state, rule = self._gate_state, firing.rule
         if rule.action == "tighten_tis":
-            standing.tis_cap = min(rule.cap, standing.tis_cap or math.inf)
+            gate_state.tis_cap = min(rule.cap, gate_state.tis_cap or math.inf)
         if rule.action == "enable_r3":
-            standing.router_replay = True
+            gate_state.router_replay = True
         return before != (self.algorithm.cap, self.replays)
 
     def _event(self, step: int, fault: Fault) -> Event:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from fp8rl.rollout.deadlines import GRACE_S, end
 
+
+class _Owner(Protocol):
+    """An object whose coroutines run in its own background."""
+
+    _background: Background
+
+
+Owner = TypeVar("Owner", bound=_Owner)
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _TURN_SECONDS = 2.0
@@ -80,6 +90,30 @@ class Background:
         self._closed = True
         if left:
             logging.getLogger(__name__).warning("found no end of %s, although it is cancelled", ", ".join(left))
+
+
+def begun(
+    method: Callable[Concatenate[Owner, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Owner, Parameters], Future[Result]]:
+    """Make a coroutine method one that any thread may call: it begins in the owner's background."""
+
+    @functools.wraps(method)
+    def begin(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:
+        return self._background.begin(method(self, *args, **kwargs))
+
+    return begin
+
+
+def waited(
+    method: Callable[Concatenate[Owner, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Owner, Parameters], Result]:
+    """Make a coroutine method one that any thread may call, and that returns once the coroutine has."""
+
+    @functools.wraps(method)
+    def run(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        return self._background.run(method(self, *args, **kwargs))
+
+    return run
 
 
 async def _end_all() -> list[str]:

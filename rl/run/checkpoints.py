@@ -17,7 +17,7 @@ from fp8rl.numerics.io.reading import RESTORE
 from fp8rl.numerics.io.section import validated
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
@@ -62,10 +62,10 @@ class Checkpoints:
             self._trainer.shutdown()
         self._thread.shutdown()
 
-    def begin(self, trainer: TrainerGroup, standing: Standing, step: int, feed: FeedState) -> None:
+    def begin(self, trainer: TrainerGroup, gate_state: GateState, step: int, feed: FeedState) -> None:
         """Wait for the last one, copy the state, and have it written under a name that does not count yet."""
         self.wait()
-        extra = {"step": step, "kept": _kept(self._experiment), "standing": standing.to_dict(), "feed": feed.extra}
+        extra = {"step": step, "kept": _kept(self._experiment), "standing": gate_state.to_dict(), "feed": feed.extra}
         extra[_CONTENTS] = {key: dataclasses.asdict(content) for key, content in self._held.items()}
         if (content := self._experiment.checkpoint.content) != "all":
             extra[CONTENT] = content
@@ -130,7 +130,7 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
             expected=f"at least {step}, the step of the newest checkpoint",
             remedy=f"Set run.steps to {step} or more.",
         )
-    if Standing.of_checkpoint(run, step).router_replay and experiment.numerics.router_replay == "off":
+    if GateState.of_checkpoint(run, step).router_replay and experiment.numerics.router_replay == "off":
         raise user_error(
             "numerics.router_replay",
             found="off",

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.numerics.sampling import GREEDY, evaluation_seed
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.lifecycle.interrupts import Closing
-from fp8rl.rl.run.sampling import Asked, Sampling
+from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.rewards.config import RewardsSection
@@ -93,7 +93,7 @@ class Evaluation:
         self._experiment, self._sampling, self._closing = experiment, sampling, closing
         self._sets = list(held_out(experiment, sampling.tokenizer))
         self._judges = [self._judge(each) for each in self._sets]
-        self._asked: list[list[Asked]] = []
+        self._asked: list[list[PendingGroup]] = []
         self._step = self._version = 0
 
     def is_due(self, step: int) -> bool:
@@ -133,8 +133,8 @@ class Evaluation:
             if each.greedy and not greedy:
                 greedy = [answer for group in groups for answer in group]
             if judge is not self._sampling.judge:
-                self._sampling.listener.hear_failures(judge.failures)
-        self._sampling.listener.hear_failures(*self._sampling.failures)
+                self._sampling.events.tell_failures(judge.failures)
+        self._sampling.events.tell_failures(*self._sampling.failures)
         if self._sets and self._experiment.rollout.staleness:
             metrics["eval/at_step"] = float(self._step)
         return metrics, greedy
@@ -188,10 +188,10 @@ def agreement_on(
     trajectories = [answer.trajectory for answer in answers]
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
+    return ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
 
 
-def _answers(item: Asked) -> list[JudgedAnswer]:
+def _answers(item: PendingGroup) -> list[JudgedAnswer]:
     """Those to one problem, with its number as their group; of several rows of a conversation the one that ended it."""
     return [
         replace(answer, trajectory=replace(answer.trajectory, group=item.number))

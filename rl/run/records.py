@@ -1,29 +1,17 @@
-"""What a step leaves behind: its metrics, and its trajectories."""
+"""The record of a step: its metrics, and its trajectories."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from fp8rl.rl.algorithms.base import used_tokens
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.mismatch import row_abs_diff_means
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
-from fp8rl.rl.run.feed.feed import Work
+from fp8rl.rl.run.feed.feed import RolloutBatch
+from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
-
-
-def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
-    """`train/...` of a pass over the batch, or of the mean of several."""
-    metrics = {
-        "train/loss": result.loss,
-        "train/grad_norm": result.grad_norm,
-        "train/tokens": float(batch.loss_mask.sum()),
-        **result.metrics,
-    }
-    if "rollout_logprobs" in batch.fields:
-        metrics["train/dropped_tokens"] = float((batch.loss_mask & ~used_tokens(batch)).sum())
-    return metrics
 
 
 def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
@@ -34,18 +22,27 @@ def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]
     return rates
 
 
-def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
+def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
+    """Record the trajectories of a step, and the answers to later steps that were scored beside them.
+
+    first: the step's first pass, whose log-probabilities are recorded. batch: with the advantages of its last pass.
+    """
+    rollouts = replace(first.rollouts, batch=batch)
+    return rollout_records(rollouts, first.result.logprobs), scored_records(first.ahead)
+
+
+def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[RolloutRecord]:
     """The trajectories of a step, in the order of the batch; none where nothing was sampled.
 
     train_logprobs: fp32 [B, S], of the pass over the whole batch.
     """
-    if not work.answers or work.outcomes is None:
+    if not rollouts.answers or rollouts.outcomes is None:
         return []
-    batch = work.batch
+    batch = rollouts.batch
     means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
     records = []
-    groups = work.outcomes.groups.tolist()
-    for row, (answer, group, mean) in enumerate(zip(work.answers, groups, means, strict=True)):
+    groups = rollouts.outcomes.groups.tolist()
+    for row, (answer, group, mean) in enumerate(zip(rollouts.answers, groups, means, strict=True)):
         trajectory, sampled = answer.trajectory, batch.loss_mask[row]
         advantages = batch.fields["advantages"][row, sampled].tolist() if "advantages" in batch.fields else []
         records.append(
@@ -74,7 +71,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
     return records
 
 
-def scored_records(ahead: Evidence | None) -> list[ScoredRecord]:
+def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
     """The answers to later steps that were scored beside a batch, in their order; none where there are none."""
     if ahead is None:
         return []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +16,7 @@ from typing import Self
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
-from fp8rl.rl.guard.evidence import Evidence
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.guard.judge import Verdict
 from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.events import CONSOLE, Event, append_event, cut_events, run_log
@@ -24,17 +24,17 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import TRACKERS, Tracked
 from fp8rl.rl.record.trackers.beside import Beside
-from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Tracker
+from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Samples, Tracker
 from fp8rl.rl.record.wandb_run import WandbRun, leet
 from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
+from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
-from fp8rl.rl.run.lifecycle.folder import Folder
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.lifecycle.stopping import end_without_ray
-from fp8rl.rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
 from fp8rl.rl.run.stack import Stack
+from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.weight_sync.bridge import SyncReport
 
@@ -48,6 +48,8 @@ _ACTIONS = {
     RESUMED: "resume",
     ENVIRONMENT_FAILURES: "go_on",
     REWARD_FAILURES: "go_on",
+    WANDB_LOST: "go_on",
+    TRACKER_LOST: "go_on",
 }
 
 
@@ -57,7 +59,7 @@ class LiveRun:
 
     Attributes:
         files: its directory.
-        standing: what gates have changed.
+        gate_state: what gates have changed.
         step: the one that is under way, 0 before the first.
         checkpoints: what writes them.
         manifest: digests of the weights that the engines hold, as the last sync verified them.
@@ -69,13 +71,13 @@ class LiveRun:
     experiment: Experiment
     files: RunDir
     stack: Stack
-    standing: Standing
+    gate_state: GateState
     tracker: Tracker
     console: StepConsole
     step: int
     checkpoints: Checkpoints
     _closing: Closing
-    _folder: Folder
+    _directory: os.stat_result
     session: Session
     manifest: Path | None = None
     feed: FeedState | None = None
@@ -118,21 +120,23 @@ class LiveRun:
             if stack is not None and step:
                 for text in check_contents(files, held, accept=True):
                     console.note(text)
-            standing = Standing.of_checkpoint(files, step or None)
+            gate_state = GateState.of_checkpoint(files, step or None)
+            events = Events() if stack is None else stack.events
+            events.subscribe(lambda metric, count, text: console.note(text))
             wandb_run = WandbRun(
                 files,
                 experiment.to_dict(),
                 experiment.tracking.recorded_wandb,
                 resumed=resume_step is not None,
-                lost=console.note,
+                lost=partial(events.tell, WANDB_LOST, 1),
             )
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             if (live := leet(files)) is not None:
                 console.note(f"live     {live}    (in a second terminal)")
-            numerics = standing.numerics(experiment.numerics_config())
+            numerics = gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
-                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, lost_ray)
+                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, events, lost_ray)
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
@@ -152,13 +156,13 @@ class LiveRun:
                 last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
-                beside=partial(_trackers_beside, experiment, files, resume_step, console.note),
+                beside=partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1)),
             )
             run = cls(
                 experiment=experiment,
                 files=files,
                 stack=stack,
-                standing=standing,
+                gate_state=gate_state,
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=step,
@@ -166,16 +170,13 @@ class LiveRun:
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(notes),
                 _closing=Closing(),
-                _folder=Folder(files.path),
+                _directory=files.path.stat(),
             )
             append_session(files.sessions, run.session)
-            if tracker.beside is not None:
-                tracker.beside.lost = run.note_tracker_lost
-            wandb_run.lost, stack.listener.tell = run.note_wandb_lost, run.note_mended
-            stack.listener.progress = console.progress
+            events.subscribe(run.note, console.progress)
             if resume_step is not None:
                 why = f"lost the trainer ({lost}), and " if lost else ""
-                run.note_mended(RESUMED, 1, f"{why}resumed after step {step}")
+                run.note(RESUMED, 1, f"{why}resumed after step {step}")
             run._closing = closing.pop_all()
             return run
 
@@ -199,10 +200,16 @@ class LiveRun:
             self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
             append_session(self.files.sessions, self.session)
 
-    def begin(self, step: int) -> None:
-        """Go on to a step. Raises FileNotFoundError: the run's directory is not there any more."""
-        self.step = step
-        self._folder.check(step)
+    def steps(self) -> Iterator[int]:
+        """Go from step to step, up to the last.
+
+        Raises:
+            FileNotFoundError: the run's directory was deleted, renamed or replaced before a step.
+        """
+        while self.step < self.experiment.run.steps:
+            self.step += 1
+            check_directory(self.files.path, self._directory, self.step)
+            yield self.step
 
     @property
     def capsule(self) -> str:
@@ -216,52 +223,55 @@ class LiveRun:
 
     def fall_back_to_bf16(self) -> None:
         """Both sides compute in BF16 from now on; a sync has to follow."""
-        self.standing.bf16 = True
-        self.stack.switch(self.standing.numerics(self.stack.numerics))
+        self.gate_state.bf16 = True
+        self.stack.switch(self.gate_state.numerics(self.stack.numerics))
 
-    def keep(self, verdict: Verdict, evidence: Evidence | None, named: tuple[int, ...] = ()) -> None:
-        """Announce what a verdict says, and keep the step's worst sequences as a capsule if it says anything.
+    def keep(self, verdict: Verdict, passed: StepPass | None) -> None:
+        """Announce the events of a verdict, and keep the worst sequences of the pass as a capsule if there are any.
 
-        named: rows that a fault came from, which are kept too. The trainer must still have the weights that it scored
-        with, and the engines be synced to them.
+        The trainer must still have the weights that it scored with, and the engines be synced to them.
         """
-        if verdict.events and evidence is not None and self.manifest is not None:
-            worst = evidence.worst_rows(self.experiment.guard.capsule_sequences)
+        scored = None if passed is None else passed.monitored
+        if verdict.events and passed is not None and scored is not None and self.manifest is not None:
+            faulty = () if passed.fault is None else passed.fault.rows
+            worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
             case = Case(
                 step=self.step,
                 why=verdict.why,
-                rows=list(dict.fromkeys([*named, *worst])),
+                rows=list(dict.fromkeys([*faulty, *worst])),
                 numerics=self.stack.numerics,
                 experiment=self.files.experiment,
                 manifest=self.manifest,
             )
-            kept = partial(export_weights, self.stack.trainer, self.experiment.adapter)
-            export = kept if self.experiment.guard.capsule_weights else None
-            write_capsule(self.files.capsule(self.step), case, evidence, export)
+            export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
+            write_capsule(
+                self.files.capsule(self.step), case, scored, export if self.experiment.guard.capsule_weights else None
+            )
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:
             self.announce(event)
-        if evidence is not None and not bool(evidence.fresh.any()):
+        if scored is not None and not bool(scored.fresh.any()):
             text = "no token of the trainer's own weights was there to compare"
             self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
-    def note_mended(self, metric: str, count: int, text: str) -> None:
-        """Count what was mended without a gate, and announce it."""
-        self.mended[metric] += count
-        self.announce(
-            Event(self.step, metric, float(count), "above 0", _ACTIONS[metric] if count else "go_on", None, text)
-        )
+    def record(self, metrics: Mapping[str, float], samples: Samples, checkpointed: bool) -> dict[str, float]:
+        """Log the step and return its metrics as logged; a checkpoint of the step counts from then on."""
+        written = self.tracker.log(self.step, metrics, samples)
+        self.console.step(self.step, written)
+        if checkpointed:
+            self.tracker.wait()
+        self.checkpoints.recorded()
+        return written
 
-    def note_wandb_lost(self, text: str) -> None:
-        """Announce it; the tracker gives it as a metric from the next row on."""
-        self.announce(Event(self.step, WANDB_LOST, 1.0, "above 0", "go_on", None, text))
-
-    def note_tracker_lost(self, text: str) -> None:
-        """Announce it likewise."""
-        self.announce(Event(self.step, TRACKER_LOST, 1.0, "above 0", "go_on", None, text))
+    def note(self, metric: str, count: int, text: str) -> None:
+        """Announce an event of the stream, and count it for the step's row, as far as the tracker does not."""
+        if metric not in (WANDB_LOST, TRACKER_LOST):
+            self.mended[metric] += count
+        action = _ACTIONS[metric] if count else "go_on"
+        self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
     def mendings(self) -> dict[str, float]:
-        """What was mended since this was last asked, as metrics."""
+        """Return the counts of what was mended since the last call, as metrics."""
         counts: dict[str, int] = {}
         if self.stack.engines:
             counts = dict.fromkeys((ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES), 0)
@@ -272,10 +282,23 @@ class LiveRun:
         return {name: float(count) for name, count in counts.items()}
 
     def announce(self, event: Event) -> None:
-        """Say it on the console, in wandb and in events.jsonl."""
+        """Show an event on the console, alert wandb, and append it to events.jsonl."""
         self.console.note(event.said, style="bold yellow")
         self.tracker.alert(event.said)
         append_event(self.files.events, event)
+
+
+def check_directory(path: Path, made: os.stat_result, step: int) -> None:
+    """Raise FileNotFoundError if a run's directory is not the one that was `made`: what it records there is lost."""
+    try:
+        same = os.path.samestat(made, path.stat())
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise FileNotFoundError(
+            f"run.dir: found {path} deleted or renamed before step {step}, expected it to stay where it is as long as "
+            "the run lasts. What was trained since its last checkpoint is lost"
+        )
 
 
 def _load(stack: Stack, files: RunDir, step: int) -> None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.engines import Engines
+from fp8rl.rl.run.events import STALE_RESYNCS, Events, Failures
 from fp8rl.rl.run.feed.conversations import Conversations
-from fp8rl.rl.run.feed.judging import Failures, Judge, JudgedAnswer
-from fp8rl.rl.run.listener import STALE_RESYNCS, Listener
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import Turns
+from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import StaleWeightsError
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.1
 """Between two looks at whether a new engine waits for weights."""
 
 
-class Asked:
+class PendingGroup:
     """A group that engines have been asked to answer, and what becomes of it.
 
     Attributes:
@@ -88,12 +88,12 @@ class Sampling:
 
     rollout: RolloutSection
     tokenizer: PreTrainedTokenizerBase
-    engines: EnginePool
+    engines: Engines
     conversations: Conversations | None
     judge: Judge
     syncing: Syncing
-    listener: Listener
-    turns: Turns
+    events: Events
+    turns: DeviceTurns
     carries_supports: bool = False
 
     def __post_init__(self) -> None:
@@ -111,17 +111,17 @@ class Sampling:
 
     def admit(
         self, groups: Sequence[Group], sampling: SamplingParams, judge: Judge | None = None, first: int = 0
-    ) -> list[Asked]:
+    ) -> list[PendingGroup]:
         """Have groups answered at the trainer's weights or those of later syncs.
 
         judge: asked as soon as a group is answered. first: number of the first group.
         """
         return [
-            Asked(group, sampling, self._answers(group, sampling), number, judge)
+            PendingGroup(group, sampling, self._answers(group, sampling), number, judge)
             for number, group in enumerate(groups, first)
         ]
 
-    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
+    def collect(self, asked: Sequence[PendingGroup]) -> list[list[Trajectory]]:
         """The answers of each group, once all are there.
 
         Groups that were sampled at other weights than they may be are asked for again, once, after a sync.
@@ -131,7 +131,7 @@ class Sampling:
         self._wait(asked)
         if stale := [item for item in asked if isinstance(item.answers.exception(), StaleWeightsError)]:
             error = stale[0].answers.exception()
-            self.listener.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
+            self.events.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
             self.syncing.sync()
             for item in stale:
                 item.expect(self._answers(item.group, item.sampling))
@@ -143,43 +143,43 @@ class Sampling:
         answers = self.collect(self.admit(groups, self.at(temperature)))
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
-    def wait_for_some(self, asked: Sequence[Asked], count: int) -> None:
+    def wait_for_some(self, asked: Sequence[PendingGroup], count: int) -> None:
         """Until `count` of the groups, or all of them, have their answers; see `collect`."""
         wanted = min(count, len(asked))
         with self.turns.turn("rollout"):
             while (answered := sum(item.answered for item in asked)) < wanted:
-                self.listener.progress(answered, wanted)
+                self.events.progress(answered, wanted)
                 self._look_after([item.answers for item in asked if not item.answers.done()], FIRST_COMPLETED)
-        self.listener.hear()
+        self.events.deliver()
 
-    def wait_for_fresh(self, asked: Sequence[Asked]) -> None:
+    def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
         """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
         with self.turns.turn("rollout"):
             while not any(map(self._fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
                 self._look_after([item.answers for item in under_way], FIRST_COMPLETED)
-        self.listener.hear()
+        self.events.deliver()
 
     def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
         ask = self.engines.admit if self.conversations is None else self.conversations.begin
         return ask(group, sampling, self.syncing.version)
 
-    def _fresh(self, item: Asked) -> bool:
+    def _fresh(self, item: PendingGroup) -> bool:
         version = self.syncing.version
         return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
 
-    def _wait(self, asked: Sequence[Asked]) -> None:
+    def _wait(self, asked: Sequence[PendingGroup]) -> None:
         with self.turns.turn("rollout"):
             while not all(item.answers.done() for item in asked):
-                self.listener.progress(sum(item.answered for item in asked), len(asked))
+                self.events.progress(sum(item.answered for item in asked), len(asked))
                 self._look_after([item.answers for item in asked], FIRST_EXCEPTION)
-        self.listener.progress(len(asked), len(asked))
-        self.listener.hear()
+        self.events.progress(len(asked), len(asked))
+        self.events.deliver()
 
     def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
         """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
         wait(answers, timeout=_LOOK_SECONDS, return_when=until)
-        self.listener.hear()
-        self.listener.hear_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
+        self.events.deliver()
+        self.events.tell_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
         if self.conversations is not None:
             self.conversations.check()
         self.syncing.welcome()

@@ -18,16 +18,16 @@ from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.seats import Seats
 from fp8rl.rl.run.engines.canary import Canary
-from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
 from fp8rl.rl.run.engines.teacher import Teacher
+from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.lifecycle.interrupts import Closing
-from fp8rl.rl.run.listener import Listener
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import SharedRoom, Side, Turns
+from fp8rl.rl.run.turns import DeviceTurns, Side
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
@@ -38,37 +38,29 @@ from fp8rl.weight_sync.hf_checkpoint import write_description
 
 @dataclass
 class Stack:
-    """Trainer and engines of one experiment, which run the same numerics and change them together.
-
-    Attributes:
-        numerics: what both sides run now.
-        folder: for engines' logs and for the description that they start from.
-        closing: what ends both sides.
-        seats: where they are.
-        engines: none in a run that samples nothing.
-        description: the served model without its weights, which the engines are started from.
-        teacher: what the policy learns from, if that is a model.
-        syncing: brings the trainer's weights into the engines.
-        sampling: has the engines answer.
-        listener: is told what was mended on the way, and passes it on.
-        room: what trainer and engines share, if they take turns on it.
-    """
+    """Trainer and engines of one experiment, which run the same numerics and change them together."""
 
     experiment: Experiment
     numerics: NumericsConfig
+    """The numerics of both sides now."""
     folder: Path
+    """For engines' logs and for the description that they start from."""
     closing: Closing
+    """Ends both sides."""
     tokenizer: PreTrainedTokenizerBase
     seats: Seats
+    """The nodes and GPUs of both sides."""
     trainer: TrainerGroup
-    engines: EnginePool
+    engines: Engines
+    """None in a run that samples nothing."""
     description: Path
+    """The served model without its weights, which the engines are started from."""
     teacher: Teacher | None
+    """The model that the policy learns from, if there is one."""
     syncing: Syncing
     sampling: Sampling
-    listener: Listener
-    turns: Turns
-    room: SharedRoom | None
+    events: Events
+    turns: DeviceTurns
 
     @classmethod
     def open(
@@ -78,11 +70,13 @@ class Stack:
         folder: Path,
         closing: Closing,
         say: Callable[[str], object],
+        events: Events | None = None,
         lost: Callable[[str], object] = end_at_once,
     ) -> Stack:
         """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `wait_for_engines()`.
 
-        say: told what is going on. lost: see `ray_cluster`.
+        say: shows what is going on. events: the stream of what happens to engines and sampling. lost: see
+        `ray_cluster`.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
@@ -96,14 +90,15 @@ class Stack:
         closing.callback(seats.close)
         description = folder / "served" / "start"
         closing.callback(remove_written, description.parent, SERVED)
-        engines, rollout = EnginePool.none(), experiment.rollout
+        events = events or Events()
+        engines, rollout = Engines.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
             write_description(experiment.model.directory, description, numerics.rollout_spec)
             make = engine_maker(experiment, "policy", seats, folder, numerics)
             serving = Serving(make, description, NO_WEIGHTS)
-            engines = EnginePool(rollout.engines, serving, rollout, awake=not rollout.sleep)
+            engines = Engines(rollout.engines, serving, rollout, events, awake=not rollout.sleep)
         closing.callback(engines.stop)
-        teacher = Teacher.start(experiment, seats, folder)
+        teacher = Teacher.start(experiment, seats, folder, events)
         if teacher is not None:
             closing.callback(teacher.engines.stop)
         trainer = _start_trainer(experiment, numerics, seats)
@@ -117,11 +112,10 @@ class Stack:
                 experiment.environment, tokenizer, engines.admit, experiment.rollout.context_length
             )
             closing.callback(conversations.close)
-        listener = Listener([engines] + ([] if teacher is None else [teacher.engines]))
-        room = SharedRoom(engines, trainer) if rollout.sleep and engines else None
-        turns = Turns(room)
-        canary = canary_of(experiment, numerics)
-        syncing = Syncing(_bridge(experiment, numerics, trainer, folder), engines, listener, turns, canary)
+        turns = DeviceTurns((engines, trainer) if rollout.sleep and engines else None)
+        bridge = _bridge(experiment, numerics, trainer, folder)
+        syncing = Syncing(bridge, engines, events, turns, canary_of(experiment, numerics))
+        carries = experiment.carries_supports
         return cls(
             experiment=experiment,
             numerics=numerics,
@@ -134,24 +128,13 @@ class Stack:
             description=description,
             teacher=teacher,
             syncing=syncing,
-            sampling=Sampling(
-                rollout,
-                tokenizer,
-                engines,
-                conversations,
-                judge,
-                syncing,
-                listener,
-                turns,
-                experiment.carries_supports,
-            ),
-            listener=listener,
+            sampling=Sampling(rollout, tokenizer, engines, conversations, judge, syncing, events, turns, carries),
+            events=events,
             turns=turns,
-            room=room,
         )
 
     def wait_for_engines(self) -> None:
-        """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
+        """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
         if self.engines:
             with self.turn("rollout"):
                 self.engines.wait()
@@ -159,14 +142,16 @@ class Stack:
             self.teacher.engines.wait()
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
-        """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
-        on both sides. The engines stay up, and have to be synced before anything is sampled."""
+        """Start other ranks in place of lost ones, at the weights that the experiment starts from, in `numerics`.
+
+        The engines stay up, and have to be synced before anything is sampled.
+        """
         self.trainer.shutdown()
-        if self.room is not None:
+        if self.turns.shared:
             self.engines.sleep()
-        self.trainer = _start_trainer(self.experiment, self.numerics, self.seats)
-        self.closing.callback(self.trainer.shutdown)
-        self._connect()
+        self.trainer.restart(self.seats.trainer())
+        _share_base(self.experiment, self.trainer)
+        self._renew_bridge()
         with self.turn("train"):  # in which it has come up
             pass
         if numerics != self.numerics:
@@ -184,25 +169,23 @@ class Stack:
         """
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
-        self._connect()
+        self._renew_bridge()
         write_description(self.experiment.model.directory, self.description, numerics.rollout_spec)
         make = engine_maker(self.experiment, "policy", self.seats, self.folder, numerics)
         with self.turn("rollout"):
             self.engines.switch(Serving(make, self.description, NO_WEIGHTS))
 
     def turn(self, side: Side) -> AbstractContextManager[None]:
-        """Give the device to one side for a block; see `Turns.turn`."""
+        """Give the device to one side for a block; see `DeviceTurns.turn`."""
         return self.turns.turn(side)
 
     def figures(self) -> dict[str, float]:
-        """What engines did, and what turns moved, since this was last asked."""
-        return self.engines.figures() | ({} if self.room is None else self.room.metrics())
+        """`perf/...` of the engines, and `memory/...` of turns, since the last call."""
+        return self.engines.figures() | self.turns.metrics()
 
-    def _connect(self) -> None:
-        self.syncing.bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
-        self.syncing.canary = canary_of(self.experiment, self.numerics)
-        if self.room is not None:
-            self.room.trainer = self.trainer
+    def _renew_bridge(self) -> None:
+        bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
+        self.syncing.renew(bridge, canary_of(self.experiment, self.numerics))
 
 
 def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:
@@ -212,7 +195,7 @@ def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGr
 
 
 def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
-    """What engines in these numerics are asked for after each sync of a run; None: nothing."""
+    """Choose the canary of engines in these numerics, asked for after each sync of a run; None: nothing."""
     if not (experiment.sync.canary and experiment.needs_engines):
         return None
     vocabulary = read_model(experiment.model.directory).sizes.vocab_size
@@ -221,7 +204,7 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
-    algorithm, base = experiment.algorithm, experiment.base_spec
+    algorithm = experiment.algorithm
     trainer = TrainerGroup.start(
         experiment.model.directory,
         experiment.trainer,
@@ -233,16 +216,21 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seat
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
         adapter=experiment.adapter,
-        shared_base=base is not None,
+        shared_base=experiment.base_spec is not None,
         architecture=experiment.model.architecture,
     )
-    if base is not None:
+    _share_base(experiment, trainer)
+    return trainer
+
+
+def _share_base(experiment: Experiment, trainer: TrainerGroup) -> None:
+    """Have a trainer that shares its frozen weights with engines write and adopt them."""
+    if experiment.base_spec is not None:
         try:
-            write_base(trainer, base)
+            write_base(trainer, experiment.base_spec)
         except BaseException:
             trainer.shutdown()
             raise
-    return trainer
 
 
 @contextmanager

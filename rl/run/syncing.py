@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8rl.rl.run.engines.canary import Canary, Expected
-from fp8rl.rl.run.engines.pool import EnginePool
-from fp8rl.rl.run.listener import SYNCS_REPEATED, Listener
-from fp8rl.rl.run.turns import Turns
+from fp8rl.rl.run.engines.engines import Engines
+from fp8rl.rl.run.events import SYNCS_REPEATED, Events
+from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.manifest import SyncError
 
 
-@dataclass
 class Syncing:
-    """Keeps the engines at the trainer's weights.
+    """Keeps the engines at the trainer's weights. It owns the bridge, which is another one in other numerics."""
 
-    Attributes:
-        bridge: from the trainer of now to the engines, in the numerics of now.
-        canary: what each engine is asked for after a sync; None: nothing.
-    """
+    def __init__(
+        self, bridge: Bridge, engines: Engines, events: Events, turns: DeviceTurns, canary: Canary | None = None
+    ) -> None:
+        """canary: what each engine answers after a sync, to be compared with the trainer's; None: nothing."""
+        self.bridge, self.canary = bridge, canary
+        self._engines, self._events, self._turns = engines, events, turns
 
-    bridge: Bridge
-    engines: EnginePool
-    listener: Listener
-    turns: Turns
-    canary: Canary | None = None
+    def renew(self, bridge: Bridge, canary: Canary | None) -> None:
+        """Sync by another bridge from now on, which begins with all weights."""
+        self.bridge, self.canary = bridge, canary
 
     @property
     def version(self) -> int:
@@ -36,45 +34,45 @@ class Syncing:
         return self.bridge.trainer.weight_version
 
     def sync(self, manifest: Path | None = None) -> SyncReport:
-        """The trainer's weights into every engine that is up, verified; their digests are saved to `manifest`.
+        """Bring the trainer's weights into every engine that is up, verified; save their digests to `manifest`.
 
         It is the engines' turn then, and those that slept are awake. An engine that is lost on the way is left to be
         replaced. Raises SyncError, EngineError.
         """
-        with self.turns.turn("rollout"):
-            self.engines.expect(self.version)
-            report = self._sent(self.engines.up, manifest)
-        self.listener.hear()
+        with self._turns.turn("rollout"):
+            self._engines.expect(self.version)
+            report = self._sent(self._engines.up, manifest)
+        self._events.deliver()
         assert report is not None, "`up` waits for an engine"
         return report
 
     def welcome(self) -> None:
-        """The trainer's weights into engines that have come up, or gone to sleep, since the last sync."""
-        self._sent(self.engines.waiting)
+        """Bring the trainer's weights into engines that have come up, or gone to sleep, since the last sync."""
+        self._sent(self._engines.waiting)
 
     def _sent(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
-        """A verified sync of the engines that `to` names; None if there is none.
+        """Sync the engines that `to` names, verified; None if there is none.
 
-        The one rule: where an engine proves to be lost, the others are sent everything again. A sync that fails
-        although all live is done again, once and whole: whatever broke it may have been of that moment, or an engine
-        did not hold what a change was made to.
+        The retry policy: if an engine proves to be lost, sync the others anew. If a sync fails although all engines
+        live, retry it once, with all weights: its cause may have passed, or an engine did not hold what a change was
+        made to.
         """
         failed = False
         while endpoints := to():
             try:
                 report = self.bridge.sync(endpoints, manifest, whole=failed)
             except SyncError as error:
-                if self.engines.any_lost(endpoints):
+                if self._engines.any_lost(endpoints):
                     continue
                 if failed:
                     raise
                 failed = True
                 text = f"a sync failed and is done again: {str(error).splitlines()[0]}"
-                self.listener.tell(SYNCS_REPEATED, 1, text)
+                self._events.tell(SYNCS_REPEATED, 1, text)
             else:
                 if self.canary is not None:
                     scored = self.bridge.trainer.begin_score(self.canary.batch)
-                    self.engines.prove(endpoints, Expected(self.canary, self.version, scored))
-                self.engines.verified(endpoints)
+                    self._engines.prove(endpoints, Expected(self.canary, self.version, scored))
+                self._engines.verified(endpoints)
                 return report
         return None

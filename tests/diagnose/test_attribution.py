@@ -39,7 +39,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.definitions import SIZES
@@ -286,7 +286,7 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     for step, bf16 in ((20, False), (100, True)):
         checkpoint = run / f"checkpoints/step_{step}"
         checkpoint.mkdir(parents=True)
-        write_about(checkpoint, About(step, {"standing": Standing(bf16=bf16).to_dict()}, {}))
+        write_about(checkpoint, About(step, {"standing": GateState(bf16=bf16).to_dict()}, {}))
     subject = read_subject(run)
     assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")

@@ -34,9 +34,9 @@ from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import random_batch
-from tests.support.evidence import CapsuleRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import WARM
+from tests.support.scored_batches import CapsuleRun
 
 BOS, EOS, VOCABULARY = 1, 2, 128
 ROWS, PROMPT, ANSWER = 12, 6, 20

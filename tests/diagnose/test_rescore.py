@@ -15,24 +15,24 @@ from typer.testing import CliRunner
 from fp8rl.cli import app
 from fp8rl.diagnose.rescore import Rescored, print_rescored
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
-from tests.support.evidence import CapsuleRun, evidence
 from tests.support.paths import EXAMPLES
+from tests.support.scored_batches import CapsuleRun, scored_batch
 
 EXAMPLE = EXAMPLES / "arithmetic.yaml"
 
 
 @pytest.fixture
 def capsule(tmp_path: Path) -> Capsule:
-    seen = evidence([0.0, 0.0], [0.5, -1.0])
+    seen = scored_batch([0.0, 0.0], [0.5, -1.0])
     return read_capsule(CapsuleRun.make(tmp_path).write(4, ["because"], seen, [1, 0], weights=False))
 
 
 def rescored(capsule: Capsule, change: float = 0.0, mode: str = "exact") -> Rescored:
     """A rescoring in which the first sampled token of the first row came out `change` nats higher."""
     capsule = dataclasses.replace(capsule, numerics=dataclasses.replace(capsule.numerics, mode=mode))
-    logprobs = capsule.evidence.logprobs.clone()
+    logprobs = capsule.scored.logprobs.clone()
     logprobs[0, 2] += change
-    seen = dataclasses.replace(capsule.evidence, logprobs=logprobs)
+    seen = dataclasses.replace(capsule.scored, logprobs=logprobs)
     return Rescored(capsule, seen, seen.metrics())
 
 
@@ -50,9 +50,9 @@ def test_native_mode_measures_a_difference(capsule: Capsule) -> None:
 
 
 def test_a_logprob_that_is_no_number_is_reproduced_by_none_else(capsule: Capsule) -> None:
-    seen = dataclasses.replace(capsule.evidence, logprobs=capsule.evidence.logprobs.clone())
+    seen = dataclasses.replace(capsule.scored, logprobs=capsule.scored.logprobs.clone())
     seen.logprobs[0, 2] = torch.nan
-    broken = dataclasses.replace(capsule, evidence=seen, metrics=seen.metrics())
+    broken = dataclasses.replace(capsule, scored=seen, metrics=seen.metrics())
     assert rescored(broken).reproduced
     lost = Rescored(capsule, seen, seen.metrics())
     assert not lost.reproduced and lost.to_dict()["largest_change"] is None

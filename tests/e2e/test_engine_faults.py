@@ -20,7 +20,7 @@ from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
 from fp8rl.rl.run.lifecycle.interrupts import Closing
-from fp8rl.rl.run.sampling import Asked
+from fp8rl.rl.run.sampling import PendingGroup
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.types import Group, Trajectory
@@ -61,7 +61,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def told(stack: Stack) -> Iterator[list[str]]:
     """What the stack says that it has mended; afterwards both engines serve again."""
     said: list[str] = []
-    stack.listener.tell = lambda metric, count, text: said.append(text)
+    stack.events.subscribe(lambda metric, count, text: said.append(text))
     yield said
     both_up(stack)
     stack.syncing.sync()
@@ -83,7 +83,7 @@ def both_up(stack: Stack) -> None:
 
 
 def server_of(stack: Stack, index: int) -> psutil.Process:
-    return psutil.Process(ray.get(stack.engines.fleet.slots[index].actor.health.remote()).pid)
+    return psutil.Process(ray.get(stack.engines.slots[index].actor.health.remote()).pid)
 
 
 def family_of(stack: Stack, index: int) -> dict[str, psutil.Process]:
@@ -92,15 +92,15 @@ def family_of(stack: Stack, index: int) -> dict[str, psutil.Process]:
     return {"server": server, **{" ".join(child.cmdline()): child for child in server.children(recursive=True)}}
 
 
-def begin(stack: Stack, asked: list[Group]) -> list[Asked]:
+def begin(stack: Stack, asked: list[Group]) -> list[PendingGroup]:
     """Groups under way on both engines."""
     admitted = stack.sampling.admit(asked, stack.sampling.at(1.0))
-    assert wait_until(lambda: all(slot.answers for slot in stack.engines.fleet.slots), START_S)
+    assert wait_until(lambda: all(slot.answers for slot in stack.engines.slots), START_S)
     time.sleep(0.2)
     return admitted
 
 
-def collected(stack: Stack, admitted: list[Asked]) -> list[Trajectory]:
+def collected(stack: Stack, admitted: list[PendingGroup]) -> list[Trajectory]:
     return [answer for group in stack.sampling.collect(admitted) for answer in group]
 
 
@@ -122,7 +122,7 @@ def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_ver
 
     both_up(stack)
     stack.sampling.sample(asked[:2], 1.0)  # whenever the loop waits for answers, engines that wait are synced
-    assert stack.engines.fleet.slots[1].serving
+    assert stack.engines.slots[1].serving
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
 
 
@@ -169,9 +169,9 @@ def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_the
     with stack.turn("train"):
         figures = stack.figures()
         server_of(stack, 1).kill()
-        assert wait_until(lambda: stack.engines.fleet.slots[1].endpoint is None, START_S)
+        assert wait_until(lambda: stack.engines.slots[1].endpoint is None, START_S)
         assert figures["memory/engine_released_bytes"] > cache + served_bytes(shape, stack.numerics.rollout_spec)
-        assert not stack.engines.fleet.slots[0].serving
+        assert not stack.engines.slots[0].serving
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
     assert len(told) == 1 and told[0].startswith("engine 1 is lost and replaced")
     figures = stack.figures()
@@ -182,7 +182,7 @@ def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
     admitted = begin(stack, asked)
-    ray.kill(stack.engines.fleet.slots[0].actor)
+    ray.kill(stack.engines.slots[0].actor)
     assert bits(collected(stack, admitted)) == bits(undisturbed)
     assert len(told) == 1 and "the actor of the engine is gone" in told[0]
 
@@ -223,7 +223,7 @@ def trainer_of(stack: Stack) -> int:
 @contextmanager
 def engine_behind(stack: Stack, touch: wire.Touch) -> Iterator[None]:
     """Weights reach engine 1 through a proxy."""
-    slot = stack.engines.fleet.slots[1]
+    slot = stack.engines.slots[1]
     true = slot.endpoint
     assert true is not None
     with wire.proxied(true.url, touch) as url:

@@ -25,7 +25,7 @@ from fp8rl.rl.loop import train
 from fp8rl.rl.record.events import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.feed.feed import SampledFeed, Work
+from fp8rl.rl.run.feed.feed import RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.lifecycle.attempts import finish
 from fp8rl.rl.run.run import LiveRun
@@ -145,18 +145,18 @@ class Faults:
         self.step = first - 1
         self.passes: dict[int, list[tuple[bool, float | None]]] = {}
         self._stack, self._before, self._after, self._patch = stack, before, after, patch
-        take, work, advantages = SampledFeed.take, SampledFeed._work, Grpo.advantages
+        take, work, advantages = SampledFeed.take, SampledFeed._rollouts, Grpo.advantages
         patch.setattr(SampledFeed, "take", lambda feed, *arguments: self.take(partial(take, feed, *arguments)))
-        patch.setattr(SampledFeed, "_work", lambda feed, groups, version: work(feed, self.spoilt(groups), version))
+        patch.setattr(SampledFeed, "_rollouts", lambda feed, groups, version: work(feed, self.spoilt(groups), version))
         patch.setattr(Grpo, "advantages", lambda grpo, *arguments: advantages(grpo, *arguments) + self.overflow)
 
-    def take(self, work: Callable[[], Work]) -> Work:
+    def take(self, work: Callable[[], RolloutBatch]) -> RolloutBatch:
         stack = self._stack
         if not self.passes:
             self._note_passes(stack)
         self.step += 1
         self.passes[self.step] = []
-        proofs = [slot.proof for slot in stack.engines.fleet.slots]
+        proofs = [slot.proof for slot in stack.engines.slots]
         assert wait_until(lambda: all(proof is None or proof.done() for proof in proofs), 60), "faults come after these"
         self._before.get(self.step, lambda _: None)(stack)
         return work()

@@ -32,8 +32,8 @@ from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
 from tests.support.checkpoints import save
-from tests.support.evidence import CapsuleRun, evidence
 from tests.support.paths import new_run
+from tests.support.scored_batches import CapsuleRun, scored_batch
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +106,7 @@ class Home:
         write_rollouts(self.run.rollouts(2), [record, record])
         for step in (2, 3):
             save(self.run, experiment, step)
-        made = CapsuleRun.make(self.capsule.parent / "other").write(4, ["why"], evidence([0.0], [0.5]), [1, 0])
+        made = CapsuleRun.make(self.capsule.parent / "other").write(4, ["why"], scored_batch([0.0], [0.5]), [1, 0])
         shutil.copytree(made, self.capsule)
 
 

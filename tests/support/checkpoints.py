@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints
 from fp8rl.rl.run.feed.ahead import FeedState
@@ -48,12 +48,12 @@ def save(
     run: RunDir,
     settings: Experiment,
     step: int,
-    standing: Standing | None = None,
+    gate_state: GateState | None = None,
     held: Mapping[str, Content] | None = None,
 ) -> None:
     trainer = Describing()
     trainer.may_write.set()
     with Checkpoints(run, settings, held) as checkpoints:
-        checkpoints.begin(trainer, standing or Standing(), step, NOTHING)
+        checkpoints.begin(trainer, gate_state or GateState(), step, NOTHING)
         checkpoints.recorded()
         checkpoints.wait()

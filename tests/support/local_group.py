@@ -37,12 +37,12 @@ class LocalGroup:
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Any = "policy") -> PassResult:
         self.calls.append(("pass", role))
-        done = self.roles.trained(role).forward_backward(batch, objective)
+        done = self.roles.models[role].forward_backward(batch, objective)
         return replace(done.result, logprobs=_ordered(done.rows, done.result.logprobs))
 
     def update(self, role: Any = "policy") -> float:
         self.calls.append(("update", role))
-        return self.roles.trained(role).update()
+        return self.roles.models[role].update()
 
     def update_survival(self) -> float | None:
         return self.roles.policy.update_survival()

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.listener import Listener
 from fp8rl.rl.run.sampling import Sampling, done
 from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import Turns
+from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 
@@ -27,7 +27,7 @@ class Request:
 
 
 class Pool:
-    """In place of an `EnginePool`. at_once: answers when asked; else when told to, and the oldest group whenever
+    """In place of `Engines`. at_once: answers when asked; else when told to, and the oldest group whenever
     somebody waits."""
 
     def __init__(self, reply: Callable[[Group], list[Trajectory]], *, at_once: bool = False) -> None:
@@ -50,13 +50,10 @@ class Pool:
         self.answer([request for request in self.asked if not request.answers.done()][:1])
         return []
 
-    def news(self) -> list[Any]:
-        return []
-
 
 def sampling_of(pool: Pool, experiment: Experiment, tokenizer: Any, judge: Judge) -> Sampling:
     """Sampling over the pool, for a trainer at version 0."""
     engines, trainer = cast(Any, pool), SimpleNamespace(weight_version=0)
-    listener, turns = Listener([engines]), Turns()
-    syncing = Syncing(cast(Any, SimpleNamespace(trainer=trainer)), engines, listener, turns)
-    return Sampling(experiment.rollout, tokenizer, engines, None, judge, syncing, listener, turns)
+    events, turns = Events(), DeviceTurns()
+    syncing = Syncing(cast(Any, SimpleNamespace(trainer=trainer)), engines, events, turns)
+    return Sampling(experiment.rollout, tokenizer, engines, None, judge, syncing, events, turns)

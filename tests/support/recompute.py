@@ -14,7 +14,7 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.mismatch import agreement, drift_metrics
-from fp8rl.rl.run.records import train_metrics
+from fp8rl.rl.run.step import train_metrics
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch

@@ -93,9 +93,9 @@ def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
     out = []
     for step in range(first, last):
         batch = batch_with_returns(seed=step)
-        policy = held.trained("policy").train_step(batch, cross_entropy(batch)).result
-        critic = held.trained("critic").train_step(batch, Squares(int(batch.loss_mask.sum()))).result
-        rates = [held.trained(role).optimizer.lr for role in ("policy", "critic")]
+        policy = held.models["policy"].train_step(batch, cross_entropy(batch)).result
+        critic = held.models["critic"].train_step(batch, Squares(int(batch.loss_mask.sum()))).result
+        rates = [held.models[role].optimizer.lr for role in ("policy", "critic")]
         frozen = held.models["reference"].score(batch)[1].double().sum().item()
         out.append((policy.loss, policy.grad_norm, critic.loss, critic.grad_norm, *rates, frozen))
     return out

@@ -14,7 +14,7 @@ from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
 from fp8rl.numerics.errors import UserError, user_error
 from fp8rl.numerics.io.reading import check_file, check_path, read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment, read_resolved
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
 
@@ -148,7 +148,7 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
             missing = missing or error
             continue
         step = None if checkpoint is None else version
-        numerics = Standing.of_checkpoint(run, step).numerics(experiment.numerics_config())
+        numerics = GateState.of_checkpoint(run, step).numerics(experiment.numerics_config())
         sampling = Sampling(experiment.rollout.temperature, experiment.rollout.truncation)
         rows = whole(
             file, f"{file.stem.replace('_', ' ')} of the run {run.name}", _run_rows(records, version), sampling

@@ -102,7 +102,7 @@ class Pair:
         def connect(engine: Any, endpoint: Endpoint) -> None:
             engine._client = EngineClient(endpoint)
 
-        actor = self.stack.engines.fleet.slots[0].actor
+        actor = self.stack.engines.slots[0].actor
         true = ray.get(actor.endpoint.remote())
         with proxied(true.url, touch) as url:
             ray.get(actor.__ray_call__.remote(connect, replace(true, url=url)))
@@ -116,7 +116,7 @@ class Pair:
 
     @contextmanager
     def _through(self, touch: Touch) -> Iterator[None]:
-        (slot,) = self.stack.engines.fleet.slots
+        (slot,) = self.stack.engines.slots
         true = slot.endpoint
         assert true is not None
         with proxied(true.url, touch) as url:
@@ -225,7 +225,7 @@ def _open(folder: Path, closing: Closing) -> Pair:
     stack.engines.wait()
     stack.syncing.sync()
     said: list[str] = []
-    stack.listener.tell = lambda metric, count, text: said.append(text)
+    stack.events.subscribe(lambda metric, count, text: said.append(text))
     problems = load_problems(experiment.data.training[0])[:16]
     asked = to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
     return Pair(stack, said, asked, stack.sampling.sample(asked, 1.0))

@@ -1,41 +1,64 @@
-"""The place of one engine in the pool."""
+"""One engine of a run: its place, which one follows another in, and what is asked of it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import ray
+from torch import Tensor
+
+from fp8rl.rl.run.engines.canary import Expected
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.deadlines import end, within
+from fp8rl.rollout.engine import Slept
+from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.types import Decoding, Endpoint, Load
+from fp8rl.trainer.actor import TrainerDiedError
+
+Result = TypeVar("Result")
+
+_STOP_SECONDS = 6.0
+_WORKING = 0.01
+"""The part of a core that a scheduler which computes has at least, on a busy machine; one that waits has none."""
 
 
 @dataclass
-class Slot:
-    """The place of one engine, in which one follows another if it has to.
-
-    endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
-    verified what it holds, so that it gets groups. starts: an engine is on its way up. engines: that were here
-    before. answers: under way. load: as it last said. tokens: it has generated. decoding: of their answers. idle:
-    seconds that it had nothing to do. idle_since: monotonic, of its last answer. proof: what its last sync's canary
-    says is on its way, or known. condemned: the last actor here whose canary was no good.
-    """
+class EngineSlot:
+    """The place of one engine, in which one follows another if it has to. It belongs to the engines' event loop."""
 
     index: int
     lost: asyncio.Future[str]
+    """Why the engine of now is no good any more."""
     actor: Any = None
     endpoint: Endpoint | None = None
+    """Of the engine of now; None until it answers and has passed the handshake."""
     serving: bool = False
+    """A sync has verified its weights, so that it gets groups."""
     starts: bool = False
+    """An engine is on its way up."""
     engines: int = 0
+    """Engines that were here before."""
     answers: int = 0
+    """Answers under way."""
     load: Load | None = None
+    """Its load as of the last pulse."""
     tokens: int = 0
+    """Tokens that it has generated."""
     decoding: Decoding = field(default_factory=Decoding)
+    """Of its answers."""
     idle: float = 0.0
+    """Seconds that it had nothing to do."""
     idle_since: float = field(default_factory=time.monotonic)
+    """Monotonic seconds, of its last answer."""
     proof: asyncio.Task[None] | None = None
+    """The canary of its last sync, on its way or answered."""
     condemned: Any = None
+    """The last actor here whose canary was no good."""
 
     @property
     def is_up(self) -> bool:
@@ -43,32 +66,127 @@ class Slot:
         return self.endpoint is not None and not self.lost.done()
 
     def give(self, answers: int) -> None:
-        """It is asked for so many more."""
+        """Count so many more answers as under way."""
         if not self.answers:
             self.idle += time.monotonic() - self.idle_since
         self.answers += answers
 
     def take(self, answers: int) -> None:
-        """So many are not under way any more."""
+        """Count so many answers as no longer under way."""
         self.answers -= answers
         if not self.answers:
             self.idle_since = time.monotonic()
 
+    def lose(self, actor: Any, reason: str) -> None:
+        """Give up the engine of this actor, if it is still this slot's."""
+        if actor is self.actor and not self.lost.done():
+            self.serving = False
+            self.lost.set_result(reason)
+
     async def is_sound(self, actor: Any) -> bool:
-        """Whether what this actor has answered counts, once the canary of its last sync says it."""
+        """Wait for the canary of its last sync; whether this actor's answers count."""
         proven: asyncio.Task[None] | None = None
         while actor is self.actor and self.proof is not proven and self.proof is not None:
             proven = self.proof
             await asyncio.shield(proven)
         return actor is not self.condemned
 
-    def condemn(self, actor: Any, reason: str) -> None:
-        """Nothing that this actor has answered since its last sync counts."""
-        self.condemned = actor
-        self.lose(actor, reason)
+    async def prove(self, expected: Expected, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
+        """Compare its canary with the trainer's, note the difference, and condemn the engine if it is no good.
 
-    def lose(self, actor: Any, reason: str) -> None:
-        """The engine of this actor is no good any more, if it is still this slot's."""
-        if actor is self.actor and not self.lost.done():
-            self.serving = False
-            self.lost.set_result(reason)
+        No answer that a condemned actor has given since its last sync counts.
+        """
+        actor, canary = self.actor, expected.canary
+        try:
+            (answer,) = await call(actor.generate.remote([canary.group], canary.sampling))
+            difference = canary.difference(answer, await asyncio.shield(scored))
+        except TrainerDiedError:
+            return  # whoever trains on the answers meets it too
+        except EngineError as error:
+            fault = str(error) or repr(error)
+        else:
+            if set(answer.weight_versions) != {expected.version}:
+                return  # another sync has come between, with a canary of its own
+            differences.append(difference)
+            fault = expected.fault(difference)
+        if fault:
+            self.condemned = actor
+            self.lose(actor, fault)
+
+    async def sleep(self, config: RolloutSection, name: str) -> Slept | None:
+        """Have the engine give up its memory. One that does not answer is lost and ended; None then."""
+        actor = self.actor
+        try:
+            slept: Slept = await answered(actor, call(actor.sleep.remote()), config)
+            return slept
+        except TimeoutError as error:
+            self.lose(actor, f"it has not gone to sleep within {error}")
+        except EngineError as error:
+            self.lose(actor, str(error))
+        await end_engine(actor, name)  # before another takes its memory
+        return None
+
+
+async def call(reference: Any) -> Any:
+    """Await an actor's answer, or raise its exception as what it was.
+
+    An error of Ray's own is an EngineDiedError: whether the actor has ended, or Ray's memory monitor has ended it, its
+    engine is no good any more.
+    """
+    try:
+        return await reference
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise EngineDiedError(f"the actor of the engine is gone: {error}") from error
+
+
+async def answered(actor: Any, answer_of: Coroutine[Any, Any, Result], config: RolloutSection) -> Result:
+    """Return what an engine answers. One that computes is waited for: its schedulers hear nothing meanwhile.
+
+    Raises TimeoutError, which says for how long nothing came: in the second half of `hung_after_s`, or later, the
+        schedulers have not worked; or it took longer than the longest pass, as where they wait for a GPU in a loop.
+    """
+    half = config.hung_after_s / 2
+
+    async def worked() -> float:
+        seconds: float = await within(half, call(actor.cpu_seconds.remote()))
+        return seconds
+
+    answer = asyncio.ensure_future(answer_of)
+    began = time.monotonic()
+    try:
+        await asyncio.wait({answer}, timeout=half)
+        while not answer.done():
+            before = await worked()
+            await asyncio.wait({answer}, timeout=half)
+            if not answer.done() and await worked() - before < _WORKING * half:
+                raise TimeoutError
+            if time.monotonic() - began > config.longest_pass_s:
+                raise TimeoutError
+        return answer.result()
+    except TimeoutError:
+        raise TimeoutError(f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)") from None
+    finally:
+        await end(answer)
+
+
+async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
+    """End an engine whatever state it is in. A process that is stopped would not notice that its owner died."""
+    if actor is None:
+        return
+    try:
+        await within(_STOP_SECONDS, call(actor.stop.remote(grace_s)))
+    except Exception as error:  # a server that is still there dies with its actor
+        logging.getLogger(__name__).debug("%s that is to end: %r", name, error)
+    ray.kill(actor)
+
+
+def decoding_metrics(decoding: Decoding) -> dict[str, float]:
+    """`perf/..._per_forward`; nothing where no engine said that it drafts."""
+    if not decoding.passes:
+        return {}
+    return {
+        "perf/accepted_per_forward": 1 + decoding.accepted / decoding.passes,
+        "perf/drafted_per_forward": decoding.drafted / decoding.passes,
+    }

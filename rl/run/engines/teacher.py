@@ -16,8 +16,9 @@ from fp8rl.models import read_model
 from fp8rl.models.architecture import Role
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.seats import Seats
-from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_config, engine_maker
+from fp8rl.rl.run.events import Events
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
@@ -48,10 +49,10 @@ class Teacher:
     the digests of what it holds are those of what was written. One that is lost is replaced, as the policy's are.
     """
 
-    engines: EnginePool
+    engines: Engines
 
     @classmethod
-    def start(cls, experiment: Experiment, seats: Seats, folder: Path) -> Self | None:
+    def start(cls, experiment: Experiment, seats: Seats, folder: Path, events: Events) -> Self | None:
         """Begin to start its engines; `engines.wait()` for them. None without a `teacher` section.
 
         folder: for their logs, and the checkpoint that they start from.
@@ -66,7 +67,7 @@ class Teacher:
         manifest = Manifest.merged(_VERSION, spec, [recorder.sent()], _ROLE)
         make = engine_maker(experiment, _ROLE, seats, folder, numerics)
         serving = Serving(make, checkpoint, _VERSION, manifest, _ROLE)
-        return cls(EnginePool(section.engines, serving, engine_config(experiment, _ROLE)))
+        return cls(Engines(section.engines, serving, engine_config(experiment, _ROLE), events))
 
     async def logprobs(self, answers: Sequence[Trajectory]) -> list[list[float]]:
         """Its log-probability, at temperature 1, of each token of each answer.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.feed.judging import Failures
+from fp8rl.rl.run.events import Failures
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
@@ -29,7 +29,7 @@ _END_SECONDS = 20.0
 """Bound of the end of what an environment has started."""
 
 Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
-"""Has engines answer a group; see `EnginePool.admit`."""
+"""Has engines answer a group; see `Engines.admit`."""
 
 
 class EnvironmentError(RuntimeError):
@@ -62,7 +62,7 @@ class Conversations:
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
         """One conversation for each of the group's answers, in their order, each with all of its rows; see
-        `EnginePool.admit`."""
+        `Engines.admit`."""
         return self._background.begin(self._group(group, sampling, oldest))
 
     def check(self) -> None:

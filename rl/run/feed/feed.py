@@ -24,7 +24,7 @@ from fp8rl.rl.run.feed.ahead import Answered, FeedState
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
-from fp8rl.rl.run.sampling import Asked, Sampling, done
+from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
 from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.types import Group, Prompt, Trajectory
@@ -42,8 +42,8 @@ class FilterError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one step trains on, or what is only scored beside it.
+class RolloutBatch:
+    """A batch of sampled answers or of examples: a step trains on it, or only scores it.
 
     Attributes:
         versions: int64 [B, S], the weight version that sampled each token; None where nothing was sampled.
@@ -62,13 +62,13 @@ class Work:
 class Feed(Protocol):
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume."""
 
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> Work:
-        """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
+        """Return the batch of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
 
         meanwhile: called once the engines have been asked for all that they may sample now.
         """
 
-    def ahead(self, clock: StepClock) -> Work | None:
+    def ahead(self, clock: StepClock) -> RolloutBatch | None:
         """Some finished answers to later steps, for the trainer to score before it updates; None: there are none."""
 
     def drain(self, clock: StepClock) -> None:
@@ -104,11 +104,11 @@ class SampledFeed:
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
         self._ready: dict[int, Group] = {}
-        self._admitted: list[Asked] = []
-        self._probes: list[Asked] = []
+        self._admitted: list[PendingGroup] = []
+        self._probes: list[PendingGroup] = []
         """Groups beyond the last step, which the trainer looks at and does not train on."""
 
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> Work:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
         self._fill(step)
         with clock.phase("rollout"):
             meanwhile()
@@ -128,13 +128,13 @@ class SampledFeed:
                     group = [answer for answer in item.judged() if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
-        self._sampling.listener.hear_failures(*self._sampling.failures)
-        work = self._work(kept, version)
-        work.metrics.update(dropped_metrics(dropped), **self._figures())
-        work.metrics["perf/sampling_seconds"] = time.monotonic() - began
-        return work
+        self._sampling.events.tell_failures(*self._sampling.failures)
+        rollouts = self._rollouts(kept, version)
+        rollouts.metrics.update(dropped_metrics(dropped), **self._figures())
+        rollouts.metrics["perf/sampling_seconds"] = time.monotonic() - began
+        return rollouts
 
-    def ahead(self, clock: StepClock) -> Work | None:
+    def ahead(self, clock: StepClock) -> RolloutBatch | None:
         asked, count = [*self._admitted, *self._probes], self._experiment.guard.fresh_answers
         if not asked:
             return None
@@ -149,7 +149,7 @@ class SampledFeed:
             (answer for group in groups for answer in group),
             key=lambda answer: -max(answer.weight_versions, default=-1),
         )[:count]
-        return Work(*self._batch(answers))
+        return RolloutBatch(*self._batch(answers))
 
     def drain(self, clock: StepClock) -> None:
         asked = [*self._admitted, *self._probes]
@@ -172,7 +172,7 @@ class SampledFeed:
         self._admitted = [self._admit(item.number) for item in self._admitted]
         self._probes = [self._admit(item.number) for item in self._probes]
 
-    def _collect_fresh(self, asked: Sequence[Asked], count: int) -> None:
+    def _collect_fresh(self, asked: Sequence[PendingGroup], count: int) -> None:
         """Wait for the oldest groups that have `count` answers of the trainer's weights; meanwhile the others go on."""
         version = self._sampling.syncing.version
         for item in asked:
@@ -196,7 +196,7 @@ class SampledFeed:
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
-            self._sampling.listener.hear_failures(*self._sampling.failures)
+            self._sampling.events.tell_failures(*self._sampling.failures)
             if not rewards:
                 raise FilterError(
                     f"found {len(dropped)} groups of which every answer's environment "
@@ -228,16 +228,16 @@ class SampledFeed:
         (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
         return Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
 
-    def _admit(self, number: int, before: Answered | None = None) -> Asked:
+    def _admit(self, number: int, before: Answered | None = None) -> PendingGroup:
         """before: the group's answers, if they are those that are asked for."""
         group = self._ready.pop(number, None) or self._group(number)
         drawn, judge = self._sampling.at(self._experiment.rollout.temperature), self._sampling.judge
         if before is not None and before.answers(group):
-            return Asked(group, drawn, done(before.trajectories()), number, judge)
+            return PendingGroup(group, drawn, done(before.trajectories()), number, judge)
         (asked,) = self._sampling.admit([group], drawn, judge, first=number)
         return asked
 
-    def _answered(self, count: int) -> list[Asked]:
+    def _answered(self, count: int) -> list[PendingGroup]:
         """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
         if self._experiment.rollout.oversample > 1.0:
             self._sampling.wait_for_some(self._admitted, count)
@@ -249,7 +249,7 @@ class SampledFeed:
         self._admitted = [item for item in self._admitted if item.number not in taken]
         return chosen
 
-    def _work(self, groups: list[list[JudgedAnswer]], version: int) -> Work:
+    def _rollouts(self, groups: list[list[JudgedAnswer]], version: int) -> RolloutBatch:
         answers = [answer for group in groups for answer in group]
         trajectories = [answer.trajectory for answer in answers]
         rewards = torch.tensor([answer.reward for answer in answers])
@@ -261,7 +261,7 @@ class SampledFeed:
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         if self._sampling.conversations is not None:
             metrics |= conversation_metrics(trajectories)
-        return Work(tokens, versions, outcomes, tuple(answers), metrics)
+        return RolloutBatch(tokens, versions, outcomes, tuple(answers), metrics)
 
     def _figures(self) -> dict[str, float]:
         if not self._experiment.rollout.staleness:
@@ -287,16 +287,16 @@ class ExampleFeed:
         self._experiment, self._tokenizer = experiment, tokenizer
         self._problems = training_problems(experiment)
 
-    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> Work:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
         meanwhile()
         count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
         prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
         answers = [_answer_ids(self._tokenizer, prompt.problem) for prompt in prompts]
-        return Work(
+        return RolloutBatch(
             batch_from_examples([SftExample(p.token_ids, ids) for p, ids in zip(prompts, answers, strict=True)])
         )
 
-    def ahead(self, clock: StepClock) -> Work | None:
+    def ahead(self, clock: StepClock) -> RolloutBatch | None:
         return None
 
     def drain(self, clock: StepClock) -> None: ...

@@ -16,9 +16,10 @@ from fp8rl.rl.record.wandb_run import leet
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize, verdict
 from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import EnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
-from fp8rl.rl.run.feed.judging import RewardError, TooManyFailuresError
+from fp8rl.rl.run.feed.judging import RewardError
 from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.lifecycle.stopping import STOPPED, bounded
 from fp8rl.rl.run.run import LiveRun

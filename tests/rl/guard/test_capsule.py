@@ -17,17 +17,17 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
-from tests.support.evidence import CapsuleRun, evidence
 from tests.support.experiments import experiment
+from tests.support.scored_batches import CapsuleRun, scored_batch
 
 
 @pytest.fixture
 def capsule(tmp_path: Path) -> Path:
-    return CapsuleRun.make(tmp_path).write(4, ["resync: because"], evidence([0.0], [0.5, -1.0]), [1, 0])
+    return CapsuleRun.make(tmp_path).write(4, ["resync: because"], scored_batch([0.0], [0.5, -1.0]), [1, 0])
 
 
 def test_the_worst_rows_come_first_and_non_finite_ones_before_all() -> None:
-    seen = evidence([0.1, 0.0], [0.0, -0.4, 0.0], [0.0], [math.nan, 0.0], [0.2, 0.2], [-math.inf])
+    seen = scored_batch([0.1, 0.0], [0.0, -0.4, 0.0], [0.0], [math.nan, 0.0], [0.2, 0.2], [-math.inf])
     assert seen.worst_rows(4) == [3, 5, 1, 4]
     assert seen.worst_rows(99) == [3, 5, 1, 4, 0, 2]
     assert seen.abs_differences()[0, 2].item() == pytest.approx(0.1) and seen.abs_differences()[0, 0] == 0
@@ -36,16 +36,16 @@ def test_the_worst_rows_come_first_and_non_finite_ones_before_all() -> None:
 def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     run = CapsuleRun.make(tmp_path)
     run = dataclasses.replace(run, numerics=dataclasses.replace(run.numerics, trainer="bf16"))
-    seen = evidence([0.0], [0.5, math.nan, 0.25], [1.0, 0.0])
+    seen = scored_batch([0.0], [0.5, math.nan, 0.25], [1.0, 0.0])
     path = run.write(4, ["one", "two"], seen, [1, 2], 1.5)
     assert run.files.capsule_steps() == [4]
     read = read_capsule(path)
-    assert (read.step, read.why, read.rows, read.evidence.cap) == (4, ["one", "two"], [1, 2], 1.5)
+    assert (read.step, read.why, read.rows, read.scored.cap) == (4, ["one", "two"], [1, 2], 1.5)
     assert read.numerics == run.numerics and read.experiment == run.experiment
     assert read.manifest.entries == {"a.weight": "1234@3"}
     assert read.weights is not None and (read.weights / "model.safetensors").read_bytes() == b"weights"
 
-    chosen, back = seen.select([1, 2]), read.evidence
+    chosen, back = seen.select([1, 2]), read.scored
     assert chosen.batch.width == 5 and back.version == 3 and back.batch.replay and back.batch.temperature == 0.7
     for name in ("tokens", "lengths", "loss_mask", "routes"):
         assert torch.equal(getattr(back.batch, name), getattr(chosen.batch, name))
@@ -69,7 +69,7 @@ def test_adapters_begin_where_a_capsule_has_them_unless_its_weights_have_them_in
 
 
 def test_weights_are_left_out_on_demand(tmp_path: Path) -> None:
-    path = CapsuleRun.make(tmp_path).write(1, [], evidence([0.0]), [0], weights=False)
+    path = CapsuleRun.make(tmp_path).write(1, [], scored_batch([0.0]), [0], weights=False)
     assert read_capsule(path).weights is None
 
 
@@ -77,7 +77,7 @@ def test_the_first_capsule_and_the_newest_stay(tmp_path: Path) -> None:
     run = CapsuleRun.make(tmp_path)
     kept = []
     for step in (2, 4, 5, 7):
-        run.write(step, [], evidence([0.0]), [0])
+        run.write(step, [], scored_batch([0.0]), [0])
         remove_superfluous(run.files, keep=3)
         kept.append(run.files.capsule_steps())
     assert kept == [[2], [2, 4], [2, 4, 5], [2, 5, 7]]
@@ -86,10 +86,10 @@ def test_the_first_capsule_and_the_newest_stay(tmp_path: Path) -> None:
 def test_a_resumed_run_forgets_capsules_of_steps_that_it_repeats(tmp_path: Path) -> None:
     run = CapsuleRun.make(tmp_path)
     for step in (10, 20, 31):
-        run.write(step, [], evidence([0.0]), [0])
+        run.write(step, [], scored_batch([0.0]), [0])
     cut_capsules(run.files, 20)
     assert run.files.capsule_steps() == [10, 20]
-    run.write(22, [], evidence([0.0]), [0])
+    run.write(22, [], scored_batch([0.0]), [0])
     remove_superfluous(run.files, keep=3)
     assert run.files.capsule_steps() == [10, 20, 22], "the newest is not the one to go"
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_forgets_capsules_of_steps_that_it_repeats(tmp_path: Path)
 def test_a_second_capsule_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     run = CapsuleRun.make(tmp_path)
     for why in ("first", "again"):
-        path = run.write(2, [why], evidence([0.0]), [0])
+        path = run.write(2, [why], scored_batch([0.0]), [0])
     assert read_capsule(path).why == ["again"]
     assert [entry.name for entry in run.files.capsules.iterdir()] == ["step_2"]
 
@@ -105,7 +105,7 @@ def test_a_second_capsule_of_a_step_replaces_the_first(tmp_path: Path) -> None:
 def test_a_failure_leaves_no_capsule(tmp_path: Path) -> None:
     run = CapsuleRun.make(tmp_path)
     with pytest.raises(FileNotFoundError):
-        run.write(2, [], evidence([0.0]), [0], manifest=tmp_path / "absent")
+        run.write(2, [], scored_batch([0.0]), [0], manifest=tmp_path / "absent")
     assert list(run.files.capsules.iterdir()) == []
 
 
@@ -193,7 +193,7 @@ FORGED: list[tuple[str, Any]] = [
 def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
     tmp_path: Path, key: str, value: Any
 ) -> None:
-    path = CapsuleRun.make(tmp_path).write(4, ["why"], evidence([0.0], [0.5]), [1, 0])
+    path = CapsuleRun.make(tmp_path).write(4, ["why"], scored_batch([0.0], [0.5]), [1, 0])
     about = json.loads((path / "capsule.json").read_text())
     (path / "capsule.json").write_text(json.dumps(about | {key: value}))
     with_right_digests(path)
@@ -213,7 +213,7 @@ def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
 def test_tensors_of_other_shapes_or_types_than_a_capsule_has_are_refused(
     tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
-    path = CapsuleRun.make(tmp_path).write(4, ["why"], evidence([0.0], [0.5]), [1, 0])
+    path = CapsuleRun.make(tmp_path).write(4, ["why"], scored_batch([0.0], [0.5]), [1, 0])
     tensors = load_file(path / "tensors.safetensors")
     changed = change(tensors.pop(name))
     if changed is None and name == "train_routes":

@@ -8,7 +8,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from fp8rl.rl.guard.gates import Standing
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.guard.judge import Fault, Guard, Verdict
 from tests.support.experiments import experiment
 
@@ -26,9 +26,9 @@ CAPSULE = "capsules/step_N"
 NORM_FAULT = Fault("train/loss", None, "not finite", "the gradient norm over 1 rows is not finite", (0,))
 
 
-def a_guard(standing: Standing | None = None, **settings: object) -> Guard:
+def a_guard(gate_state: GateState | None = None, **settings: object) -> Guard:
     run = experiment(numerics={"router_replay": "record"}, gates=GATES, guard=settings)
-    return Guard(run.gates, run.guard, run.algorithm, standing or Standing(), replays=False)
+    return Guard(run.gates, run.guard, run.algorithm, gate_state or GateState(), replays=False)
 
 
 def judge(guard: Guard, step: int, fault: Fault | None = None, **metrics: float) -> Verdict:
@@ -37,52 +37,52 @@ def judge(guard: Guard, step: int, fault: Fault | None = None, **metrics: float)
 
 
 @pytest.fixture
-def standing() -> Standing:
-    return Standing()
+def gate_state() -> GateState:
+    return GateState()
 
 
 @pytest.fixture
-def guard(standing: Standing) -> Guard:
-    return a_guard(standing)
+def guard(gate_state: GateState) -> Guard:
+    return a_guard(gate_state)
 
 
 def test_a_good_step_is_trained_on_and_says_nothing(guard: Guard) -> None:
     assert judge(guard, 1) == Verdict(
-        events=(), why=(), fired=0, withheld=False, repeat=False, resync=False, fall_back=False, stop=""
+        events=(), why=(), fired=0, withheld=False, retry=False, resync=False, fall_back=False, stop=""
     )
 
 
 def test_a_tightened_cap_repeats_the_pass_once_and_stays(guard: Guard) -> None:
     assert guard.algorithm.cap == guard.algorithm.measured_cap == 2.0
     first = judge(guard, 1, tis=0.2)
-    assert first.repeat and not first.withheld
+    assert first.retry and not first.withheld
     assert guard.algorithm.cap == 1.5
-    assert not judge(guard, 2).repeat
+    assert not judge(guard, 2).retry
     again = judge(guard, 3, tis=0.2)
-    assert (again.fired, again.repeat) == (1, False), "there is nothing to change any more"
+    assert (again.fired, again.retry) == (1, False), "there is nothing to change any more"
     assert guard.metrics(again)["gates/tis_cap"] == 1.5
 
 
-def test_replayed_routes_repeat_the_pass_and_stay(guard: Guard, standing: Standing) -> None:
+def test_replayed_routes_repeat_the_pass_and_stay(guard: Guard, gate_state: GateState) -> None:
     first = judge(guard, 1, tis=0.4)
-    assert first.repeat and standing.router_replay and guard.replays
+    assert first.retry and gate_state.router_replay and guard.replays
     assert guard.metrics(first)["gates/router_replay"] == 1.0
     judge(guard, 2)
-    assert not judge(guard, 3, tis=0.4).repeat
+    assert not judge(guard, 3, tis=0.4).retry
 
 
 def test_what_is_withheld_needs_no_second_pass_but_the_change_lasts(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2, exact=0.5)
-    assert (verdict.fired, verdict.withheld, verdict.repeat, verdict.resync) == (2, True, False, False)
+    assert (verdict.fired, verdict.withheld, verdict.retry, verdict.resync) == (2, True, False, False)
     assert guard.algorithm.cap == 1.5
     assert judge(guard, 2, exact=0.9).withheld, "until the metric has recovered"
     assert not judge(guard, 3).withheld
 
 
-def test_both_sides_fall_back_once(guard: Guard, standing: Standing) -> None:
+def test_both_sides_fall_back_once(guard: Guard, gate_state: GateState) -> None:
     verdict = judge(guard, 1, tis=0.9)
     assert verdict.fall_back and verdict.resync and verdict.withheld
-    standing.bf16 = True
+    gate_state.bf16 = True
     judge(guard, 2)
     again = judge(guard, 3, tis=0.9)
     assert not again.fall_back and again.resync and again.withheld
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_is_never_trained_on(policy: str) -> None:
 def test_a_repeated_pass_may_meet_a_fault_too(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2)
     fine = guard.recheck(1, verdict, {NORM: 2.0}, None, CAPSULE)
-    assert verdict.repeat and (fine.fired, fine.withheld, fine.stop) == (1, False, "")
+    assert verdict.retry and (fine.fired, fine.withheld, fine.stop) == (1, False, "")
     again = guard.recheck(1, verdict, {NORM: math.nan}, NORM_FAULT, CAPSULE)
     assert again.withheld
     assert again.stop == f"checkpoint_and_stop: the gradient norm over 1 rows is not finite ({CAPSULE})"
@@ -126,13 +126,13 @@ def test_a_repeated_pass_may_meet_a_fault_too(guard: Guard) -> None:
 def test_a_repeated_pass_that_breaks_a_bound_is_not_trained_on(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2)
     again = guard.recheck(1, verdict, {NORM: 10.0}, None, CAPSULE)
-    assert (again.fired, again.withheld, again.repeat) == (2, True, False)
+    assert (again.fired, again.withheld, again.retry) == (2, True, False)
     assert again.stop == f"checkpoint_and_stop: train/grad_norm = 10 is above 9.0 ({CAPSULE})"
 
 
-def test_gates_and_changes_go_on_in_a_resumed_run(guard: Guard, standing: Standing) -> None:
+def test_gates_and_changes_go_on_in_a_resumed_run(guard: Guard, gate_state: GateState) -> None:
     judge(guard, 1, tis=0.2, exact=0.5)
-    resumed = a_guard(TypeAdapter(Standing).validate_python(json.loads(json.dumps(standing.to_dict()))))
+    resumed = a_guard(TypeAdapter(GateState).validate_python(json.loads(json.dumps(gate_state.to_dict()))))
     assert resumed.algorithm.cap == 1.5
     verdict = judge(resumed, 2, tis=0.2, exact=0.5)
     assert (verdict.fired, verdict.withheld) == (0, True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
-from fp8rl.rl.run.listener import Listener
+from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import Turns
+from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ADAPTER_SCALE, Held
 from fp8rl.rollout.types import Endpoint
@@ -124,7 +124,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     trainer, engine, told = OneRank(), OneEngine(), cast(list[str], [])
     monkeypatch.setattr(bridge, "EngineClient", lambda endpoint, timeout_s: run.engine)
     monkeypatch.setattr(bridge, "make_transport", lambda *args: run.engine)
-    listener = Listener([], tell=lambda metric, count, text: told.append(text))
+    events = Events()
+    events.subscribe(lambda metric, count, text: told.append(text))
     ends = Bridge(cast(Any, trainer), SPEC, SyncSection(), tmp_path, tmp_path, adapter=CONFIG)
     pool = SimpleNamespace(
         expect=lambda version: None,
@@ -132,7 +133,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         any_lost=lambda endpoints: False,
         verified=lambda endpoints: None,
     )
-    run = Run(trainer, engine, Syncing(ends, cast(Any, pool), listener, Turns()), told)
+    run = Run(trainer, engine, Syncing(ends, cast(Any, pool), events, DeviceTurns()), told)
     return run
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fp8rl.numerics.errors import UserError
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import RuleState, Standing
+from fp8rl.rl.guard.gates import GateState, RuleState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
 from fp8rl.rollout.errors import EngineError
@@ -32,13 +32,13 @@ def test_a_checkpoint_counts_once_it_is_written_and_recorded_and_the_newest_stay
     (run.checkpoints / "..step_5.pending.partial").mkdir()
     with Checkpoints(run, settings) as checkpoints:
         trainer = Describing()
-        checkpoints.begin(trainer, Standing(), 6, NOTHING)
+        checkpoints.begin(trainer, GateState(), 6, NOTHING)
         checkpoints.recorded()
         assert run.checkpoint_steps() == [2, 4], "it is not written yet"
         trainer.may_write.set()
         checkpoints.wait()
         assert names(run) == ["step_4", "step_6"]
-        checkpoints.begin(trainer, Standing(), 8, NOTHING)
+        checkpoints.begin(trainer, GateState(), 8, NOTHING)
     assert run.checkpoint_steps() == [4, 6], "the step has no row"
 
 
@@ -47,7 +47,7 @@ def test_what_goes_wrong_while_a_checkpoint_is_written_is_raised_after_a_step(tm
     trainer = Describing()
     trainer.failure = OSError("no room")
     with pytest.raises(OSError, match="no room"), Checkpoints(run, settings) as checkpoints:
-        checkpoints.begin(trainer, Standing(), 2, NOTHING)
+        checkpoints.begin(trainer, GateState(), 2, NOTHING)
         trainer.may_write.set()
         for _ in range(1000):
             checkpoints.recorded()
@@ -63,7 +63,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
 ) -> None:
     run, settings, trainer = RunDir(tmp_path), experiment(), Describing()
     with pytest.raises(type(error)), Checkpoints(run, settings) as checkpoints:
-        checkpoints.begin(trainer, Standing(), 2, NOTHING)
+        checkpoints.begin(trainer, GateState(), 2, NOTHING)
         checkpoints.recorded()
         if kept:
             trainer.may_write.set()
@@ -73,14 +73,14 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
 
 def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
     run, settings = RunDir(tmp_path), experiment()
-    standing = Standing(tis_cap=1.5, router_replay=True, bf16=True, rules={"a": RuleState(beyond=3)})
-    save(run, settings, 4, standing)
-    back = Standing.of_checkpoint(run, 4)
-    assert back == standing and Standing.of_checkpoint(run, None) == Standing()
+    gate_state = GateState(tis_cap=1.5, router_replay=True, bf16=True, rules={"a": RuleState(beyond=3)})
+    save(run, settings, 4, gate_state)
+    back = GateState.of_checkpoint(run, 4)
+    assert back == gate_state and GateState.of_checkpoint(run, None) == GateState()
     configured = settings.numerics_config()
     fallen = back.numerics(configured)
     assert (fallen.trainer, fallen.rollout, fallen.spec) == ("bf16", "bf16", configured.spec)
-    assert Standing().numerics(configured) == configured
+    assert GateState().numerics(configured) == configured
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_forged_state_of_a_gate_is_refused(tmp_path: Path, rules: dict[str, An
     run.checkpoint(4).mkdir(parents=True)
     write_about(run.checkpoint(4), About(4, {"standing": {"rules": rules}}, {}))
     with pytest.raises(UserError, match=said):
-        Standing.of_checkpoint(run, 4)
+        GateState.of_checkpoint(run, 4)
 
 
 def test_damage_names_the_next_older_checkpoint_that_is_whole(tmp_path: Path) -> None:

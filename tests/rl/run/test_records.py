@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
-from fp8rl.rl.run.feed.feed import Work, rollout_metrics
+from fp8rl.rl.run.feed.feed import RolloutBatch, rollout_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.records import rollout_records, scored_records, throughput, train_metrics
+from fp8rl.rl.run.records import rollout_records, scored_records, throughput
+from fp8rl.rl.run.step import train_metrics
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
@@ -94,7 +95,7 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
     logprobs[5, 3] = math.nan
     groups = torch.tensor([t.group for t in trajectories])
     outcomes = Outcomes(torch.zeros(6), groups, torch.ones(6, dtype=torch.bool))
-    records = rollout_records(Work(batch, outcomes=outcomes, answers=answers), logprobs)
+    records = rollout_records(RolloutBatch(batch, outcomes=outcomes, answers=answers), logprobs)
     assert [record.group for record in records] == [0, 0, 1, 1, 2, 2]
     fifth = records[4]
     assert (fifth.prompt, fifth.text, fifth.reward, fifth.abs_diff_mean) == ("question 2", "text 4", 1.0, 0.25)
@@ -102,14 +103,14 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
     assert (fifth.rollout_logprobs, fifth.train_logprobs) == ([-1.0, -1.0], [-0.5, -1.0])
     assert fifth.advantage == 0.0 and math.isnan(records[5].train_logprobs[1])
     assert [record.text for record in shown(records)] == ["text 0", "text 2", "text 4"]
-    assert rollout_records(Work(batch), logprobs) == [], "of examples there is nothing to keep"
+    assert rollout_records(RolloutBatch(batch), logprobs) == [], "of examples there is nothing to keep"
 
 
 def test_answers_that_were_scored_ahead_are_kept_token_by_token(trajectories: list[Trajectory]) -> None:
     batch = batch_from_trajectories(trajectories[:2], 1.0)
     versions = torch.where(batch.loss_mask, 4, 0)
     scored = torch.where(batch.loss_mask, -1.5, math.nan)
-    first, second = scored_records(Evidence(batch, versions, 4, scored))
+    first, second = scored_records(ScoredBatch(batch, versions, 4, scored))
     assert (first.token_ids, first.sampled) == ([1, 2, 10, 11, 12], [2, 3, 4])
     assert (second.train_logprobs, second.rollout_logprobs) == ([-1.5] * 5, [-1.0] * 5)
     assert second.weight_versions == [4] * 5

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 import fp8rl.rl.run.stack as stack_module
 from fp8rl.numerics.errors import UserError
-from fp8rl.rl.run.run import LiveRun
+from fp8rl.rl.run.run import LiveRun, check_directory
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
 
@@ -54,10 +55,25 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
     monkeypatch.setattr(stack_module, "Seats", Seats)
     monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
-    monkeypatch.setattr(stack_module, "EnginePool", Engines)
+    monkeypatch.setattr(stack_module, "Engines", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         LiveRun.open(experiment(run={"steps": 3}), files)
     assert events == ["ray", "seats", "engines", "engines ended", "seats given back", "ray ended"]
     assert not (files.path / "served").exists(), "the description is only for the start"
     assert "found no room" in files.log.read_text()
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
+def test_a_directory_that_goes_away_under_a_run_is_said_before_the_next_step(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "it"
+    path.mkdir()
+    made = path.stat()
+    check_directory(path, made, 1)
+    path.rename(tmp_path / "elsewhere")
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "elsewhere")
+    if how == "replaced":
+        path.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"run\.dir: found .*/it deleted or renamed before step 2"):
+        check_directory(path, made, 2)

@@ -1,4 +1,4 @@
-"""The one rule of what is synced again. Real engines and real faults are in tests/e2e."""
+"""The retry policy of a sync. Real engines and real faults are in tests/e2e."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from fp8rl.rl.run.engines.canary import Canary, Expected
-from fp8rl.rl.run.listener import Listener
+from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import Turns
+from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import SyncError
@@ -28,8 +28,9 @@ class Side:
         self.failures, self.lost = failures, lost
         self.there, self.serving, self.said = [FIRST, SECOND], cast(list[Endpoint], []), cast(list[str], [])
         self.syncs: list[tuple[list[Endpoint], bool]] = []
-        listener = Listener([], tell=lambda metric, count, text: self.said.append(text))
-        self.syncing = Syncing(cast(Any, self), cast(Any, self), listener, Turns())
+        events = Events()
+        events.subscribe(lambda metric, count, text: self.said.append(text))
+        self.syncing = Syncing(cast(Any, self), cast(Any, self), events, DeviceTurns())
         self.steps: list[str] = []
 
     def sync(self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool) -> str:
@@ -89,7 +90,7 @@ def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sy
 
 def test_the_canary_is_asked_of_the_engines_of_a_sync_before_they_get_groups() -> None:
     side = Side(failures=1, lost=SECOND)
-    side.syncing.canary = CANARY
+    side.syncing.renew(cast(Any, side), CANARY)
     side.syncing.sync()
     assert side.steps == ["scored", "proven at 7: ['first']", "verified"]
     without = Side()

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from fp8rl.rl.run.turns import SharedRoom, Turns
+from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.engine import Slept
 from fp8rl.trainer.step.result import MovedAside
 
 
 def test_a_side_keeps_the_device_for_its_block_and_the_other_waits_for_its_end() -> None:
-    turns = Turns()
+    turns = DeviceTurns()
     with turns.turn("train"), turns.turn("train"):
         with pytest.raises(RuntimeError, match="found the turn of train, expected it to have ended before .* rollout"):
             with turns.turn("rollout"):
@@ -28,8 +28,7 @@ class Sides:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.behind = [100, 103]
-        room = SharedRoom(cast(Any, self), cast(Any, self))
-        self.turns, self.metrics = Turns(room), room.metrics
+        self.turns = DeviceTurns((cast(Any, self), cast(Any, self)))
 
     def sleep(self) -> list[Slept]:
         self.said.append("engines sleep")
@@ -38,11 +37,11 @@ class Sides:
     def wake(self) -> None:
         self.said.append("engines wake")
 
-    def put_aside(self) -> list[MovedAside]:
+    def offload(self) -> list[MovedAside]:
         self.said.append("trainer goes")
         return [MovedAside(30, 9), MovedAside(31, 7)]
 
-    def take_back(self) -> None:
+    def onload(self) -> None:
         self.said.append("trainer comes")
 
 
@@ -62,7 +61,7 @@ def test_bytes_are_those_of_the_fullest_and_growth_is_told_from_the_first_time()
     for side in ("rollout", "train"):
         with sides.turns.turn(side):
             pass
-    found = sides.metrics()
+    found = sides.turns.metrics()
     assert found.pop("perf/turn_seconds") >= 0.0
     assert found == {
         "memory/engine_released_bytes": 61.0,
@@ -71,16 +70,16 @@ def test_bytes_are_those_of_the_fullest_and_growth_is_told_from_the_first_time()
         "memory/trainer_moved_bytes": 30.0,
         "memory/trainer_stays_bytes": 9.0,
     }
-    assert sides.metrics() == {}
+    assert sides.turns.metrics() == {}
     for side in ("rollout", "train"):
         with sides.turns.turn(side):
             pass
-    assert sides.metrics()["memory/behind_growth_bytes"] == 3.0
+    assert sides.turns.metrics()["memory/behind_growth_bytes"] == 3.0
 
 
 def test_a_turn_that_finds_no_room_begins_again_from_the_start() -> None:
     sides, failing = Sides(), SimpleNamespace(left=1)
-    go = sides.put_aside
+    go = sides.offload
 
     def fail_once() -> list[MovedAside]:
         failing.left -= 1
@@ -88,7 +87,7 @@ def test_a_turn_that_finds_no_room_begins_again_from_the_start() -> None:
             raise MemoryError
         return go()
 
-    cast(Any, sides).put_aside = fail_once
+    cast(Any, sides).offload = fail_once
     with pytest.raises(MemoryError), sides.turns.turn("rollout"):
         pass
     with sides.turns.turn("rollout"):

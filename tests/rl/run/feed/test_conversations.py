@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.feed.conversations as conversations_module
 import fp8rl.rollout.environments.conversation as conversation_module
+from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import Conversations, EnvironmentError
-from fp8rl.rl.run.feed.judging import TooManyFailuresError
 from fp8rl.rl.run.sampling import done
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end

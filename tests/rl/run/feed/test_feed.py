@@ -17,9 +17,10 @@ import torch
 
 import fp8rl.rl.run.sampling as sampling_module
 from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.run.events import Failures
 from fp8rl.rl.run.feed.ahead import FeedState, read_answered
-from fp8rl.rl.run.feed.feed import FilterError, SampledFeed, Work
-from fp8rl.rl.run.feed.judging import Failures, Judge, JudgedAnswer
+from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.records import rollout_records
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rollout.rewards.config import RewardsSection
@@ -109,7 +110,7 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
     return SampledFeed(settings, engines.sampling), engines
 
 
-def take(feed: SampledFeed, step: int) -> Work:
+def take(feed: SampledFeed, step: int) -> RolloutBatch:
     return feed.take(step, step - 1, StepClock())
 
 
@@ -194,7 +195,7 @@ def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path)
     failures.add("mine", "KeyError: 'no such thing'")
     engines.sampling.conversations = cast(Any, Failing(failures, engines))
     told: list[tuple[str, int, str]] = []
-    engines.sampling.listener.tell = lambda metric, count, text: told.append((metric, count, text))
+    engines.sampling.events.subscribe(lambda metric, count, text: told.append((metric, count, text)))
     with pytest.raises(FilterError, match=r"groups of which every answer's environment \(single_turn\) failed"):
         take(feed, 1)
     ((metric, count, text),) = told

@@ -15,7 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from fp8rl.rl.run.engines.teacher import Teacher
-from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError, TooManyFailuresError
+from fp8rl.rl.run.events import TooManyFailuresError
+from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout import deadlines
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.errors import EngineError

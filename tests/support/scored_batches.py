@@ -1,4 +1,4 @@
-"""Evidence with known differences, and what a capsule is written from."""
+"""Scored batches with known differences, and what a capsule is written from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.capsule import Case, write_capsule
-from fp8rl.rl.guard.evidence import Evidence
+from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import Manifest
@@ -23,7 +23,7 @@ WIDTH, LAYERS, TOP_K = 6, 2, 3
 VERSION = 3
 
 
-def evidence(*differences: list[float]) -> Evidence:
+def scored_batch(*differences: list[float]) -> ScoredBatch:
     """One row for each list of d: two tokens of prompt, then the sampled ones."""
     rows = len(differences)
     draw = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def evidence(*differences: list[float]) -> Evidence:
         routes=routes,
         replay=True,
     )
-    return Evidence(batch, torch.where(mask, VERSION, 0), VERSION, rollout + d, routes.flip(0))
+    return ScoredBatch(batch, torch.where(mask, VERSION, 0), VERSION, rollout + d, routes.flip(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CapsuleRun:
         self,
         step: int,
         why: Sequence[str],
-        seen: Evidence,
+        seen: ScoredBatch,
         rows: Sequence[int],
         tis_cap: float = 2.0,
         *,

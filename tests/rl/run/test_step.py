@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rl.run.learning import Lesson, explained_variance
+from fp8rl.rl.run.step import explained_variance, plan_updates
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
@@ -49,9 +49,9 @@ def sampled(group: Any) -> tuple[TokenBatch, Outcomes]:
 
 
 def step(group: Any, chosen: PolicyGradient, batch: TokenBatch, outcomes: Outcomes) -> dict[str, float]:
-    lesson = Lesson.of(group, batch, outcomes, chosen)
-    first = lesson.gradients(group, 0)
-    metrics, error = lesson.learn(group, first, step=1)
+    plan = plan_updates(group, batch, outcomes, chosen)
+    first = plan.forward_backward(group, 0)
+    metrics, error = plan.update_all(group, first, step=1)
     assert error is None
     return metrics
 
@@ -99,12 +99,12 @@ def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(
 def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Path, layout: Layout) -> None:
     group = opened(path, layout)
     batch, outcomes = sampled(group)
-    lesson = Lesson.of(group, batch, outcomes, algorithm(updates_per_batch=4))
-    assert [sorted(set(GROUPS[rows].tolist())) for rows in lesson.parts] == [[4], [9], [1], [7]]
+    plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=4))
+    assert [sorted(set(GROUPS[rows].tolist())) for rows in plan.parts] == [[4], [9], [1], [7]]
     for number in range(2):
-        result = lesson.gradients(group, number)
+        result = plan.forward_backward(group, number)
         assert torch.equal(result.logprobs, batch.fields["rollout_logprobs"])
-        lesson.update(group, step=1)
+        plan.update(group, step=1)
 
 
 @pytest.mark.slow
@@ -124,17 +124,17 @@ def test_more_updates_than_groups_and_groups_without_a_token_make_fewer(path: Pa
     group = opened(path, layout)
     batch, outcomes = sampled(group)
     batch.loss_mask[7] = False  # all of group 7
-    lesson = Lesson.of(group, batch, outcomes, algorithm(updates_per_batch=9))
-    assert lesson.parts == [[0, 1, 6], [2, 4], [3, 5]]
+    plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=9))
+    assert plan.parts == [[0, 1, 6], [2, 4], [3, 5]]
 
 
 def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(path: Path, layout: Layout) -> None:
     group = opened(path, layout)
     batch, outcomes = sampled(group)
-    lesson = Lesson.of(group, batch, outcomes, algorithm(updates_per_batch=2))
-    first = lesson.gradients(group, 0)
-    lesson.batch.fields["old_logprobs"][5] = torch.nan
-    metrics, error = lesson.learn(group, first, step=1)
+    plan = plan_updates(group, batch, outcomes, algorithm(updates_per_batch=2))
+    first = plan.forward_backward(group, 0)
+    plan.batch.fields["old_logprobs"][5] = torch.nan
+    metrics, error = plan.update_all(group, first, step=1)
     assert isinstance(error, NonFiniteLossError) and 5 in error.rows and set(error.rows) <= {3, 5, 7}
     assert group.weight_version == 1 and metrics["train/loss"] == first.loss
 
@@ -168,11 +168,11 @@ def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Pat
     assert metrics["critic/explained_variance"] == 0.0, "a head of zeros knows nothing"
     losses = [metrics["critic/loss"]]
     for _ in range(12):
-        lesson = Lesson.of(group, batch, outcomes, chosen)
-        losses.append(lesson.learn(group, lesson.gradients(group, 0), step=1)[0]["critic/loss"])
+        plan = plan_updates(group, batch, outcomes, chosen)
+        losses.append(plan.update_all(group, plan.forward_backward(group, 0), step=1)[0]["critic/loss"])
     assert losses[-1] < losses[0] / 4
-    lesson = Lesson.of(group, batch, outcomes, chosen)
-    metrics, _ = lesson.learn(group, lesson.gradients(group, 0), step=2)
+    plan = plan_updates(group, batch, outcomes, chosen)
+    metrics, _ = plan.update_all(group, plan.forward_backward(group, 0), step=2)
     assert group.weight_version == 2 and metrics["train/lr"] == 1e-3
     assert metrics["critic/explained_variance"] > 0.5
 
@@ -183,7 +183,7 @@ def test_a_score_that_is_not_finite_is_a_fault_of_its_rows(path: Path, layout: L
     with torch.no_grad():
         group.roles.models["reference"].model.output_layer.weight[:] = torch.nan
     with pytest.raises(NonFiniteLossError, match="reference_logprobs: found values that are not finite in rows"):
-        Lesson.of(group, batch, outcomes, algorithm(kl={"loss": {"coefficient": 0.1}}))
+        plan_updates(group, batch, outcomes, algorithm(kl={"loss": {"coefficient": 0.1}}))
 
 
 def test_explained_variance_worked_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The engines of a run, in one event loop: who gets which group, and another engine in place of one that is lost."""
+"""The engines of a run as one: who gets which group, and another engine in place of one that is lost."""
 
 from __future__ import annotations
 
@@ -6,101 +6,124 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
-from torch import Tensor
 
 from fp8rl.numerics.errors import UserError
+from fp8rl.rl.run.background import Background, begun, waited
 from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.canary import Expected, largest
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import Slot
+from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, decoding_metrics, end_engine
+from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.deadlines import end, within
+from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.engine import Slept
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.sampler import check_versions
+from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import GRACE_S
 from fp8rl.rollout.types import Decoding, Endpoint, Group, SamplingParams, Trajectory
-from fp8rl.trainer.actor import TrainerDiedError
 
 Result = TypeVar("Result")
 
-_STOP_SECONDS = 6.0
+_END_SECONDS = 30.0
+"""Bound of the end of all engines; each is told to, and killed a few seconds later."""
 _PULSE_SECONDS = 2.0
 """Between two looks at an engine."""
-_WORKING = 0.01
-"""The part of a core that a scheduler which computes has at least, on a busy machine; one that waits has none."""
 _DYING_SECONDS = 2.0
 """A connection breaks a moment before its process is gone."""
 _HOUR = 3600.0
 
 
-@dataclass(frozen=True)
-class News:
-    """replaced: engines that are, of which this tells."""
-
-    replaced: int
-    text: str
-
-
-class Fleet:
-    """Ray actors that own one server each. Everything but the constructor belongs to one event loop.
+class Engines:
+    """Ray actors that own one server each, watched and replaced in a thread of their own, while the trainer trains too.
 
     Any engine answers any group, and a group comes back whole whatever happens to the engine that it was given to.
-    Engines are watched and replaced. What goes wrong with that ends the fleet, and all who wait hear of it.
+
+    A new engine gets no group before a sync: the owner of the trainer's weights asks `up` whom to send them, and says
+    `verified`. One whose weights never change has its digests compared with those of its files instead
+    (`Serving.manifest`). If an engine cannot be replaced, all who wait get the error.
 
     Attributes:
-        slots: the places of the engines.
+        slots: the places of the engines. Nothing but their event loop writes them.
 
     Raises:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
-    def __init__(self, serving: Serving, config: RolloutSection) -> None:
-        self._serving, self._config = serving, config
+    def __init__(
+        self, count: int, serving: Serving, config: RolloutSection, events: Events, *, awake: bool = True
+    ) -> None:
+        """Begin to start `count` engines; `wait` for them. awake: now, not only when they are to `wake`."""
+        self._serving, self._config, self._events = serving, config, events
         self._name = "engine" if serving.role == "policy" else f"{serving.role} engine"
         self._newest = serving.version
-        self.slots: list[Slot] = []
+        self.slots: list[EngineSlot] = []
         self._losses: deque[float] = deque()
-        self._news: list[News] = []
         self._differences: list[float] = []
-        self._near: WeakKeyDictionary[object, Slot] = WeakKeyDictionary()
+        self._near: WeakKeyDictionary[object, EngineSlot] = WeakKeyDictionary()
         self._failure: Exception | None = None
         self._maker = ThreadPoolExecutor(1, "engine-maker")
+        self._background = Background("engines")
+        self._open(count, awake)
 
-    async def open(self, count: int, awake: bool) -> None:
+    @classmethod
+    def none(cls) -> Engines:
+        """No engines: of a run that samples nothing."""
+        return cls(0, Serving(lambda index: None, Path()), RolloutSection(), Events())
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def ask(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+        """Return what `use` gets from the first engine."""
+
+        async def asked() -> Result:
+            async with EngineClient(self.up()[0]) as client:
+                return await use(client)
+
+        return asyncio.run(asked())
+
+    def stop(self) -> None:
+        """End all servers and their actors; a second call does nothing."""
+        if self._background.closed:
+            return
+        try:
+            self._background.run(self._close(), _END_SECONDS)
+        except TimeoutError:
+            logging.getLogger(__name__).warning("found no end of the engines within %g s: killing them", _END_SECONDS)
+            for slot in self.slots:
+                if slot.actor is not None:
+                    ray.kill(slot.actor)  # a server dies with its actor
+        self._background.close()
+
+    @waited
+    async def _open(self, count: int, awake: bool) -> None:
         """Begin to start so many engines, unless they sleep for now."""
         self._change, self._awake = asyncio.Event(), asyncio.Event()
         if awake:
             self._awake.set()
         loop = asyncio.get_running_loop()
-        self.slots = [Slot(index, loop.create_future()) for index in range(count)]
+        self.slots = [EngineSlot(index, loop.create_future()) for index in range(count)]
         self._lives = [asyncio.create_task(self._live(slot)) for slot in self.slots]
 
-    async def close(self) -> None:
-        """End all servers and their actors."""
+    async def _close(self) -> None:
         await end(*self._lives)
         self._maker.shutdown(wait=False, cancel_futures=True)
-        await asyncio.gather(*(self._end(slot.actor, GRACE_S) for slot in self.slots))
+        await asyncio.gather(*(end_engine(slot.actor, self._name, GRACE_S) for slot in self.slots))
 
-    def kill(self) -> None:
-        """Kill all actors, in any thread; a server dies with its actor."""
-        for slot in self.slots:
-            if slot.actor is not None:
-                ray.kill(slot.actor)
+    @waited
+    async def wait(self) -> None:
+        """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
+        await self._all_up()
 
-    async def all_up(self) -> None:
-        """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
-        while not all(slot.is_up for slot in self.slots):
-            self._raise_failure()
-            await self._change.wait()
-
+    @waited
     async def up(self) -> list[Endpoint]:
         """Every engine that can be sent weights; waits until there is one."""
         assert self.slots, "there are no engines"
@@ -110,32 +133,39 @@ class Fleet:
                 return there
             await self._change.wait()
 
+    @waited
     async def waiting(self) -> list[Endpoint]:
         """Engines that are up and get no groups until a sync has verified their weights."""
         return [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up and not slot.serving]
 
+    @waited
     async def expect(self, version: int) -> None:
         """Expect that answers from now on may come from weights up to `version`."""
         self._newest = version
 
+    @waited
     async def verified(self, endpoints: Sequence[Endpoint]) -> None:
         """These engines hold the trainer's weights: they get groups."""
         for slot in self.slots:
             slot.serving = slot.serving or (slot.endpoint in endpoints and slot.is_up)
         self._changed()
 
+    @waited
     async def prove(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
         """Have these engines, which a sync has just verified, answer a canary; no answer of theirs counts before."""
         scored = asyncio.create_task(asyncio.to_thread(expected.scored))
         for slot in self.slots:
             if slot.endpoint in endpoints and slot.is_up:
-                slot.proof = asyncio.create_task(self._prove(slot, expected, scored))
+                slot.proof = asyncio.create_task(slot.prove(expected, scored, self._differences))
 
+    @waited
     async def canaries(self) -> dict[str, float]:
         """`sync/canary_diff` of the canaries that were answered since this was last asked."""
-        differences, self._differences = self._differences, []
-        return largest(differences)
+        found = largest(self._differences)
+        self._differences.clear()
+        return found
 
+    @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
         """Whether one of these engines is gone. Looks for a while before it says no."""
         deadline = time.monotonic() + _DYING_SECONDS
@@ -146,7 +176,7 @@ class Fleet:
                 if slot is None or slot.endpoint != endpoint or (actor := slot.actor) is None:
                     return True  # while another answered, this one was lost
                 try:
-                    alive = (await _call(actor.health.remote())).alive
+                    alive = (await call(actor.health.remote())).alive
                 except EngineDiedError:
                     alive = False
                 if not alive:
@@ -155,10 +185,14 @@ class Fleet:
             await asyncio.sleep(0.1)
         return False
 
-    async def answer(
-        self, group: Group, sampling: SamplingParams, oldest: int, near: object = None
-    ) -> list[Trajectory]:
-        """The answers to a group; see `EnginePool.admit`."""
+    @begun
+    async def admit(self, group: Group, sampling: SamplingParams, oldest: int, near: object = None) -> list[Trajectory]:
+        """Have a group answered, by the engine with the least to do. An engine's loss is not noticed in the answer.
+
+        near: groups with the same one go to the same engine, as long as it is there and has room.
+
+        Raises StaleWeightsError, in time, for a token of weights before `oldest` or after those of `expect`.
+        """
         longest = len(group.prompt.token_ids) + sampling.max_new_tokens
         answers: list[Trajectory]
         slot, answers = await self._asked(
@@ -169,13 +203,15 @@ class Fleet:
         check_versions(answers, oldest, self._newest)
         return answers
 
+    @begun
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """See `EngineClient.score`."""
+        """Have sequences scored, see `EngineClient.score`, by the engine with the least to do."""
         longest = max(map(len, sequences))
         scores: list[list[float]]
         _, scores = await self._asked(len(sequences), longest, lambda actor: actor.score.remote(sequences))
         return scores
 
+    @waited
     async def sleep(self) -> list[Slept]:
         """Have every engine give up its memory, and start none until `wake`; what each has given up.
 
@@ -188,21 +224,24 @@ class Fleet:
         while any(slot.starts for slot in self.slots):
             await self._change.wait()
         there = [slot for slot in self.slots if slot.is_up]
-        slept = await asyncio.gather(*map(self._put_to_sleep, there))
+        slept = await asyncio.gather(*(slot.sleep(self._config, self._name) for slot in there))
         return [each for each in slept if each is not None]
 
+    @waited
     async def wake(self) -> None:
         """Let engines start again in place of those that are lost. The others wake by a sync."""
         self._awake.set()
 
+    @waited
     async def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""
         self._serving, self._newest = serving, serving.version
         for slot in self.slots:
             slot.endpoint = None
             slot.lose(slot.actor, "")
-        await self.all_up()
+        await self._all_up()
 
+    @waited
     async def figures(self) -> dict[str, float]:
         """`perf/engine_...`, and of engines that draft how many tokens a forward pass brought, since this was last
         asked; nothing without engines."""
@@ -217,12 +256,12 @@ class Fleet:
         balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
         return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance, **decoding_metrics(decoding)}
 
-    async def news(self) -> list[News]:
-        """What has happened to engines since this was last asked."""
-        news, self._news = self._news, []
-        return news
+    async def _all_up(self) -> None:
+        while not all(slot.is_up for slot in self.slots):
+            self._raise_failure()
+            await self._change.wait()
 
-    async def _live(self, slot: Slot) -> None:
+    async def _live(self, slot: EngineSlot) -> None:
         """Keep an engine in a slot. Whatever cannot be mended is raised by all who wait."""
         try:
             await self._follow(slot)
@@ -230,7 +269,7 @@ class Fleet:
             self._failure = self._failure or error
             self._changed()
 
-    async def _follow(self, slot: Slot) -> None:
+    async def _follow(self, slot: EngineSlot) -> None:
         """One engine after another. An error of the first start ends the fleet."""
         failures = 0
         while self._failure is None:
@@ -250,23 +289,23 @@ class Fleet:
             if reason and self._failure is None:
                 self._note_loss(slot, reason)
             self._changed()
-            await self._end(actor)
+            await end_engine(actor, self._name)
             await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
 
-    async def _life(self, slot: Slot, first: bool) -> str:
+    async def _life(self, slot: EngineSlot, first: bool) -> str:
         """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
         serving = self._serving
         actor = slot.actor = await self._made(serving, slot, patient=not first)
         await self._awake.wait()
         slot.starts = True
         try:
-            endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
+            endpoint = await call(actor.start.remote(serving.checkpoint, serving.version))
         finally:
             slot.starts = False
         if serving is not self._serving:
             return ""  # the pool was switched meanwhile
         if serving.manifest is not None:
-            differing = serving.manifest.differences(await _call(actor.held.remote()))
+            differing = serving.manifest.differences(await call(actor.held.remote()))
             if differing:
                 raise EngineError(
                     f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; give the "
@@ -279,71 +318,13 @@ class Fleet:
             if slot.lost.done():
                 return slot.lost.result()
             try:
-                slot.load = await self._answered(actor, _call(actor.pulse.remote()))
+                slot.load = await answered(actor, call(actor.pulse.remote()), self._config)
             except TimeoutError as error:
                 return f"it has not answered for {error}, though its process is there"
             except EngineError as error:
                 return str(error)
 
-    async def _prove(self, slot: Slot, expected: Expected, scored: asyncio.Task[Tensor]) -> None:
-        """Compare one engine's canary with the trainer's, and condemn the engine if it says so."""
-        actor, canary = slot.actor, expected.canary
-        try:
-            (answer,) = await _call(actor.generate.remote([canary.group], canary.sampling))
-            difference = canary.difference(answer, await asyncio.shield(scored))
-        except TrainerDiedError:
-            return  # whoever trains on the answers meets it too
-        except EngineError as error:
-            slot.condemn(actor, str(error))
-            return
-        if set(answer.weight_versions) != {expected.version}:
-            return  # another sync has come between, with a canary of its own
-        self._differences.append(difference)
-        if fault := expected.fault(difference):
-            slot.condemn(actor, fault)
-
-    async def _put_to_sleep(self, slot: Slot) -> Slept | None:
-        actor = slot.actor
-        try:
-            slept: Slept = await self._answered(actor, _call(actor.sleep.remote()))
-            return slept
-        except TimeoutError as error:
-            slot.lose(actor, f"it has not gone to sleep within {error}")
-        except EngineError as error:
-            slot.lose(actor, str(error))
-        await self._end(actor)  # before another takes its memory
-        return None
-
-    async def _answered(self, actor: Any, call: Coroutine[Any, Any, Result]) -> Result:
-        """Return what an engine answers. One that computes is waited for: its schedulers hear nothing meanwhile.
-
-        Raises TimeoutError, which says for how long nothing came: in the second half of `hung_after_s`, or later, the
-            schedulers have not worked; or it took longer than the longest pass, as where they wait for a GPU in a loop.
-        """
-        config, half = self._config, self._config.hung_after_s / 2
-
-        async def worked() -> float:
-            seconds: float = await within(half, _call(actor.cpu_seconds.remote()))
-            return seconds
-
-        answer = asyncio.ensure_future(call)
-        began = time.monotonic()
-        try:
-            await asyncio.wait({answer}, timeout=half)
-            while not answer.done():
-                before = await worked()
-                await asyncio.wait({answer}, timeout=half)
-                if not answer.done() and await worked() - before < _WORKING * half:
-                    raise TimeoutError
-                if time.monotonic() - began > config.longest_pass_s:
-                    raise TimeoutError
-            return answer.result()
-        except TimeoutError:
-            raise TimeoutError(f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)") from None
-        finally:
-            await end(answer)
-
-    async def _made(self, serving: Serving, slot: Slot, patient: bool) -> Any:
+    async def _made(self, serving: Serving, slot: EngineSlot, patient: bool) -> Any:
         """The actor of an engine; patient: once a node has room for it, which is said to be waited for."""
         waits = False
         while True:
@@ -353,21 +334,11 @@ class Fleet:
                 if not patient:
                     raise
                 if not waits:
-                    self._news.append(News(0, f"{self._name} {slot.index} waits for a node: {error}"))
+                    self._events.add(ENGINES_REPLACED, 0, f"{self._name} {slot.index} waits for a node: {error}")
                 waits = True
             await asyncio.sleep(_PULSE_SECONDS)
 
-    async def _end(self, actor: Any, grace_s: float = 0.0) -> None:
-        """End an engine whatever state it is in. A process that is stopped would not notice that its owner died."""
-        if actor is None:
-            return
-        try:
-            await within(_STOP_SECONDS, _call(actor.stop.remote(grace_s)))
-        except Exception as error:  # a server that is still there dies with its actor
-            logging.getLogger(__name__).debug("%s that is to end: %r", self._name, error)
-        ray.kill(actor)
-
-    def _note_loss(self, slot: Slot, reason: str) -> None:
+    def _note_loss(self, slot: EngineSlot, reason: str) -> None:
         now, budget = time.monotonic(), self._config.restarts_per_hour
         self._losses.append(now)
         while self._losses[0] < now - _HOUR:
@@ -379,11 +350,11 @@ class Fleet:
                 f"(rollout.restarts_per_hour). The last one, {self._name} {slot.index}: {reason}"
             )
         else:
-            self._news.append(News(1, f"{self._name} {slot.index} is lost and replaced: {first_line}"))
+            self._events.add(ENGINES_REPLACED, 1, f"{self._name} {slot.index} is lost and replaced: {first_line}")
 
     async def _asked(
         self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
-    ) -> tuple[Slot, Any]:
+    ) -> tuple[EngineSlot, Any]:
         """What an engine answers to a request for `count` sequences, and which one: another if the first is lost, or
         its canary no good.
 
@@ -394,7 +365,7 @@ class Fleet:
             actor = slot.actor
             slot.give(count)
             try:
-                answer = await _call(ask(actor))
+                answer = await call(ask(actor))
                 if await slot.is_sound(actor):
                     return slot, answer
             except EngineDiedError as died:
@@ -407,7 +378,7 @@ class Fleet:
                 slot.take(count)
                 self._changed()
 
-    async def _chosen(self, count: int, longest: int, near: object) -> Slot:
+    async def _chosen(self, count: int, longest: int, near: object) -> EngineSlot:
         """The serving engine that `near` has been at; else the one with the fewest answers under way, and among equals
         with the fewest tokens.
 
@@ -434,24 +405,3 @@ class Fleet:
         """Wake whoever waits for an engine to be free, up or lost."""
         self._change.set()
         self._change = asyncio.Event()
-
-
-def decoding_metrics(decoding: Decoding) -> dict[str, float]:
-    """`perf/..._per_forward`; nothing where no engine said that it drafts."""
-    if not decoding.passes:
-        return {}
-    return {
-        "perf/accepted_per_forward": 1 + decoding.accepted / decoding.passes,
-        "perf/drafted_per_forward": decoding.drafted / decoding.passes,
-    }
-
-
-async def _call(reference: Any) -> Any:
-    """What an actor answers; its exception comes out as what it was, an error of Ray's own as EngineDiedError: whether
-    the actor has ended, or Ray's memory monitor has ended it, its engine is no good any more."""
-    try:
-        return await reference
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    except ray.exceptions.RayError as error:
-        raise EngineDiedError(f"the actor of the engine is gone: {error}") from error

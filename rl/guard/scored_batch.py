@@ -15,7 +15,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class ScoredBatch:
     """A batch and its first scoring, before anything is rejected or trained on.
 
     Attributes:
@@ -61,7 +61,7 @@ class Evidence:
         d = self.logprobs.double() - self.batch.fields["rollout_logprobs"].double()
         return torch.where(self.fresh, d.abs().nan_to_num(torch.inf, torch.inf), 0.0)
 
-    def beside(self, other: Evidence) -> Evidence:
+    def beside(self, other: ScoredBatch) -> ScoredBatch:
         """The rows of this one, then those of the other, scored at the same version and without routes."""
         width = max(self.batch.width, other.batch.width)
 
@@ -81,7 +81,7 @@ class Evidence:
         largest = self.abs_differences().amax(dim=1)
         return largest.argsort(descending=True, stable=True)[:count].tolist()
 
-    def select(self, rows: Sequence[int]) -> Evidence:
+    def select(self, rows: Sequence[int]) -> ScoredBatch:
         """These rows, trimmed to the longest of them."""
         batch, index = self.batch.select(rows), torch.tensor(rows)
 

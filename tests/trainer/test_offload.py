@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8rl.trainer.inventory import buffers, optimizer_state
-from fp8rl.trainer.roles import put_aside, take_back
+from fp8rl.trainer.roles import offload
 from fp8rl.trainer.trainer import Trainer
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
@@ -37,11 +37,11 @@ def test_training_goes_on_bit_for_bit(
     for trainer in (moving, staying):
         trainer.train_step(batch, cross_entropy(batch))
     held = bytes_held(moving)
-    moved = put_aside(moving)
+    moved = offload(moving)
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers(moving))
     assert moved == held["masters"] + held["moments"] + gradients and gradients >= held["gradients"]
     assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers(moving))
-    assert put_aside(moving) == moved, "once is enough"
+    assert offload(moving) == moved, "once is enough"
 
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):
@@ -52,7 +52,7 @@ def test_training_goes_on_bit_for_bit(
     with pytest.raises(RuntimeError, match="masters and moments in the host's memory"):
         moving.load(tmp_path / "moving")
 
-    take_back(moving)
+    moving.optimizer.aside.come_back()
     done = [trainer.train_step(batch, cross_entropy(batch)).result for trainer in (moving, staying)]
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
     after = state_of(staying)

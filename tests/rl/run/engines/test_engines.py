@@ -1,4 +1,4 @@
-"""The pool of engines, on actors that play their part: who gets which group, and what becomes of one that is lost.
+"""The engines of a run, on actors that play their part: who gets which group, and what becomes of one that is lost.
 
 Real engines that die, hang and come back are in tests/e2e.
 """
@@ -12,19 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 import torch
 
-import fp8rl.rl.run.engines.fleet as engines_module
-import fp8rl.rl.run.engines.pool as pool_module
+import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.canary import Canary, Expected
-from fp8rl.rl.run.engines.fleet import Fleet, News
-from fp8rl.rl.run.engines.pool import EnginePool
+from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Health, Slept
 from fp8rl.rollout.errors import EngineDiedError, EngineError, StaleWeightsError
@@ -137,12 +136,12 @@ class Actor:
 
 
 class Stage:
-    """A pool and every actor that it has made; `next` is how the actors to come behave, `room` whether any may."""
+    """Engines and every actor that was made for them. next: how the actors to come behave. room: whether any may."""
 
     def __init__(self) -> None:
         self.made: list[Actor] = []
         self.next: dict[str, Any] = {}
-        self.pool = EnginePool.none()
+        self.engines, self.events = Engines.none(), Events()
         self.room, self.refused = True, 0
 
     def make(self, index: int) -> Actor:
@@ -152,16 +151,28 @@ class Stage:
         self.made.append(Actor(f"engine-{index}.{len(self.made)}", **self.next))
         return self.made[-1]
 
-    def open(self, count: int, config: RolloutSection = CONFIG, manifest: Manifest | None = None) -> EnginePool:
-        self.pool = EnginePool(count, Serving(self.make, Path("served"), 3, manifest), config)
-        self.pool.wait()
-        return self.pool
+    def open(self, count: int, config: RolloutSection = CONFIG, manifest: Manifest | None = None) -> Engines:
+        self.engines = Engines(count, Serving(self.make, Path("served"), 3, manifest), config, self.events)
+        self.engines.wait()
+        return self.engines
+
+    def news(self) -> list[tuple[int, str]]:
+        """Each event since the last call: how many engines were replaced, and the sentence."""
+        found: list[tuple[int, str]] = []
+
+        def take(metric: str, count: int, text: str) -> None:
+            assert metric == ENGINES_REPLACED
+            found.append((count, text))
+
+        self.events.subscribe(take)
+        self.events.deliver()
+        return found
 
     def serve(self) -> None:
-        self.pool.verified(self.pool.up())
+        self.engines.verified(self.engines.up())
 
     def admit(self, count: int, size: int = 2, oldest: int = 3) -> list[Any]:
-        return [self.pool.admit(group, SAMPLING, oldest) for group in groups(count, size)]
+        return [self.engines.admit(group, SAMPLING, oldest) for group in groups(count, size)]
 
 
 @pytest.fixture
@@ -170,7 +181,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(engines_module.ray, "kill", lambda actor: None)
     stage = Stage()
     yield stage
-    stage.pool.stop()
+    stage.engines.stop()
 
 
 def numbers(actor: Actor) -> list[int]:
@@ -179,7 +190,7 @@ def numbers(actor: Actor) -> list[int]:
 
 
 def test_groups_go_whole_to_the_engine_with_the_least_to_do(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     stage.serve()
     for actor in stage.made:
         actor.finish.clear()
@@ -188,7 +199,7 @@ def test_groups_go_whole_to_the_engine_with_the_least_to_do(stage: Stage) -> Non
     assert [numbers(actor) for actor in stage.made] == [[0, 2], [1, 3]]
     stage.made[1].finish.set()
     assert wait_until(lambda: answers[1].done() and answers[3].done(), 5)
-    answers += [pool.admit(groups(5, 2)[4], SAMPLING, 3)]
+    answers += [engines.admit(groups(5, 2)[4], SAMPLING, 3)]
     assert [t.seed for t in answers[4].result(5)] == [8, 9]
     assert numbers(stage.made[1]) == [1, 3, 4]
 
@@ -207,16 +218,16 @@ def test_what_no_engine_has_room_for_waits_for_the_first_that_is_free(stage: Sta
 
 
 def test_no_engine_gets_a_group_before_a_sync_has_verified_it(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     answers = stage.admit(2)
-    pool.verified(pool.up()[:1])
+    engines.verified(engines.up()[:1])
     assert [len(answer.result(5)) for answer in answers] == [2, 2]
     assert numbers(stage.made[0]) == [0, 1] and stage.made[1].got == []
-    assert [endpoint.url for endpoint in pool.waiting()] == ["engine-1.1"]
+    assert [endpoint.url for endpoint in engines.waiting()] == ["engine-1.1"]
 
 
 def test_groups_of_an_engine_that_dies_are_asked_of_another_with_their_seeds(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     stage.serve()
     stage.made[0].finish.clear()
     answers = stage.admit(2)
@@ -224,14 +235,14 @@ def test_groups_of_an_engine_that_dies_are_asked_of_another_with_their_seeds(sta
     stage.made[0].dead = True
     assert [[t.seed for t in answer.result(5)] for answer in answers] == [[0, 1], [2, 3]]
     assert numbers(stage.made[1]) == [1, 0]
-    assert wait_until(lambda: len(pool.up()) == 2, 5)
-    assert [endpoint.url for endpoint in pool.waiting()] == ["engine-0.2"], "no groups before a sync"
-    assert pool.news() == [News(1, "engine 0 is lost and replaced: it was killed")]
-    assert pool.news() == []
+    assert wait_until(lambda: len(engines.up()) == 2, 5)
+    assert [endpoint.url for endpoint in engines.waiting()] == ["engine-0.2"], "no groups before a sync"
+    assert stage.news() == [(1, "engine 0 is lost and replaced: it was killed")]
+    assert stage.news() == []
 
 
 def test_an_actor_that_rays_memory_monitor_kills_is_replaced_as_a_dead_engine_is(stage: Stage) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     stage.serve()
     stage.made[0].finish.clear()
     (answer,) = stage.admit(1)
@@ -239,20 +250,20 @@ def test_an_actor_that_rays_memory_monitor_kills_is_replaced_as_a_dead_engine_is
     stage.made[0].broken = ray.exceptions.OutOfMemoryError(
         "Memory on the node was 15.2GB / 16.0GB, above the threshold"
     )
-    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
+    assert wait_until(lambda: len(stage.made) == 2 and engines.waiting() != [], 10)
     stage.serve()
     assert len(answer.result(5)) == 2
-    assert "the actor of the engine is gone: Memory on the node was 15.2GB" in pool.news()[0].text
+    assert "the actor of the engine is gone: Memory on the node was 15.2GB" in stage.news()[0][1]
 
 
 def test_an_error_that_nobody_foresaw_reaches_all_who_wait(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     (answer,) = stage.admit(1)
     stage.made[0].broken = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError, match="a bug"):
         answer.result(10)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        pool.up()
+        engines.up()
 
 
 def test_no_memory_at_the_first_start_is_raised(stage: Stage) -> None:
@@ -263,31 +274,31 @@ def test_no_memory_at_the_first_start_is_raised(stage: Stage) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     stage.serve()
     stage.made[0].finish.clear()
     (answer,) = stage.admit(1)
     stage.made[0].hangs = True
-    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
+    assert wait_until(lambda: len(stage.made) == 2 and engines.waiting() != [], 10)
     assert stage.made[0].ended
     stage.serve()
     assert len(answer.result(5)) == 2
-    assert "has not answered for 1 s (rollout.hung_after_s)" in pool.news()[0].text
+    assert "has not answered for 1 s (rollout.hung_after_s)" in stage.news()[0][1]
 
 
 @pytest.mark.slow
 def test_an_engine_in_a_long_pass_is_waited_for_as_long_as_its_schedulers_work(stage: Stage) -> None:
-    pool = stage.open(1, replace_config(hung_after_s=1.0))
+    stage.open(1, replace_config(hung_after_s=1.0))
     stage.serve()
     (engine,) = stage.made
     engine.works = engine.hangs = True
     time.sleep(2.5)
-    assert pool.news() == [] and len(stage.made) == 1
+    assert stage.news() == [] and len(stage.made) == 1
     engine.hangs = False
     assert len(stage.admit(1)[0].result(5)) == 2
     engine.hangs, engine.works = True, False
     assert wait_until(lambda: len(stage.made) == 2, 10), "a lock that is never free"
-    assert "(rollout.hung_after_s)" in pool.news()[0].text
+    assert "(rollout.hung_after_s)" in stage.news()[0][1]
 
 
 @pytest.mark.slow
@@ -295,17 +306,17 @@ def test_an_engine_that_works_and_never_answers_is_replaced_in_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutSection, "longest_pass_s", 2.0)
-    pool = stage.open(1)
+    stage.open(1)
     stage.made[0].works = stage.made[0].hangs = True
     assert wait_until(lambda: len(stage.made) == 2, 10)
-    assert "has not answered for 2 s" in pool.news()[0].text
+    assert "has not answered for 2 s" in stage.news()[0][1]
 
 
 @pytest.mark.slow
 def test_an_engine_in_a_long_pass_goes_to_sleep_after_it(stage: Stage) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     stage.made[0].works, stage.made[0].rests = True, 1.5
-    assert pool.sleep() == [Slept(7, 5)] and pool.news() == []
+    assert engines.sleep() == [Slept(7, 5)] and stage.news() == []
 
 
 @pytest.mark.slow
@@ -314,52 +325,51 @@ def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.M
     monkeypatch.setattr(engines_module, "_PULSE_SECONDS", 0.0)
     monkeypatch.setattr(engines_module.ray, "kill", lambda actor: None)
 
-    async def closed(turns: int) -> None:
-        asked = asyncio.get_running_loop().create_future()
-        answer = asyncio.get_running_loop().create_future()
+    def closed(turns: int) -> None:
+        asked, answers = asyncio.Event(), cast(list[asyncio.Future[Load]], [])
 
         async def pulse() -> Load:
-            if asked.done():
+            if asked.is_set():
                 await asyncio.Event().wait()
-            asked.set_result(None)
-            return await answer  # type: ignore[no-any-return]
+            answers.append(asyncio.get_running_loop().create_future())
+            asked.set()
+            return await answers[0]
 
         actor = Actor("engine-0")
         monkeypatch.setattr(actor, "_pulse", pulse)
-        fleet = Fleet(Serving(lambda index: actor, Path("served"), 3), CONFIG)
-        await fleet.open(1, awake=True)
-        await asked
-        answer.set_result(Load(0, 0, 0))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await fleet.close()
-        assert actor.ended and all(life.done() for life in fleet._lives)
+        engines = Engines(1, Serving(lambda index: actor, Path("served"), 3), CONFIG, Events())
 
-    async def all_of_them() -> None:
-        for number in range(1000):
-            async with asyncio.timeout(5):
-                await closed(number % 5)
+        async def answered_and_closed() -> None:
+            await asked.wait()
+            answers[0].set_result(Load(0, 0, 0))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await engines._close()
+            assert actor.ended and all(life.done() for life in engines._lives)
 
-    asyncio.run(all_of_them())
+        engines._background.run(answered_and_closed(), 5)
+        engines._background.close()
+
+    for number in range(1000):
+        closed(number % 5)
 
 
-@pytest.mark.slow
-def test_a_pool_whose_engine_does_not_end_says_so_and_kills_it(
+def test_engines_of_which_one_does_not_end_say_so_and_kill_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(pool_module, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(engines_module, "_END_SECONDS", 0.5)
     monkeypatch.setattr(engines_module.ray, "kill", killed.append)
-    pool = stage.open(2)
+    engines = stage.open(2)
     stage.made[1].stuck = True
-    pool.stop()
+    engines.stop()
     assert "found no end of the engines within 0.5 s" in caplog.text and stage.made[1] in killed
-    pool.stop()
+    engines.stop()
     stage.made[1].stuck = False
 
 
 def test_one_loss_too_many_within_an_hour_ends_the_run(stage: Stage) -> None:
-    pool = stage.open(1, replace_config(restarts_per_hour=2))
+    engines = stage.open(1, replace_config(restarts_per_hour=2))
     (answer,) = stage.admit(1)
     for count in range(3):
         assert wait_until(lambda count=count: len(stage.made) == count + 1, 10)  # type: ignore[misc]
@@ -367,32 +377,32 @@ def test_one_loss_too_many_within_an_hour_ends_the_run(stage: Stage) -> None:
     with pytest.raises(EngineError, match=r"3 engines lost within an hour, expected at most 2 .*: it was killed"):
         answer.result(10)
     with pytest.raises(EngineError, match="lost within an hour"):
-        pool.up()
+        engines.up()
     assert len(stage.made) == 3
 
 
 def test_a_replacement_that_does_not_start_counts_as_lost(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = stage.open(1, replace_config(restarts_per_hour=1))
+    engines = stage.open(1, replace_config(restarts_per_hour=1))
     stage.next = {"failure": EngineError("no such GPU")}
     stage.made[0].dead = True
     with pytest.raises(EngineError, match="no such GPU"):
         while True:
-            pool.up()
+            engines.up()
 
 
 @pytest.mark.slow
 def test_a_replacement_waits_for_a_node_and_says_so_once(stage: Stage) -> None:
-    pool = stage.open(1, replace_config(restarts_per_hour=1))
+    engines = stage.open(1, replace_config(restarts_per_hour=1))
     stage.room = False
     stage.made[0].dead = True
     assert wait_until(lambda: stage.refused > 3, 10)
-    assert pool.news() == [
-        News(1, "engine 0 is lost and replaced: it was killed"),
-        News(0, "engine 0 waits for a node: none is left"),
+    assert stage.news() == [
+        (1, "engine 0 is lost and replaced: it was killed"),
+        (0, "engine 0 waits for a node: none is left"),
     ]
     stage.room = True
-    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
-    assert pool.news() == []
+    assert wait_until(lambda: len(stage.made) == 2 and engines.waiting() != [], 10)
+    assert stage.news() == []
 
 
 def test_no_room_at_the_first_start_is_raised(stage: Stage) -> None:
@@ -408,40 +418,40 @@ def test_what_goes_wrong_at_the_first_start_is_raised(stage: Stage) -> None:
 
 
 def test_tokens_of_other_weights_than_expected_are_refused(stage: Stage) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     stage.serve()
     with pytest.raises(StaleWeightsError, match="expected all at versions 2 to 4"):
         stage.made[0].version = 5
-        pool.expect(4)
+        engines.expect(4)
         stage.admit(1, oldest=2)[0].result(5)
-    pool.expect(5)
+    engines.expect(5)
     assert len(stage.admit(1, oldest=2)[0].result(5)) == 2
 
 
 def test_a_switch_replaces_all_engines_and_nothing_under_way_is_lost(stage: Stage) -> None:
-    pool = stage.open(2, replace_config(restarts_per_hour=0))
+    engines = stage.open(2, replace_config(restarts_per_hour=0))
     stage.serve()
     for actor in stage.made:
         actor.finish.clear()
     answers = stage.admit(2)
     assert wait_until(lambda: all(actor.got for actor in stage.made), 5)
     stage.next = {"version": 7}
-    pool.switch(Serving(stage.make, Path("other"), 7))
+    engines.switch(Serving(stage.make, Path("other"), 7))
     assert all(actor.ended for actor in stage.made[:2]) and len(stage.made) == 4
-    pool.expect(7)
+    engines.expect(7)
     stage.serve()
     assert [answer.result(5)[0].weight_versions for answer in answers] == [[7], [7]]
-    assert pool.news() == []
+    assert stage.news() == []
 
 
 @pytest.mark.slow
 def test_an_engine_that_dies_within_a_sync_is_noticed(stage: Stage) -> None:
-    pool = stage.open(2)
-    there = pool.up()
+    engines = stage.open(2)
+    there = engines.up()
     stage.made[1].dead = True
-    assert pool.any_lost(there)
-    assert wait_until(lambda: len(pool.up()) == 2, 5)
-    assert not pool.any_lost(pool.up())
+    assert engines.any_lost(there)
+    assert wait_until(lambda: len(engines.up()) == 2, 5)
+    assert not engines.any_lost(engines.up())
 
 
 MANIFEST = Manifest("3", "spec", {"a": "1@3"})
@@ -449,21 +459,21 @@ MANIFEST = Manifest("3", "spec", {"a": "1@3"})
 
 
 def test_engines_that_hold_what_their_files_say_work_without_a_sync(stage: Stage) -> None:
-    pool = stage.open(2, manifest=MANIFEST)
-    assert pool.waiting() == []
-    scores = [pool.score([[1, 2, 3], [4, 5]]) for _ in range(2)]
+    engines = stage.open(2, manifest=MANIFEST)
+    assert engines.waiting() == []
+    scores = [engines.score([[1, 2, 3], [4, 5]]) for _ in range(2)]
     assert [score.result(5) for score in scores] == [[[-2.0, -3.0], [-5.0]]] * 2
     assert [len(actor.scored) for actor in stage.made] == [2, 2], "each gets what the other has no time for"
 
 
 def test_what_a_dead_engine_was_to_score_another_scores(stage: Stage) -> None:
-    pool = stage.open(1, manifest=MANIFEST)
+    engines = stage.open(1, manifest=MANIFEST)
     stage.made[0].finish.clear()
-    score = pool.score([[1, 2]])
+    score = engines.score([[1, 2]])
     assert wait_until(lambda: stage.made[0].scored != [], 5)
     stage.made[0].dead = True
     assert score.result(10) == [[-2.0]] and len(stage.made) == 2
-    assert [news.text for news in pool.news()] == ["engine 0 is lost and replaced: it was killed"]
+    assert [text for _, text in stage.news()] == ["engine 0 is lost and replaced: it was killed"]
 
 
 def test_an_engine_that_holds_other_weights_than_its_files_is_refused(stage: Stage) -> None:
@@ -478,37 +488,37 @@ def replace_config(**changes: Any) -> RolloutSection:
 
 
 def test_engines_that_sleep_get_no_groups_until_a_sync_and_no_other_starts_meanwhile(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     stage.serve()
     first, second = stage.made
-    assert pool.sleep() == [Slept(7, 5), Slept(7, 5)] and first.asleep and second.asleep
+    assert engines.sleep() == [Slept(7, 5), Slept(7, 5)] and first.asleep and second.asleep
     (answer,) = stage.admit(1)
     first.dead = True
-    assert wait_until(lambda: pool.news() != [], 10)
+    assert wait_until(lambda: stage.news() != [], 10)
     time.sleep(0.3)
     assert first.ended and not any(actor.started for actor in stage.made[2:]) and not answer.done()
-    pool.wake()
-    assert wait_until(lambda: len(stage.made) == 3 and len(pool.waiting()) == 2, 10)
+    engines.wake()
+    assert wait_until(lambda: len(stage.made) == 3 and len(engines.waiting()) == 2, 10)
     assert not answer.done(), "nobody has brought them weights yet"
     stage.serve()
     assert len(answer.result(5)) == 2
 
 
 def test_an_engine_that_does_not_go_to_sleep_is_lost_before_its_memory_is_used(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     stage.serve()
     stage.made[1].dead = True
-    assert pool.sleep() == [Slept(7, 5)]
-    assert stage.made[1].ended and len(pool.waiting()) == 1
+    assert engines.sleep() == [Slept(7, 5)]
+    assert stage.made[1].ended and len(engines.waiting()) == 1
 
 
 def test_engines_of_a_pool_that_begins_asleep_start_once_it_wakes(stage: Stage) -> None:
-    pool = stage.pool = EnginePool(1, Serving(stage.make, Path("served"), 3), CONFIG, awake=False)
-    assert pool.sleep() == []
+    engines = stage.engines = Engines(1, Serving(stage.make, Path("served"), 3), CONFIG, stage.events, awake=False)
+    assert engines.sleep() == []
     time.sleep(0.2)
     assert not any(actor.started for actor in stage.made)
-    pool.wake()
-    pool.wait()
+    engines.wake()
+    engines.wait()
     assert stage.made[0].started
 
 
@@ -519,63 +529,63 @@ def expected(exact: bool = True, version: int = 3, scored: Callable[[], torch.Te
 
 
 def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage) -> None:
-    pool, known = stage.open(1), threading.Event()
+    engines, known = stage.open(1), threading.Event()
 
     def scored() -> torch.Tensor:
         assert known.wait(30)
         return torch.tensor([[0.0, -1.0]])
 
-    pool.prove(pool.up(), expected(scored=scored))
+    engines.prove(engines.up(), expected(scored=scored))
     stage.serve()
     (answer,) = stage.admit(1)
     assert wait_until(lambda: len(stage.made[0].got) == 2, 5), "it works meanwhile"
     time.sleep(0.2)
-    assert not answer.done() and pool.canaries() == {}
+    assert not answer.done() and engines.canaries() == {}
     known.set()
     assert len(answer.result(5)) == 2
-    assert pool.canaries() == {"sync/canary_diff": 0.0} and pool.canaries() == {}
+    assert engines.canaries() == {"sync/canary_diff": 0.0} and engines.canaries() == {}
 
 
 def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_asked_of_another(stage: Stage) -> None:
-    pool = stage.open(2)
+    engines = stage.open(2)
     stage.made[0].logprob = -1.25
-    pool.prove(pool.up(), expected())
+    engines.prove(engines.up(), expected())
     stage.serve()
     answers = [answer.result(5) for answer in stage.admit(2)]
     assert {t.logprobs[0] for answer in answers for t in answer} == {-1.0}
     assert [t.seed for answer in answers for t in answer] == [0, 1, 2, 3]
-    assert wait_until(lambda: len(stage.made) == 3 and pool.waiting() != [], 10)
-    assert pool.canaries() == {"sync/canary_diff": 0.25}
-    (news,) = pool.news()
-    assert news.replaced == 1 and news.text.startswith("engine 0 is lost and replaced: its canary differs by 0.25 nats")
+    assert wait_until(lambda: len(stage.made) == 3 and engines.waiting() != [], 10)
+    assert engines.canaries() == {"sync/canary_diff": 0.25}
+    ((count, text),) = stage.news()
+    assert count == 1 and text.startswith("engine 0 is lost and replaced: its canary differs by 0.25 nats")
 
 
 @pytest.mark.parametrize("spoilt", ["other tokens", "not a number"])
 def test_a_canary_of_other_tokens_or_without_numbers_is_no_good(stage: Stage, spoilt: str) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     canary = Canary([5], [2 if spoilt == "other tokens" else 1], seed=-7, exact=True)
     stage.made[0].logprob = math.nan if spoilt == "not a number" else -1.0
-    pool.prove(pool.up(), Expected(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
-    assert wait_until(lambda: len(stage.made) == 2, 10) and pool.canaries() == {}
-    assert "differs by inf nats" in pool.news()[0].text
+    engines.prove(engines.up(), Expected(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
+    assert wait_until(lambda: len(stage.made) == 2, 10) and engines.canaries() == {}
+    assert "differs by inf nats" in stage.news()[0][1]
 
 
 def test_in_native_mode_a_canary_is_a_number_and_the_engine_stays(stage: Stage) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    pool.prove(pool.up(), expected(exact=False))
+    engines.prove(engines.up(), expected(exact=False))
     stage.serve()
     assert stage.admit(1)[0].result(5)[0].logprobs == [-1.25]
-    assert pool.canaries() == {"sync/canary_diff": 0.25} and pool.news() == [] and len(stage.made) == 1
+    assert engines.canaries() == {"sync/canary_diff": 0.25} and stage.news() == [] and len(stage.made) == 1
 
 
 def test_a_canary_that_another_sync_has_overtaken_says_nothing(stage: Stage) -> None:
-    pool = stage.open(1)
+    engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    pool.prove(pool.up(), expected(version=2))
+    engines.prove(engines.up(), expected(version=2))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2
-    assert pool.canaries() == {} and pool.news() == []
+    assert engines.canaries() == {} and stage.news() == []
 
 
 def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(stage: Stage) -> None:
@@ -585,10 +595,10 @@ def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(st
 
         return scored
 
-    pool = stage.open(1)
-    pool.prove(pool.up(), expected(scored=raises(TrainerDiedError("gone"))))
+    engines = stage.open(1)
+    engines.prove(engines.up(), expected(scored=raises(TrainerDiedError("gone"))))
     stage.serve()
-    assert len(stage.admit(1)[0].result(5)) == 2 and pool.news() == []
-    pool.prove(pool.up(), expected(scored=raises(ZeroDivisionError("a bug"))))
+    assert len(stage.admit(1)[0].result(5)) == 2 and stage.news() == []
+    engines.prove(engines.up(), expected(scored=raises(ZeroDivisionError("a bug"))))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         stage.admit(1)[0].result(5)

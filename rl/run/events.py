@@ -1,0 +1,112 @@
+"""The events of a run beside its steps: engines that were replaced, syncs that were repeated, functions that failed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+Handler = Callable[[str, int, str], object]
+"""Takes an event: the metric that counts it, how many there were, and the sentence."""
+Progress = Callable[[int, int], object]
+"""Takes how many of how many groups that are waited for are answered."""
+
+ENGINES_REPLACED = "rollout/engines_replaced"
+STALE_RESYNCS = "gates/stale_resyncs"
+SYNCS_REPEATED = "sync/repeated"
+
+FIRST = 8
+"""Calls of a function, the first ones of a run, that end it if they all fail in the same way."""
+
+
+class TooManyFailuresError(RuntimeError):
+    """Functions that the spec names have failed more often than it allows."""
+
+
+class Events:
+    """The one stream of a run's events. Any thread adds to it; the loop's own thread delivers to the subscriber.
+
+    Until there is a subscriber, events wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, int, str]] = deque()
+        self._handle: Handler | None = None
+        self._progress: Progress | None = None
+
+    def subscribe(self, handle: Handler, progress: Progress | None = None) -> None:
+        """Deliver to these from now on, in place of the subscriber before."""
+        self._handle, self._progress = handle, progress
+
+    def add(self, metric: str, count: int, text: str) -> None:
+        """Note an event, in any thread."""
+        self._waiting.append((metric, count, text))
+
+    def deliver(self) -> None:
+        """Hand the subscriber what was added."""
+        while self._handle is not None and self._waiting:
+            self._handle(*self._waiting.popleft())
+
+    def tell(self, metric: str, count: int, text: str) -> None:
+        """Add an event and deliver it."""
+        self.add(metric, count, text)
+        self.deliver()
+
+    def tell_failures(self, *failures: Failures, only_if_explained: bool = False) -> None:
+        """Deliver the failures of the user's functions since the last call; see `Failures.news`."""
+        for each in failures:
+            if texts := each.news(only_if_explained):
+                text = "\n".join(filter(None, texts)) or f"{len(texts)} more {each.what}s failed"
+                self.tell(each.metric, len(texts), text)
+
+    def progress(self, done: int, wanted: int) -> None:
+        """Tell the subscriber how many of how many groups are answered."""
+        if self._progress is not None:
+            self._progress(done, wanted)
+
+
+class Failures:
+    """The failures of one kind of the user's functions in a run: counted, explained once a function, and bounded.
+
+    what: it in words, as in "the reward math". meaning: of a failure for the answer. metric: counts them. key: of the
+    spec, that bounds their number by `limit`. at_once: a run whose first calls all fail in the same way ends.
+    """
+
+    def __init__(self, what: str, meaning: str, metric: str, key: str, limit: int, at_once: bool = False) -> None:
+        self.what, self.metric = what, metric
+        self._meaning, self._key, self._limit = meaning, key, limit
+        self._count = 0
+        self._same: list[str] | None = [] if at_once else None
+        self._explained: set[str] = set()
+        self._news: list[str] = []
+
+    def succeeded(self) -> None:
+        """Note that a call has not failed."""
+        self._same = None
+
+    def add(self, label: str, why: str) -> None:
+        """Note that a call of `label` has failed. Raises TooManyFailuresError at one too many, and where the first ones
+        have all failed in the same way."""
+        self._count += 1
+        if self._same is not None:
+            self._same.append(why.rstrip().rpartition("\n")[2])
+            if len(self._same) == FIRST and len(set(self._same)) == 1:
+                raise TooManyFailuresError(
+                    f"found that the first {FIRST} calls of the {self.what} {label} have all failed in the same way, "
+                    f"expected one that succeeds: {why.rstrip()}"
+                )
+        first = label not in self._explained
+        self._explained.add(label)
+        self._news.append(f"the {self.what} {label} has failed, {self._meaning}: {why.rstrip()}" if first else "")
+        if self._count > self._limit:
+            raise TooManyFailuresError(
+                f"found {self._count} failures of {self.what}s, expected at most {self._limit} ({self._key}). "
+                f"The last one, of {label}: {why.rstrip()}"
+            )
+
+    def news(self, only_if_explained: bool = False) -> list[str]:
+        """A text for each that was added since this was last asked: why, for a function's first one, and nothing for
+        its others. only_if_explained: none at all unless one of them is a function's first."""
+        if only_if_explained and not any(self._news):
+            return []
+        said, self._news = self._news, []
+        return said
