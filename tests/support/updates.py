@@ -18,9 +18,9 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, prompts
 
-PLAIN = SamplingParams(max_new_tokens=120)
+PLAIN = SamplingParams(max_new_tokens=150)
 UPDATES = 2
-GROUP = 2
+GROUP = 3
 ANSWERS = GROUP * len(prompts(0))
 
 
@@ -30,16 +30,17 @@ def sampled_across_updates(
     """Answers with UPDATES in their midst, and a checkpoint of the trainer at each version that sampled a part."""
     endpoint = pipeline.endpoint
     first, *later = trained_versions(pipeline, folder)  # the engine still holds the first
+    pipeline.trainer.load(later[0])
     asked = to_groups(prompts(0), GROUP, run_seed=0, step=1)
 
     async def run() -> list[Trajectory]:
         async with EngineClient(endpoint) as client:
             answers = asyncio.create_task(sample_groups(client, asked, sampling))
             for version in later:
+                if version is not later[0]:  # on a busy machine it takes the time of many tokens
+                    await asyncio.to_thread(pipeline.trainer.load, version)
                 await until_they_run(client, answers)
                 await asyncio.sleep(0.3)
-                await client.pause("in_place")  # on a busy machine what follows takes the time of many tokens
-                await asyncio.to_thread(pipeline.trainer.load, version)
                 await asyncio.to_thread(sync, endpoint)
             return await answers
 
