@@ -34,7 +34,8 @@ _OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 @dataclass(frozen=True)
 class Content:
-    """What one key of a spec named. said: the value of the key. digest: SHA-256 of what was there, 32 hex digits."""
+    """The files that one key of a spec named. said: the value of the key. digest: SHA-256 of what was there, 32 hex
+    digits."""
 
     said: str
     digest: str
@@ -170,7 +171,7 @@ def _module_file(name: str, places: list[str]) -> Path | None:
 
 
 def _digest(files: list[Path]) -> str:
-    """One digest of files, with their names as far as they differ."""
+    """Return one digest of files, with their names as far as they differ."""
     root = os.path.commonpath([file.parent.absolute() for file in files])
     total = hashlib.sha256()
     for name, file in sorted((os.path.relpath(file, root), file) for file in files):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import Field
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.config import NumericsConfig
+from fp8rl.models.hub import HubPath, Revision, model_directory
+from fp8rl.numerics.config import NumericsConfig, RolloutPrecision
 from fp8rl.numerics.io.section import Section
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms import Algorithm
@@ -24,16 +27,69 @@ from fp8rl.rl.experiment.sections import (
     RunSection,
     TrackingSection,
 )
-from fp8rl.rl.experiment.teacher import TeacherSection
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.rewards.config import RewardsSection
+from fp8rl.rollout.server.client import SCORED_SHORT_OF
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.config import SyncSection
 
+# The `teacher:` section: a second model, which says how likely it finds what the policy samples.
+
+
+class TeacherSection(Section):
+    """A model on engines of its own, for `algorithm.name=opd`. It computes as the policy's engines do: in
+    `numerics.mode`, by the quantization spec. Its weights never change."""
+
+    path: HubPath
+    """Hugging Face directory in BF16, or the name of a model of the hub; with the tokenizer of `model.path`."""
+    revision: Revision | None = None
+    """Branch, tag or commit of a model of the hub, as `model.revision`."""
+    engines: int = Field(default=1, ge=1, le=4096)
+    """SGLang server processes."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks of one engine, as `rollout.tp`."""
+    precision: RolloutPrecision | None = None
+    """`fp8` or `bf16`. Null: that of `numerics.rollout`."""
+    context_length: int | None = Field(default=None, ge=1)
+    """Longest sequence of an engine, which scores what is at least 6 tokens shorter. Null: so much more than
+    `rollout.context_length`."""
+    max_total_tokens: int = Field(default=32768, ge=1)
+    """Tokens that the KV cache of one engine holds."""
+
+    @property
+    def directory(self) -> Path:
+        """The model's directory on this machine, as that of `model`."""
+        return model_directory(self.path, self.revision, "teacher.path")
+
+    @property
+    def cache_tokens(self) -> int:
+        """`max_total_tokens`, as the policy's engines call it."""
+        return self.max_total_tokens
+
+    def engine(self, rollout: RolloutSection) -> RolloutSection:
+        """Return what its engines are started with, beside those of the policy."""
+        return rollout.model_copy(
+            update={
+                "engines": self.engines,
+                "tp": self.tp,
+                "context_length": self.context_length or rollout.context_length + SCORED_SHORT_OF,
+                "max_total_tokens": self.max_total_tokens,
+                "port": None,
+                "sleep": False,
+                "speculation": None,
+            }
+        )
+
+    def numerics(self, section: NumericsSection, tp: int) -> NumericsConfig:
+        """Return the numerics of its engines. tp: of the run, whose order of reduction an engine of one rank
+        follows."""
+        numerics = section.config(self.tp if self.tp > 1 else tp)
+        return replace(numerics, rollout=self.precision or numerics.rollout, router_replay="off")
+
 
 class Experiment(Section):
-    """What `fp8rl train` runs: a YAML file, resolved. `rl.experiment.load_experiment` reads one."""
+    """The spec that `fp8rl train` runs: a YAML file, resolved. `rl.experiment.load_experiment` reads one."""
 
     run: RunSection = RunSection()
     cluster: ClusterSection = ClusterSection()
@@ -65,7 +121,7 @@ class Experiment(Section):
 
     @property
     def needs_engines(self) -> bool:
-        """Whether anything is sampled: for training, or to evaluate."""
+        """True if anything is sampled: for training, or to evaluate."""
         return self.algorithm.samples or self.eval.problems > 0
 
     @property
@@ -75,7 +131,7 @@ class Experiment(Section):
 
     @property
     def carries_supports(self) -> bool:
-        """Whether the engine says what each token was drawn from under top-p, top-k or min-p: where the trainer's own
+        """True if the engine says what each token was drawn from under top-p, top-k or min-p: where the trainer's own
         logits would say otherwise, at later weights or with other ops."""
         later = self.rollout.staleness > 0 or self.algorithm.updates > 1
         return self.rollout.truncation.cuts and (later or self.numerics.mode == "native")
@@ -92,8 +148,8 @@ class Experiment(Section):
 
     @property
     def base_spec(self) -> QuantSpec | None:
-        """What the frozen weights are quantized by in the memory where both sides read them, whatever the sides fall
-        back to later; None: each has its own."""
+        """The spec that the frozen weights are quantized by in the memory where both sides read them, whatever the
+        sides fall back to later; None: each has its own."""
         return self.numerics_config().rollout_spec if self.sync.shared_base else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an experiment names of the Hugging Face hub, brought to this machine before anything starts."""
+"""Fetch what an experiment names of the Hugging Face hub, before anything starts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from fp8rl.models.hub import Kind, commit, is_hub_name
-from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment, TeacherSection
 from fp8rl.rl.experiment.sections import DataSource, EvalSet, ModelSection, TrainSource
-from fp8rl.rl.experiment.teacher import TeacherSection
 
 Named = ModelSection | TeacherSection | DataSource
 T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)

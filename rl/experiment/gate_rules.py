@@ -31,7 +31,7 @@ def check_gates(experiment: Experiment) -> None:
 
 @dataclass(frozen=True)
 class Condition:
-    """When a run has what some metrics need."""
+    """A condition that some metrics have: the run must meet it."""
 
     holds: Callable[[Experiment], bool]
     setting: Callable[[Experiment], str]
@@ -150,7 +150,7 @@ class NumberedGate:
 
     @property
     def asks_for_equality(self) -> bool:
-        """Whether any difference of the two sides fires it."""
+        """True if any difference of the two sides fires it."""
         gate = self.gate
         differs = "abs_diff" in gate.metric and gate.above == 0.0
         return differs or (gate.metric == "mismatch/exact_frac" and gate.below == 1.0)

@@ -91,7 +91,7 @@ class GateSection(Section):
 
 
 class GuardSection(Section):
-    """What happens when a loss is not finite, and what is kept of that and of a gate's firing (a capsule)."""
+    """The answer to a loss that is not finite, and what is kept of that and of a gate's firing (a capsule)."""
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
     """`stop` writes a checkpoint and ends the run, `skip` goes on with the next batch. Neither trains on this one."""

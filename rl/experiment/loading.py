@@ -213,7 +213,8 @@ def _algorithm_name(values: dict[str, Any]) -> Any:
 
 
 def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The same with `${section.key}` replaced by what stands there; resolvers such as `${oc.env:...}` are refused."""
+    """Return the values with `${section.key}` replaced by what stands there; resolvers such as `${oc.env:...}` are
+    refused."""
     check_plain(values)
     resolver = re.search(r"\$\{[^}]*:", str(values))
     if resolver:

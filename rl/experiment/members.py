@@ -1,4 +1,5 @@
-"""What stays of a section where a later layer of a spec names another member of it, such as another algorithm.
+"""Layers of a spec, merged: a section keeps what it can where a later layer names another member, such as another
+algorithm.
 
 A key stays if the new member has it, and each that goes is said. So is a default of the one member that differs from
 that of the other: a resolved spec writes all of them out.
@@ -113,7 +114,7 @@ def _environment_has(name: str) -> Callable[[str], bool]:
 
 
 def _keywords(environment: str) -> Callable[[str], bool]:
-    """Whether `kwargs` of an environment may have a name."""
+    """Return whether `kwargs` of an environment may have a name."""
     if environment == HARNESS:
         return lambda name: False
     key = "environment.function"

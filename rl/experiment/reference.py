@@ -99,7 +99,7 @@ def schema_text() -> str:
 
 
 def descriptions(section: type[Section]) -> dict[str, str]:
-    """What the text below each field says, by the field's name; of an inherited one, where it is not said anew."""
+    """Return the text below each field, by the field's name; of an inherited one, where it is not said anew."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if not issubclass(kind, Section) or kind is Section:
@@ -162,7 +162,7 @@ def _table(section: type[Section], only: set[str] | None = None) -> str:
 
 
 def _values(kind: Any, marks: list[Any]) -> str:
-    """What a key may be, in words."""
+    """Return what a key may be, in words."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if located := [mark for mark in marks if isinstance(mark, Located)]:
         return located[0].says
@@ -220,7 +220,7 @@ def _of_algorithms() -> Iterator[type[Section]]:
 
 
 def _without(value: Any, keys: tuple[str, ...]) -> Any:
-    """The same without the keys that say nothing to an editor; names of properties stay."""
+    """Return the schema without the keys that say nothing to an editor; names of properties stay."""
     if isinstance(value, list):
         return [_without(each, keys) for each in value]
     if not isinstance(value, dict):

@@ -20,7 +20,7 @@ from fp8rl.rollout.types import some_or_all
 
 
 class RunSection(Section):
-    """What a run is called, where it lies, and how long it goes on."""
+    """Name, folder and length of a run."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Folder of the run inside `dir`."""
@@ -37,7 +37,7 @@ class RunSection(Section):
 
 
 class ClusterSection(Section):
-    """Which nodes of a Ray cluster compute. A side without a name may use all of them."""
+    """Nodes of a Ray cluster that compute. A side without a name may use all of them."""
 
     placement: Literal["pack", "spread"] = "pack"
     """`pack`: as few nodes as can be, engines beside the trainer. `spread`: evenly over the nodes."""
@@ -62,7 +62,7 @@ class ModelSection(Section):
 
     @property
     def directory(self) -> Path:
-        """Where the model is on this machine; one of the hub is fetched. Raises `UserError`: the hub gives none."""
+        """The model's directory on this machine; one of the hub is fetched. Raises `UserError`: the hub gives none."""
         return model_directory(self.path, self.revision, "model.path")
 
 
@@ -85,7 +85,7 @@ class TensorOverride(Section):
 
 
 class NumericsSection(Section):
-    """One quantization spec for both sides, and the precision that each side runs."""
+    """The quantization spec of both sides, and the precision that each side runs."""
 
     mode: Mode = "exact"
     """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each runs its library's own
@@ -127,11 +127,11 @@ class NumericsSection(Section):
 
     @property
     def quantizes(self) -> bool:
-        """Whether any side computes in FP8."""
+        """True if any side computes in FP8."""
         return self.trainer != "bf16" or self.rollout != "bf16"
 
     def overrides(self) -> dict[str, Any]:
-        """What differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`; no preset excepts layers."""
+        """Return what differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`; no preset excepts layers."""
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
         changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
         changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
@@ -142,7 +142,7 @@ class NumericsSection(Section):
         return QuantSpec.preset(self.preset).override(self.overrides())
 
     def config(self, tp: int) -> NumericsConfig:
-        """What trainer and engine are started with; `tp` fixes the reduction order of row-parallel products."""
+        """Return what trainer and engine are started with; `tp` fixes the reduction order of row-parallel products."""
         return NumericsConfig(
             mode=self.mode,
             spec=self.quant_spec(),
@@ -179,7 +179,7 @@ class DataKeys(Section):
 
 
 class DataSource(Section):
-    """Where problems are. A path alone stands for one with everything else left out."""
+    """A source of problems. A path alone stands for one with everything else left out."""
 
     shorthand: ClassVar[str] = "path"
 
@@ -238,7 +238,7 @@ class DataSection(Section):
         return [self.source(own, self.train_key(place)) for place, own in enumerate(self.train)]
 
     def train_key(self, place: int) -> str:
-        """What messages call a source of `train`."""
+        """Return the key that messages call a source of `train` by."""
         return "data.train" if len(self.train) == 1 else f"data.train.{place}"
 
     def source(self, own: DataSource, key: str) -> Source:
@@ -257,7 +257,7 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
-    """What a run can go on from."""
+    """Checkpoints, which a run can go on from."""
 
     every: int = Field(default=20, ge=1)
     """Steps between checkpoints; the last step always gets one."""
@@ -340,7 +340,7 @@ class EvalSection(Section):
 
 
 class TrackingSection(Section):
-    """What is kept of a run for others to look at."""
+    """Records of a run for others to look at."""
 
     rollouts: Literal["all", "shown"] = "all"
     """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be computed again from it (about 60 bytes

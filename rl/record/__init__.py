@@ -1,1 +1,1 @@
-"""What a run leaves behind: its directory, metrics, events, samples, log and console."""
+"""The record of a run: its directory, metrics, events, samples, log and console."""

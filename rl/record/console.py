@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line per step, and on a terminal a live table below."""
+"""The console of a run: one line per step, and on a terminal a live table below."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def no_room(cut: float, answers: float, limit: str) -> str:
 
 
 def _compared(metrics: Mapping[str, float]) -> Text:
-    """How many tokens were compared where others were trained on, and how far these have drifted."""
+    """Return how many tokens were compared where others were trained on, and how far these have drifted."""
     mean, largest = (metrics[f"drift/logprob_abs_diff_{name}"] for name in ("mean", "max"))
     older = (
         f"{metrics['drift/tokens']:,.0f} older drifted {format_difference(mean)}, at most {format_difference(largest)}"

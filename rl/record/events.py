@@ -17,7 +17,7 @@ from fp8rl.numerics.io.reading import BadLine, json_lines, whole_json_lines
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One firing of a gate, one loss that was not finite, engines that were replaced or synced anew, a resume, or the
+    """A firing of a gate, a loss that was not finite, engines that were replaced or synced anew, a resume, or the
     loss of wandb.
 
     metric: what gave the reason. value: of the metric; None if it is not finite. bound: the one it broke, in words.
@@ -44,7 +44,7 @@ _EVENT = TypeAdapter(Event)
 
 
 def append_event(path: Path, event: Event) -> None:
-    """One more line."""
+    """Append a line."""
     append_line(path, _line(event))
 
 
@@ -75,7 +75,8 @@ CONSOLE = logging.getLogger("fp8rl.console")
 
 
 class _QuietFile(logging.FileHandler):
-    """Where the disk is full, the error that ends the run says so; the log must not repeat it line by line."""
+    """A log that is silent about a full disk: the error that ends the run says so; the log must not repeat it line by
+    line."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...
 

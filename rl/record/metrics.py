@@ -30,7 +30,7 @@ OUTCOMES = "rollout/outcome/"
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a step, without its name."""
+    """A number of a step, without its name."""
 
     unit: str
     """Empty for a plain ratio."""

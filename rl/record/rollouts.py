@@ -23,7 +23,7 @@ SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
-    """One trajectory.
+    """A trajectory.
 
     prompt, text: of the question and of the answer. reward: of the answer. abs_diff_mean: mean abs(d) over its tokens,
     None if none is finite. group: number of its prompt in the step. seed: of its draws. finished: the model ended the
@@ -73,7 +73,7 @@ class ScoredRecord:
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[ScoredRecord]) -> None:
-    """One JSON object per line, in the order of the batch; a number that is not finite is null."""
+    """Write one JSON object per line, in the order of the batch; a number that is not finite is null."""
     write_atomically(path, "".join(_line(record) for record in records))
 
 

@@ -97,7 +97,7 @@ class RunDir:
 
     @property
     def written(self) -> bool:
-        """Whether it is a run's for certain: by its mark, or, of the time before marks, by what only a run writes."""
+        """True if it is a run's for certain: by its mark, or, of the time before marks, by what only a run writes."""
         if self.mark.is_file() or _steps(self.path / "manifests", r"step_(\d+)\.json"):
             return True
         abouts = [self.checkpoint(step) / "about.json" for step in self.checkpoint_steps()]
@@ -109,7 +109,7 @@ class RunDir:
 
     @property
     def edited(self) -> bool:
-        """Whether the spec is another than the run has written."""
+        """True if the spec is another than the run has written."""
         if not (self.mark.is_file() and self.experiment.is_file()):
             return False
         return hashlib.sha256(self.experiment.read_bytes()).hexdigest() != self.mark.read_text().strip()
@@ -131,12 +131,12 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
+        """A file of one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def begun(self) -> bool:
-        """Whether it got as far as a row of metrics, or left anything that took training."""
+        """True if it got as far as a row of metrics, or left anything that took training."""
         rows = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return rows or bool(self.checkpoint_steps()) or self.model.exists() or self.adapter.exists()
 
@@ -179,7 +179,7 @@ class RunDir:
 
     @property
     def events(self) -> Path:
-        """What gates did, one JSON object per line; absent while none has fired."""
+        """The file of what gates did, one JSON object per line; absent while none has fired."""
         return self.path / "events.jsonl"
 
     @property

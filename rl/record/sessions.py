@@ -31,7 +31,7 @@ _TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """One start of a run: when, where and with what code.
+    """A start of a run: when, where and with what code.
 
     started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed. It is the start
     and how long it took since, as a clock may be set meanwhile.
@@ -51,7 +51,7 @@ class Session:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, if it has ended."""
+        """The seconds that it took, if it has ended."""
         return None if self.ended is None else self.ended - self.started
 
 
@@ -59,7 +59,7 @@ _SESSION = TypeAdapter(Session)
 
 
 def this_session(notes: Sequence[str] = ()) -> Session:
-    """One that starts now, here."""
+    """Return the session that starts now, here."""
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     versions = {"python": platform.python_version(), **versions}
     return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])

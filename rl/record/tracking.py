@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, trackers and the files of rollouts."""
+"""Record a run's numbers: metrics.jsonl, trackers and the files of rollouts."""
 
 from __future__ import annotations
 

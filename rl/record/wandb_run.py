@@ -58,7 +58,7 @@ class Upload:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, well or not."""
+        """True if it is over, well or not."""
         return self._process.poll() is not None
 
     def finish(self, seconds: float) -> bool:
@@ -76,7 +76,7 @@ class Upload:
 
     @property
     def remedy(self) -> str:
-        """What wandb said last, and what sends the rest."""
+        """The last words of wandb, and what sends the rest."""
         lines = self._log.read_text(errors="replace").splitlines()
         last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
         return f"{last.strip()}; see {self._log}). The run's file is whole: `wandb sync {self.folder}` sends it"
@@ -136,7 +136,7 @@ class WandbSection(Section):
 
 
 def check_wandb(config: WandbSection) -> None:
-    """Whether wandb takes the project's name and, online, knows who is there. Asks no server.
+    """Check that wandb takes the project's name and, online, knows who is there. Asks no server.
 
     Raises:
         UserError: it does not.
@@ -214,7 +214,7 @@ class WandbRun:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is not recorded, or not uploaded, any more."""
+        """True if it is not recorded, or not uploaded, any more."""
         return self._run is None or self._upload_lost
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -321,7 +321,7 @@ def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbSection, res
 
 
 def _id_of(run: RunDir) -> str:
-    """One wandb id per run directory, so that a resumed run continues the same curves."""
+    """Return one wandb id per run directory, so that a resumed run continues the same curves."""
     path = run.path / "wandb" / "run_id"
     if not path.is_file():
         write_atomically(path, uuid.uuid4().hex[:8])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Kind(Enum):
-    """What stands under a name, if not a directory of which every name is known."""
+    """A form that stands under a name, if not a directory of which every name is known."""
 
     FILE = "a file"
     LIBRARY = "a file, or a directory that a library fills by itself, with links too"
@@ -81,7 +81,8 @@ def remove_written(folder: Path, tree: Tree = RUN, source: Path | None = None, k
 
 
 def unfinished(name: str, pattern: str) -> bool:
-    """Whether this is the name under which something is written, or goes, that `pattern` is the whole name of."""
+    """Return whether this is the name under which something is written, or goes, that `pattern` is the whole name
+    of."""
     return _UNFINISHED.fullmatch(name) is not None and re.fullmatch(pattern, _whole(name)) is not None
 
 

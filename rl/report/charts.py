@@ -26,7 +26,7 @@ _DASHES = ("solid", "dot", "dash", "dashdot")
 
 @dataclass(frozen=True)
 class Look:
-    """How a chart looks.
+    """The look of a chart.
 
     note: what to look for. unit: what the value axis says. scale: `share` from 0 to 1, `floor` from 0, `log` with zeros
     on a line of their own, else as the values are. bars: curves are stacked.
@@ -121,8 +121,9 @@ def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
 
 
 def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[Chart]]]:
-    """The same for several runs by name, their curves over each other: a run is a colour, or a dash of its own where a
-    chart has several curves. Stacks of bars cannot lie over each other; the time of whole steps stands for theirs."""
+    """Return the charts of several runs by name, their curves over each other: a run is a colour, or a dash of its own
+    where a chart has several curves. Stacks of bars cannot lie over each other; the time of whole steps stands for
+    theirs."""
     drawn = [(name, rows, _curves(rows)) for name, rows in runs.items()]
     for _, rows, curves in drawn:
         curves.pop(AGE, None)
@@ -205,7 +206,7 @@ def _with_rest(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
 
 
 def _trace(rows: Sequence[Row], name: str, label: str, look: Look, index: int) -> dict[str, Any]:
-    """One curve over the steps that have the metric."""
+    """Return one curve over the steps that have the metric."""
     scale = MIB if metric(name).unit == "bytes" else 1.0
     points = [(row["step"], row[name] / scale) for row in rows if name in row]
     lines = "lines+markers" if name.startswith("eval/") or len(points) == 1 else "lines"

@@ -96,7 +96,7 @@ def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
 
 
 def _notes(sessions: Sequence[Session]) -> list[str]:
-    """What was said of the input when the run was started last."""
+    """Return what was said of the input when the run was started last."""
     return [f"Note: {note.rstrip('.')}." for note in sessions[-1].notes] if sessions else []
 
 
@@ -110,7 +110,7 @@ def _steps_of(spec: str) -> int | None:
 
 
 def _facts(sessions: Sequence[Session]) -> list[tuple[str, str]]:
-    """Where and with what the run was made: name and value, of each start."""
+    """Return where and with what the run was made: name and value, of each start."""
     facts = []
     for session in sessions:
         seconds = "no end recorded" if session.seconds is None else f"{session.seconds:,.0f} s"

@@ -27,69 +27,72 @@ _ENDED = {"rollout/trajectories", "rollout/finished_fraction"}
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run came to. A value that the run did not measure is None.
-
-    Attributes:
-        steps: completed steps.
-        accuracy_before, accuracy_after: first and last held-out accuracy, None unless there are two evaluations.
-        accuracy_after_step: the step of the last one.
-        reward_first, reward_last: mean reward of the first and the last step.
-        equal_reward_groups: share of groups whose rewards were all equal, over all steps.
-        compared_steps: steps with a mismatch measurement.
-        compared_tokens: tokens of the trainer's version with a finite difference d, over all steps.
-        nonfinite_tokens: tokens of the trainer's version without one.
-        older_tokens: tokens trained on that older weights had sampled, over all steps.
-        mean_drift, largest_drift: of abs(d) over these, in nats; None where there are none.
-        largest_abs_diff: largest abs(d) of the run, in nats, and the step it occurred in.
-        mean_abs_diff: mean abs(d) over `compared_tokens`.
-        exact_fraction: fraction of `compared_tokens` with d == 0.
-        syncs, verified_syncs: weight syncs, and those in which every tensor was verified.
-        mismatched_tensors: tensors that differed, over all syncs.
-        step_seconds: median wall time of a step.
-        evaluated_problems: held-out problems of the last evaluation.
-        accuracy_change: the 95% interval of the change of accuracy, None where it is no fraction of solved problems.
-        answers, cut_answers: of all steps, and how many of them had no room left.
-        withheld_steps: steps whose batch was not trained on.
-        warnings: firings of gates that only warn.
-        interventions: what else the run stepped in for: gates, losses that were not finite, engines replaced or synced
-            anew.
-        first_warning, first_intervention: the first of them, in words, with its step.
-    """
+    """The outcome of a run. A value that the run did not measure is None."""
 
     steps: int
+    """Completed steps."""
     accuracy_before: float | None
+    """First held-out accuracy; None unless there are two evaluations."""
     accuracy_after: float | None
+    """The last one, likewise."""
     accuracy_after_step: int | None
+    """The step of the last one."""
     reward_first: float | None
+    """Mean reward of the first step."""
     reward_last: float | None
+    """Mean reward of the last step."""
     equal_reward_groups: float | None
+    """Share of groups whose rewards were all equal, over all steps."""
     compared_steps: int
+    """Steps with a mismatch measurement."""
     compared_tokens: int
+    """Tokens of the trainer's version with a finite difference d, over all steps."""
     nonfinite_tokens: int
+    """Tokens of the trainer's version without one."""
     largest_abs_diff: float | None
+    """Largest abs(d) of the run, in nats."""
     largest_abs_diff_step: int | None
+    """The step it occurred in."""
     mean_abs_diff: float | None
+    """Mean abs(d) over `compared_tokens`."""
     exact_fraction: float | None
+    """Fraction of `compared_tokens` with d == 0."""
     syncs: int
+    """Weight syncs."""
     verified_syncs: int
+    """Those in which every tensor was verified."""
     mismatched_tensors: int
+    """Tensors that differed, over all syncs."""
     step_seconds: float | None
+    """Median wall time of a step."""
     older_tokens: int = 0
+    """Tokens trained on that older weights had sampled, over all steps."""
     mean_drift: float | None = None
+    """Mean of abs(d) over these, in nats; None where there are none."""
     largest_drift: float | None = None
+    """The largest of them."""
     evaluated_problems: int = 0
+    """Held-out problems of the last evaluation."""
     accuracy_change: tuple[float, float] | None = None
+    """The 95% interval of the change of accuracy, None where it is no fraction of solved problems."""
     answers: int = 0
+    """Of all steps."""
     cut_answers: int = 0
+    """Answers that had no room left."""
     withheld_steps: int = 0
+    """Steps whose batch was not trained on."""
     warnings: int = 0
+    """Firings of gates that only warn."""
     first_warning: str | None = None
+    """In words, with its step."""
     interventions: int = 0
+    """What else the run stepped in for: gates, losses that were not finite, engines replaced or synced anew."""
     first_intervention: str | None = None
+    """In words, with its step."""
 
     @property
     def bitwise_equal(self) -> bool:
-        """Whether every step was measured and every token of the trainer's version had d == 0."""
+        """True if every step was measured and every token of the trainer's version had d == 0."""
         complete = self.compared_steps == self.steps > 0 and self.nonfinite_tokens == 0
         return complete and self.largest_abs_diff == 0.0 and self.exact_fraction == 1.0
 
@@ -269,7 +272,7 @@ def _agreement(summary: RunSummary) -> str:
 
 
 def _difference(summary: RunSummary) -> list[str]:
-    """What keeps a run from the claim of equality."""
+    """Return what keeps a run from the claim of equality."""
     tokens, parts = f"{_count(summary.compared_tokens, 'token')} of the trainer's version", []
     if summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
         parts.append(f"Trainer and engine agree bit for bit on the {tokens} that were compared.")

@@ -197,7 +197,7 @@ class Trained:
 
     @property
     def alone(self) -> bool:
-        """Whether no two ranks train the same parameters. Experts are not split by tp."""
+        """True if no two ranks train the same parameters. Experts are not split by tp."""
         return self.config.copies == 1 and not (self.sizes.moe and self.config.tp > self.config.ep)
 
 

@@ -1,4 +1,5 @@
-"""Whether a spec fits GPUs of so many bytes; if not, which class is too large, and the key that makes it smaller."""
+"""The fit of a spec on GPUs of so many bytes; if it has none, the class that is too large, and the key that makes it
+smaller."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
 
 @dataclass(frozen=True)
 class Cure:
-    """What makes a class smaller. dear: with more GPUs than the run has, or at some cost in every step."""
+    """A key that makes a class smaller. dear: with more GPUs than the run has, or at some cost in every step."""
 
     key: str
     remedy: str
@@ -156,8 +157,8 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
 
 
 def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
-    """What makes activations or logits smaller: the key, where it is not set; shorter micro-batches, as far as rows are
-    not longer."""
+    """Return what makes activations or logits smaller: the key, where it is not set; shorter micro-batches, as far as
+    rows are not longer."""
     if unset:
         return Cure(key, f"Set {key}={value}.")
     if job.micro_batch > job.length:
@@ -171,7 +172,7 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
 
 @dataclass(frozen=True)
 class OwnGpu:
-    """One of this machine's GPUs, which are alike. memory: bytes of it. count: of them."""
+    """A GPU of this machine, whose GPUs are alike. memory: bytes of it. count: of them."""
 
     name: str
     memory: int
@@ -179,7 +180,7 @@ class OwnGpu:
 
 
 def own_gpu() -> OwnGpu | None:
-    """What torch sees; None on a machine without."""
+    """Return what torch sees; None on a machine without."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)

@@ -1,4 +1,4 @@
-"""What the GPUs can do: dense rates and one direction of a link, as published; the memory that torch finds."""
+"""The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
-
-    Attributes:
-        capability: compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`).
-        memory: bytes that a process can allocate, as torch's messages name them. bandwidth: of it, bytes/s.
-        bf16, fp8: FLOP/s without sparsity; fp8 is 0 where the GPU has none.
-        nvlink, network: bytes/s that one GPU sends within its node, over NVLink or PCIe, and to others (400 Gbit/s
-            InfiniBand).
-        source: of the figures.
-    """
+    """A GPU."""
 
     name: str
     capability: tuple[int, int]
+    """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
     memory: float
+    """Bytes that a process can allocate, as torch's messages name them."""
     bandwidth: float
+    """Of the memory, bytes/s."""
     bf16: float
+    """FLOP/s without sparsity."""
     fp8: float
+    """The same; 0 where the GPU has none."""
     nvlink: float
+    """Bytes/s that one GPU sends within its node, over NVLink or PCIe."""
     network: float
+    """Bytes/s that one GPU sends to other nodes (400 Gbit/s InfiniBand)."""
     source: str
+    """Of the figures."""
 
     def peak(self, fp8: bool) -> float:
         """FLOP/s of products."""

@@ -1,4 +1,4 @@
-"""What is planned: a model, a layout, numerics and a batch, on GPUs of one kind."""
+"""A job that is planned: a model, a layout, numerics and a batch, on GPUs of one kind."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ class TeacherBytes:
 
 @dataclass(frozen=True)
 class Job:
-    """A training step of one trainer, and the engines beside it.
-
-    Attributes:
-        shape: of the model. layout: of the trainer. numerics: of both sides.
-        storage: form in which the trainer keeps quantized weights.
-        rows, length: answers of a step, and tokens of each, prompt included.
-        engines, engine_tp: their number and ranks. kv_tokens: that the KV cache of one holds.
-        bucket_bytes: of a sync. maps: engines map the buckets of every rank, so that each has a context on each GPU.
-        graph_bytes, working_bytes: of an engine's CUDA graphs, and what it wants to find free beside them.
-        sleep: of trainer and engine on one GPU, one makes room while the other works. may_sleep: they could.
-        reference, critic: the trainer holds such a model, too.
-        teacher: an engine of it computes on a trainer rank's GPU, too.
-        base: the trainer reads frozen weights where engines have them. separate: engines have adapters beside theirs.
-    """
+    """A training step of one trainer, and the engines beside it."""
 
     shape: Shape
     layout: TrainerSection
     numerics: NumericsConfig
     storage: Storage
+    """The form in which the trainer keeps quantized weights."""
     rows: int
+    """Answers of a step."""
     length: int
+    """Tokens of each answer, prompt included."""
     engines: int = 1
     engine_tp: int = 1
+    """Ranks of an engine."""
     kv_tokens: int = 32768
+    """Tokens that the KV cache of an engine holds."""
     bucket_bytes: int = 256 << 20
+    """Of a sync."""
     maps: bool = False
+    """Engines map the buckets of every rank, so that each has a context on each GPU."""
     graph_bytes: float = 0.0
+    """Of an engine's CUDA graphs."""
     working_bytes: float = 0.0
+    """What an engine wants to find free beside them."""
     sleep: bool = False
+    """Of trainer and engine on one GPU, one makes room while the other works."""
     may_sleep: bool = False
+    """They could."""
     reference: bool = False
+    """The trainer holds such a model, too; likewise `critic`."""
     critic: bool = False
     teacher: TeacherBytes | None = None
+    """An engine of it computes on a trainer rank's GPU, too."""
     base: bool = False
+    """The trainer reads frozen weights where engines have them."""
     separate: bool = False
+    """Engines have adapters beside their weights."""
 
     @property
     def fp8(self) -> bool:
-        """Whether the trainer multiplies in FP8."""
+        """True if the trainer multiplies in FP8."""
         return self.numerics.trainer_spec.quantized
 
     @property
@@ -90,12 +92,13 @@ class Job:
         return -(-self.tokens // (self.layout.dp * self.micro_batch))
 
     def in_bf16(self) -> Job:
-        """The same with a BF16 trainer and a BF16 engine."""
+        """Return the job with a BF16 trainer and a BF16 engine."""
         numerics = replace(self.numerics, trainer="bf16", rollout="bf16")
         return replace(self, numerics=numerics)
 
     def of_tokens(self, tokens: int) -> Job:
-        """The same with about so many tokens in a step, in one micro-batch of each replica while these are small."""
+        """Return the job with about so many tokens in a step, in one micro-batch of each replica while these are
+        small."""
         share = max(1, tokens // self.layout.dp)
         if share < self.length:
             return replace(self, rows=self.layout.dp, length=share)
@@ -132,8 +135,8 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
 
 
 def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> TeacherBytes | None:
-    """What one engine of the spec's teacher, a model of this shape, takes where it shares a trainer rank's GPU of so
-    many bytes; None where none does: with ranks of its own, or GPUs of the engines' own."""
+    """Return the bytes that one engine of the spec's teacher, a model of this shape, takes where it shares a trainer
+    rank's GPU of so many bytes; None where none does: with ranks of its own, or GPUs of the engines' own."""
     teacher = experiment.teacher
     if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
         return None
@@ -166,7 +169,7 @@ class EngineRoom:
 
 
 def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
-    """What an engine wants on a GPU of so many bytes."""
+    """Return what an engine wants on a GPU of so many bytes."""
     graphs = _GRAPH_MIB * _MIB * largest_graph(config, gpu_memory)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or _chunk(gpu_memory))
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs

@@ -36,15 +36,12 @@ BUCKETS = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU by class of tensor, as long as they are held.
-
-    Attributes:
-        rank: the trainer's, whose stage holds most; None for a GPU with an engine alone.
-        held: by class, in each phase. Classes of no bytes are left out.
-    """
+    """Bytes of one GPU by class of tensor, as long as they are held."""
 
     rank: int | None
+    """The trainer's, whose stage holds most; None for a GPU with an engine alone."""
     held: Mapping[str, Mapping[Phase, float]]
+    """By class, in each phase. Classes of no bytes are left out."""
 
     def in_phase(self, phase: Phase) -> float:
         return sum(bytes_of.get(phase, 0.0) for bytes_of in self.held.values())
@@ -56,12 +53,12 @@ class Memory:
 
     @property
     def always(self) -> float:
-        """What is held in every phase."""
+        """Bytes that are held in every phase."""
         return sum(min(bytes_of.get(phase, 0.0) for phase in PHASES) for bytes_of in self.held.values())
 
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
-    """What a rank holds from step to step on its GPU, by `dense` and `experts`."""
+    """Return what a rank holds from step to step on its GPU, by `dense` and `experts`."""
     return state_bytes(job.shape, job.layout, job.numerics, job.storage, rank, base=job.base)
 
 
@@ -231,12 +228,12 @@ def _operands_of_a_call(job: Job) -> int:
 
 
 def _ranks(job: Job, weight: WeightGroup) -> int:
-    """How many ranks of a trainer share the weights of a layer."""
+    """Return the number of a trainer's ranks that share the weights of a layer."""
     return {"split": job.layout.tp, "experts": job.layout.ep, "replicated": 1}[weight.share]
 
 
 def _leaves(name: str) -> bool:
-    """Whether a class of the trainer's makes room for engines. Weights stay, as do those of a reference."""
+    """Return whether a class of the trainer's makes room for engines. Weights stay, as do those of a reference."""
     return name.endswith((" gradients", " masters", " moments", " optimizer"))
 
 
@@ -261,5 +258,5 @@ def _without(held: Mapping[Phase, float], away: tuple[Phase, ...]) -> dict[Phase
 
 
 def _through(held: float) -> dict[Phase, float]:
-    """The same bytes in every phase."""
+    """Return the same bytes for every phase."""
     return {phase: float(held) for phase in PHASES}

@@ -17,8 +17,8 @@ from fp8rl.numerics.time_limit import time_limit
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.rehearsal import rehearse
 from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
-from fp8rl.rl.experiment.teacher import TeacherSection
 from fp8rl.rollout.server.client import SCORED_SHORT_OF
 from fp8rl.trainer.megatron.model_checks import check_engine_layout
 

@@ -1,4 +1,4 @@
-"""What a run needs of this machine: memory for its processes and KV caches, and a free port."""
+"""The needs of a run on this machine: memory for its processes and KV caches, and a free port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import moved_bytes
-from fp8rl.rl.experiment.teacher import TeacherSection
+from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import state_bytes
@@ -38,9 +38,9 @@ def kv_cache_bytes(shape: Shape, engines: RolloutSection | TeacherSection) -> in
 
 
 def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
-    """Whether what a run holds fits: on GPUs all that `fp8rl plan` adds up; on CPUs the processes, the trainer's state,
-    and the engines' weights and KV caches, on top of which activations come. A cluster that is not ours knows its
-    machines.
+    """Check that what a run holds fits: on GPUs all that `fp8rl plan` adds up; on CPUs the processes, the trainer's
+    state, and the engines' weights and KV caches, on top of which activations come. A cluster that is not ours knows
+    its machines.
 
     teacher: its shape, if there is one.
 
@@ -106,7 +106,7 @@ def _check_processes(shape: Shape, experiment: Experiment, states: list[int], we
 
 
 def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
-    """Whether the machine's shared memory has room for what an engine keeps there, and on a CPU for the buckets of a
+    """Check that the machine's shared memory has room for what an engine keeps there, and on a CPU for the buckets of a
     sync. Raises UserError."""
     if "RAY_ADDRESS" in os.environ or not experiment.needs_engines:
         return
@@ -146,7 +146,7 @@ def _on_the_host(job: Job, stage: int) -> int:
 
 
 def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
-    """Whether engines that are to sleep share their GPUs with the trainer, as they do where no others are left."""
+    """Check that engines that are to sleep share their GPUs with the trainer, as they do where no others are left."""
     ranks = experiment.trainer.world_size
     if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
         raise user_error(
@@ -188,7 +188,7 @@ def _left_in(group: Path) -> int:
 
 
 def check_port(rollout: RolloutSection) -> None:
-    """Whether a port that the spec gives is free, and wanted by one engine only.
+    """Check that a port that the spec gives is free, and wanted by one engine only.
 
     Raises:
         UserError: it is taken, or several engines would share it.

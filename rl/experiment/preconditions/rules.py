@@ -70,23 +70,24 @@ class Case:
 
     @property
     def native_on(self) -> tuple[int, int] | None:
-        """The same of native mode."""
+        """Compute capability of the GPUs that native mode is to run on; else None."""
         return self.target.capability if self.experiment.numerics.mode == "native" else None
 
     @property
     def has_kernels(self) -> bool:
-        """Whether exact mode has kernels for these GPUs: the definitions in torch do not run in a CUDA graph."""
+        """True if exact mode has kernels for these GPUs: the definitions in torch do not run in a CUDA graph."""
         numerics = self.experiment.numerics_config()
         return self.exact_on is None or implementation_for(self.exact_on, numerics.spec) == "triton"
 
     @property
     def on_gpus(self) -> str:
-        """What messages say of the GPUs."""
+        """The GPUs, as messages name them."""
         return f"on GPUs of compute capability {_dotted(self.target.capability or ())}"
 
     @property
     def trains_on_te(self) -> QuantSpec | None:
-        """What TransformerEngine is to quantize the trainer's products by, on GPUs that are known; None: nothing."""
+        """The spec that TransformerEngine is to quantize the trainer's products by, on GPUs that are known; None:
+        nothing."""
         spec = self.experiment.numerics_config().trainer_spec
         return spec if self.native_on and self.target.transformer_engine and spec.quantized else None
 

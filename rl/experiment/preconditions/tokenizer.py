@@ -89,7 +89,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
-    """Whether the chat template renders a question, soon, and differently for another question.
+    """Check that the chat template renders a question, soon, and differently for another question.
 
     Raises:
         UserError: it does not.
@@ -118,7 +118,7 @@ _THOUGHT = "\ue000thought\ue001"
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Whether the chat template takes a source's arguments and system prompt, and does something with them.
+    """Check that the chat template takes a source's arguments and system prompt, and does something with them.
 
     Raises:
         UserError: it does not.

@@ -39,7 +39,7 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """One tracker, in its own process. Whatever it raises ends it, and nothing else."""
+    """A tracker, in its own process. Whatever it raises ends it, and nothing else."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step; `rl.record.metrics.metric` has unit and meaning of each metric."""
@@ -49,7 +49,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Whether what each needs is installed.
+    """Check that what each needs is installed.
 
     Raises:
         UserError: naming the extra that installs it.
