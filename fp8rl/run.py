@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What lies in `runs/NAME`, read anew each time, so that a run can be watched while it goes on.
+    """A run in `runs/NAME`, read anew each time, so that a run can be watched while it goes on.
 
     Lines that cannot be used are left out with a warning, as the report does.
 
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """What the run did on its own account, such as a gate that fired."""
+        """Return what the run did on its own account, such as a gate that fired."""
         return _whole(self._files.events, events_found(self._files.events))
 
     @property
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def stopped(self) -> str:
-        """Why the last session ended before the last step; empty if it did not, or has no end yet."""
+        """Return why the last session ended before the last step; empty if it did not, or has no end yet."""
         return self.sessions[-1].why if self.sessions else ""
 
     @property
@@ -153,7 +153,7 @@ class Run:
 
 
 def _whole(path: Path, found: tuple[list[Any], Sequence[BadLine]]) -> list[Any]:
-    """What a file's reader has found; its bad lines become one warning."""
+    """Return what a file's reader has found; its bad lines become one warning."""
     lines, bad = found
     if bad:
         numbers = ", ".join(str(line.number) for line in bad[:3]) + ", ..." * (len(bad) > 3)

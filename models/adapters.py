@@ -45,7 +45,7 @@ class AdapterSection(Section):
         return self.alpha / self.rank
 
     def adapts(self, row: TensorRow) -> bool:
-        """Whether the matrix of a row gets an adapter, or shares one."""
+        """Return whether the matrix of a row gets an adapter, or shares one."""
         if not row.product or row.kind is None or (row.expert is not None and self.experts == "none"):
             return False
         return self.targets == "all" or matrix(row) in self.targets
@@ -88,7 +88,7 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
 
 
 def _beside(weight: Location, letter: str) -> Location:
-    """Where A or B stands beside a weight."""
+    """Return where A or B stands beside a weight."""
     before, _, after = weight.parameter.rpartition(WEIGHT)
     axis = 1 if letter == "A" else 0
     return replace(

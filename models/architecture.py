@@ -1,4 +1,4 @@
-"""What an architecture says of itself, and the registry of those that are known."""
+"""Architectures: what each says of itself, and the registry of those that are known."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Model:
         return replace(self, adapter=adapter)
 
     def quantizes(self, row: TensorRow, spec: QuantSpec) -> bool:
-        """Whether a tensor of the table is in FP8 under `spec`."""
+        """Return whether a tensor of the table is in FP8 under `spec`."""
         if row.kind is None or row.layer is None:
             return False
         return spec.of_layer(row.layer, self.sizes.layers).quantizes(row.kind)

@@ -26,7 +26,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Place:
-    """Where one parameter of the engine lies. start: in bytes."""
+    """The place of one parameter of the engine. start: in bytes."""
 
     start: int
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Place:
 
 
 def places(model: Model, spec: QuantSpec) -> dict[str, Place]:
-    """Where each parameter of the engine lies, by its name there, scales behind their weight; buffers and
+    """Return where each parameter of the engine lies, by its name there, scales behind their weight; buffers and
     adapters are left out."""
     found: dict[str, Place] = {}
     end = 0

@@ -58,7 +58,7 @@ class ConfigFile:
         return name
 
     def model_type(self) -> str:
-        """What transformers calls this kind of model; empty if the file does not say."""
+        """Return what transformers calls this kind of model; empty if the file does not say."""
         found = self._values.get("model_type")
         return found if isinstance(found, str) else ""
 
@@ -110,14 +110,14 @@ class ConfigFile:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
 
     def _rope(self, name: str) -> dict[str, Any]:
-        """What the config says of the rotation in this place; nothing, if it is null."""
+        """Return what the config says of the rotation in this place; nothing, if it is null."""
         rope = self._values.get(name)
         if not isinstance(rope, dict | None):
             raise self._variant(name, rope, "a JSON object or null")
         return rope or {}
 
     def yarn(self) -> Yarn | None:
-        """How the context was lengthened, as every place of the config gives it; None: it was not."""
+        """Return how the context was lengthened, as every place of the config gives it; None: it was not."""
         found = {name: self._yarn_at(name) for name in _ROPE_PLACES if self._values.get(name) is not None}
         if len(set(found.values())) > 1:
             raise self.refusal("rope_scaling", found, "one scaling in all places", "Make them equal.")
@@ -177,7 +177,7 @@ class ConfigFile:
         return int(size)
 
     def leading(self, name: str, first: str, other: str, default: int) -> int:
-        """How many of a list's entries are `first` before all others are `other`; the default where there is none."""
+        """Count a list's entries that are `first` before all others are `other`; the default where there is none."""
         kinds = self._values.get(name)
         if kinds is None:
             return default

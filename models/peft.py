@@ -42,7 +42,7 @@ def pair_of(row: TensorRow, config: AdapterSection) -> tuple[str, str]:
 
 
 def base_digest(path: Path, model: Model) -> str:
-    """What the weights of a directory are, in 32 hex digits, as BF16 and whatever files they are in."""
+    """Return what the weights of a directory are, in 32 hex digits, as BF16 and whatever files they are in."""
     return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
 
 
@@ -84,7 +84,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
 
 
 def read_config(path: Path, model: Model, key: str) -> AdapterSection:
-    """What the adapters of a PEFT directory are: which matrices have one, how wide, and how much it counts.
+    """Return what the adapters of a PEFT directory are: which matrices have one, how wide, and how much it counts.
 
     Raises:
         UserError: no such directory, another method than LoRA or a variant of it, or matrices that the model lacks.

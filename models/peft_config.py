@@ -27,7 +27,7 @@ Lowered = BeforeValidator(lambda value: value.lower() if isinstance(value, str) 
 
 
 class _History(BaseModel):
-    """How an adapter was trained, and settings of what `PeftConfig` refuses: they change nothing in what is read."""
+    """Settings of how an adapter was trained, and of what `PeftConfig` refuses: they change nothing in what is read."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

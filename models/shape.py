@@ -1,4 +1,4 @@
-"""What a model weighs and computes: sums over the rows of its tensors and over its families, without a weight.
+"""Size and cost of a model: sums over the rows of its tensors and over its families, without a weight.
 
 One layer of each run of equal ones is looked at, so that a model of tens of thousands of tensors takes a moment.
 """
@@ -66,7 +66,7 @@ class WeightGroup:
 
     @property
     def count(self) -> int:
-        """How many the model has."""
+        """Return how many the model has."""
         return self.copies * (len(self.layers) if self.in_layers else 1)
 
 
@@ -191,6 +191,6 @@ def _groups(
 
 
 def overlap(one: range, other: range) -> range:
-    """What two runs of layers have in common."""
+    """Return what two runs of layers have in common."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))

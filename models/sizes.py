@@ -42,7 +42,7 @@ class SigmoidRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What trainer, engine and checks need to know of a model beside its tensors and ops.
+    """Sizes that trainer, engine and checks need beside a model's tensors and ops.
 
     Attributes:
         ffn_size: width of the dense MLPs; 0 where every layer has experts.
@@ -88,7 +88,7 @@ class ModelSizes:
 
     @property
     def attention_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """Return what the products of queries and keys are multiplied by."""
         return self.head_dim**-0.5 * (self.yarn.temperature if self.yarn else 1.0)
 
     @property
@@ -106,11 +106,11 @@ class ModelSizes:
         return self.layers - self.dense_layers if self.moe else 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer 0 to `layers` - 1 has routed experts."""
+        """Return whether layer 0 to `layers` - 1 has routed experts."""
         return self.moe and layer >= self.dense_layers
 
     def drafts(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is of a draft layer."""
+        """Return whether a tensor of the checkpoint is of a draft layer."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         return name.startswith(tuple(f"model.layers.{number}." for number in numbers))
 

@@ -30,8 +30,8 @@ _SPARE = ("rotary_emb.inv_freq",)
 def check_stored(
     path: Path, model: Model, key: str = "model.path", say: Callable[[str], object] = lambda text: None
 ) -> None:
-    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite floats, or
-    as matrices in FP8 with a scale for each block; those of draft layers may have any shape.
+    """Check whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite
+    floats, or as matrices in FP8 with a scale for each block; those of draft layers may have any shape.
 
     say: told what becomes of weights in FP8.
 

@@ -50,7 +50,7 @@ class WeightFiles:
         return dequantized(tensor, self._read(name + SCALE_SUFFIX)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def loses_nothing(self, name: str) -> bool:
-        """Whether all scales of a weight in FP8 are powers of two."""
+        """Return whether all scales of a weight in FP8 are powers of two."""
         significand, _ = torch.frexp(self._read(name + SCALE_SUFFIX).float())
         return bool((significand == 0.5).all())
 
@@ -67,7 +67,7 @@ def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def is_scales(name: str, files: WeightFiles) -> bool:
-    """Whether a tensor is the scales of a weight in FP8."""
+    """Return whether a tensor is the scales of a weight in FP8."""
     weight = name.removesuffix(SCALE_SUFFIX)
     return weight != name and weight in files.where and files.described(weight)[1] == CODES
 
@@ -82,7 +82,7 @@ def check_scales(name: str, files: WeightFiles, key: str) -> None:
 
 
 def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
-    """What becomes of the values of these weights in FP8, in words."""
+    """Return what becomes of the values of these weights in FP8, in words."""
     lossless = [files.loses_nothing(name) for name in names]
     text = f"{len(lossless)} weights of the model are in FP8, and both sides start from them in BF16: "
     if all(lossless):

@@ -24,7 +24,7 @@ SERVED_SCALES = torch.float32
 
 @dataclass(frozen=True)
 class Location:
-    """Where a side holds a tensor.
+    """The place of a tensor on one side.
 
     Attributes:
         parameter: its name in the side's model.
@@ -155,7 +155,7 @@ class EngineRank:
         return name if self.ranks == 1 or row.engine.split is None else f"{name}#{self.rank}/{self.ranks}"
 
     def part(self, row: TensorRow, tensor: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor of `row`, or of its scales."""
+        """Return what this rank holds of a whole tensor of `row`, or of its scales."""
         if row.engine.split is None:
             return tensor
         return tensor.narrow(row.engine.split, *self._range(row, tensor.shape[row.engine.split]))
@@ -166,7 +166,8 @@ class EngineRank:
         return self._range(row, whole)[1] if row.engine.split == 0 else whole
 
     def place(self, index: int | None, count: int) -> int | None:
-        """Where, among the `count` that this rank holds, the tensor of `index` in a stack stands; None: elsewhere."""
+        """Return the place of the tensor of `index` among the `count` of a stack that this rank holds; None:
+        elsewhere."""
         return None if index is None or not 0 <= index - self.rank * count < count else index - self.rank * count
 
     def _range(self, row: TensorRow, size: int) -> tuple[int, int]:

@@ -126,12 +126,12 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
 
 
 def _makers() -> dict[str, Callable[[TinyModel, dict[str, Any]], PreTrainedModel]]:
-    """How a tiny model of each architecture is made that says so, by model type."""
+    """Return how a tiny model of each architecture is made that says so, by model type."""
     return {each.model_type: each.tiny for each in architectures().values() if each.tiny is not None}
 
 
 def tiny_families() -> list[str]:
-    """What :attr:`TinyModel.family` may be."""
+    """Return what :attr:`TinyModel.family` may be."""
     return sorted(_makers().keys() - {"qwen3_moe"})
 
 

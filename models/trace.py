@@ -88,7 +88,7 @@ class OpTrace:
 
 
 def inputs(record: Mapping[str, Tensor], place: OpSite) -> list[Tensor | None]:
-    """What an op read, in the order of `reads`; None for what was not there, such as the first residual."""
+    """Return what an op read, in the order of `reads`; None for what was not there, such as the first residual."""
     return [record.get(place.key(f"in.{name}")) for name in place.op.reads]
 
 

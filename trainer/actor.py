@@ -242,7 +242,7 @@ class TrainerGroup:
         return lr
 
     def update_survival(self) -> float | None:
-        """How far quantization lets merged adapters through; see :func:`trainer.adapters.update_survival`."""
+        """Return how far quantization lets merged adapters through; see :func:`trainer.adapters.update_survival`."""
         if not self.merges:
             return None
         survival: float | None = self._all("apply", "policy", "update_survival")[0]

@@ -95,7 +95,7 @@ class WithoutAdapter:
 
 
 class Roles:
-    """What one rank holds; all of it from one model directory, in one layout and one numerics.
+    """Models of one rank; all from one model directory, in one layout and one numerics.
 
     Attributes:
         models: by role. The policy is always there.

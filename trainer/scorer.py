@@ -144,11 +144,11 @@ class Scorer:
         return [each for name, parameter in asked for each, _ in matrices(name, parameter)]
 
     def _finish(self, model: GPTModel) -> None:
-        """What else is done to the model once its weights are loaded."""
+        """Finish the model once its weights are loaded."""
 
     @property
     def _runs(self) -> nn.Module:
-        """What Megatron's schedule runs: the model, or its wrapper."""
+        """Return what Megatron's schedule runs: the model, or its wrapper."""
         return self.model
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
@@ -158,7 +158,7 @@ class Scorer:
         return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, packing, counting)
 
     def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
-        """What is made of the final hidden states; see :mod:`trainer.step.reading`."""
+        """Return what is made of the final hidden states; see :mod:`trainer.step.reading`."""
         return read_logprobs(hidden, head, micro, self.config.head_chunk_tokens)
 
     def _check_width(self, batch: TokenBatch) -> None:

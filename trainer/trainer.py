@@ -189,7 +189,8 @@ class Trainer(Scorer):
         return extra
 
     def update_survival(self) -> float | None:
-        """How far quantization lets merged adapters through; None where there are none, or nothing is quantized."""
+        """Measure how far quantization lets merged adapters through; None where there are none or nothing is
+        quantized."""
         adapter, spec = self.definition.adapter, self.numerics.trainer_spec
         if adapter is None or adapter.mode != "merged" or not spec.quantized:
             return None
@@ -202,7 +203,7 @@ class Trainer(Scorer):
         return update_survival(self.model, spec_of, self.layout)
 
     def _is_trained_whole(self, name: str) -> bool:
-        """Whether a parameter is trained itself where others have adapters."""
+        """Return whether a parameter is trained itself where others have adapters."""
         return False
 
     def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
@@ -225,12 +226,12 @@ class Trainer(Scorer):
 
     @property
     def trained(self) -> checkpoint.Trained:
-        """What training changes."""
+        """Return what training changes."""
         return checkpoint.Trained(self.model, self.optimizer, self.layout, self._adapter)
 
     @functools.cached_property
     def _adapter(self) -> dict[str, Any] | None:
-        """What a checkpoint says of the adapters; all ranks ask at once."""
+        """Return what a checkpoint says of the adapters; all ranks ask at once."""
         if (adapter := self.definition.adapter) is None:
             return None
         digest = base_digest(self.model, self.weights) if self.placed is None else self.placed.unquantized

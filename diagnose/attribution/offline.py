@@ -44,7 +44,7 @@ class AttributionSubject:
 
     @property
     def compared(self) -> str:
-        """Why |d| of the batch is not that of the run, if it is sampled anew."""
+        """Return why |d| of the batch is not that of the run, if it is sampled anew."""
         if self.batch is not None:
             return ""
         return (

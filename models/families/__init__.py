@@ -65,7 +65,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tensors of a part of a layer stand on both sides, which name it alike but for what comes before."""
+    """The place of a part of a layer on both sides, which name its tensors alike but for what comes before."""
 
     layer: int
     inside: str

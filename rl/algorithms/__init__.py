@@ -1,4 +1,4 @@
-"""What a batch is learnt by: advantages, corrections and losses. Each algorithm is one file, its settings beside it.
+"""Algorithms: advantages, corrections and losses. Each algorithm is one file, its settings beside it.
 
 One of ours joins by being here: a module with a subclass of `AlgorithmConfig` that has a `name`. A user's is named in
 the spec.

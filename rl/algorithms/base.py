@@ -1,4 +1,4 @@
-"""What every algorithm tells the loop, whatever it learns from."""
+"""The interface of an algorithm to the loop, whatever it learns from."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CAP_WITHOUT_TIS = 2.0
 
 @dataclass(frozen=True)
 class Needs:
-    """What a batch is given before its first update, beside what the engines say of it. A reference, a critic or a
-    teacher is loaded only where one is needed.
+    """Scores that a batch is given before its first update, beside what the engines say of it. A reference, a critic or
+    a teacher is loaded only where one is needed.
 
     Attributes:
         old_logprobs: the policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`.
@@ -43,7 +43,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What came of the trajectories of a batch, by row.
+    """Rewards of the trajectories of a batch, by row.
 
     Attributes:
         rewards: float [N].
@@ -89,19 +89,19 @@ class AlgorithmConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        """What its batches are given before the first update."""
+        """Return what its batches are given before the first update."""
         return Needs()
 
     def critic_config(self, trainer: TrainerSection) -> TrainerSection | None:
-        """How the critic is trained beside a policy that is trained so; None: there is none."""
+        """Return how the critic is trained beside a policy that is trained so; None: there is none."""
         return None
 
     def learns(self, step: int) -> bool:
-        """Whether the policy is updated in this step of the run, counted from 1."""
+        """Return whether the policy is updated in this step of the run, counted from 1."""
         return True
 
     def problems_per_step(self, rollout: RolloutSection) -> int:
-        """How many problems of the data a step takes."""
+        """Return how many problems of the data a step takes."""
         return rollout.prompts_per_step
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
@@ -109,12 +109,12 @@ class AlgorithmConfig(Section):
         raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
 
     def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        """What a scored batch is to teach, as fields float32 [B, S]."""
+        """Return what a scored batch is to teach, as fields float32 [B, S]."""
         return {"advantages": self.advantages(outcomes, batch)}
 
     def keeps(self, rewards: Tensor) -> bool:
-        """Whether a group of these rewards, float [G], is worth training on; another is sampled in place of one that is
-        not."""
+        """Return whether a group of these rewards, float [G], is worth training on; another is sampled in place of one
+        that is not."""
         return True
 
     def objective(self, batch: TokenBatch) -> Objective:
@@ -126,7 +126,7 @@ class AlgorithmConfig(Section):
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
-        """What somebody should know who comes from another framework, a sentence each."""
+        """Return what somebody should know who comes from another framework, a sentence each."""
         return []
 
     @property

@@ -1,4 +1,4 @@
-"""What the algorithms that learn from rewards share: the settings, and the objective that they make.
+"""Algorithms that learn from rewards: the settings that they share, and the objective that they make.
 
 loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w,  0 if rejected,
        less an entropy bonus
@@ -303,8 +303,8 @@ class PolicyGradient(AlgorithmConfig):
         raise NotImplementedError
 
     def kl_price(self, batch: TokenBatch) -> Tensor:
-        """What each token pays for being likelier than with the reference, at the weights that the batch was scored
-        with (under `bypass`, sampled with): float64 [B, S], 0 on tokens that are not used."""
+        """Return what each token pays for being likelier than with the reference, at the weights that the batch was
+        scored with (under `bypass`, sampled with): float64 [B, S], 0 on tokens that are not used."""
         old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
         x = old.double() - batch.fields["reference_logprobs"].double()
         return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)

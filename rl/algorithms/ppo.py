@@ -18,7 +18,7 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 
 
 class CriticSection(RateSection):
-    """How the critic is trained; what is not here is as in the `trainer` section."""
+    """Training of the critic; what is not here is as in the `trainer` section."""
 
     lr: float = Field(default=1e-5, gt=0.0, le=100.0)
     """Peak learning rate."""

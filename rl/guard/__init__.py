@@ -1,1 +1,2 @@
-"""What watches a run and steps in: gates and their actions, the record of them, and capsules to look at afterwards."""
+"""Guards that watch a run and step in: gates and their actions, the record of them, and capsules to look at
+afterwards."""

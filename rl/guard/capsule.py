@@ -101,7 +101,7 @@ class Case:
 
 
 class _About(BaseModel):
-    """What `capsule.json` has, besides its format."""
+    """Contents of `capsule.json`, besides its format."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -23,7 +23,7 @@ from fp8rl.trainer.checkpoint.files import read_about
 
 @dataclasses.dataclass
 class GateState:
-    """What gates have changed for good.
+    """Changes that gates have made for good.
 
     tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
 
@@ -50,7 +50,7 @@ class GateState:
         return dataclasses.asdict(self)
 
     def numerics(self, configured: NumericsConfig) -> NumericsConfig:
-        """What both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
+        """Return what both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
         return dataclasses.replace(configured, trainer="bf16", rollout="bf16") if self.bf16 else configured
 
 
@@ -76,7 +76,7 @@ class Firing:
 
 @dataclasses.dataclass
 class RuleState:
-    """Where one rule stands.
+    """State of one rule.
 
     beyond: steps in a row beyond the bound. tripped: it was `for_steps`, and the metric has not recovered since.
     fired: this was announced. quiet_until: the last step of the cooldown.

@@ -14,7 +14,7 @@ from fp8rl.rl.record.events import Event
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Why a pass gave no gradients to apply.
+    """Reason for which a pass gave no gradients to apply.
 
     metric, value: what was not finite, as in an `Event`. bound: in words. reason: a sentence. rows: of the batch, that
     it came from.
@@ -29,7 +29,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What becomes of a step.
+    """Decision on a step.
 
     events: gates that fired and faults, of the pass that was judged. why: what these and an earlier pass of the step
     have said. fired: gates, over both. withheld: the batch is not trained on. retry: a gate changed the objective or
@@ -73,7 +73,7 @@ class Guard:
 
     @property
     def replays(self) -> bool:
-        """Whether the trainer takes the engine's experts now."""
+        """Return whether the trainer takes the engine's experts now."""
         return self._replays or self._gate_state.router_replay
 
     def judge(self, step: int, metrics: Mapping[str, float], fault: Fault | None, capsule: str | None) -> Verdict:

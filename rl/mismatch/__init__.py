@@ -1,4 +1,5 @@
-"""How far trainer and engine disagree on the tokens that the engine sampled, and on the experts that they went to."""
+"""Metrics of how far trainer and engine disagree on the tokens that the engine sampled, and on the experts that they
+went to."""
 
 from fp8rl.rl.mismatch.drift import drift_metrics, redraw_metrics
 from fp8rl.rl.mismatch.logprobs import agreement, row_abs_diff_means

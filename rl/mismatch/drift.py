@@ -1,4 +1,4 @@
-"""How far the policy has moved since older weights sampled a token.
+"""Metrics of how far the policy has moved since older weights sampled a token.
 
 d = trainer logprob - rollout logprob of a token that older weights than the trainer's have sampled. In exact mode the
 engine's logprob is what a trainer at those weights would say, so that d is the change of the policy and nothing else;
@@ -47,7 +47,8 @@ def drift_metrics(
 
 
 def tokens_by_age(versions: Tensor, version: int) -> dict[int, int]:
-    """How many of the tokens are how many versions older than `version`, `OLDEST` for that and more; int64 [N]."""
+    """Return how many of the tokens are how many versions older than `version`, `OLDEST` for that and more; int64
+    [N]."""
     ages, counts = (version - versions).clamp(max=OLDEST).unique(return_counts=True)
     return dict(zip(ages.tolist(), counts.tolist(), strict=True))
 

@@ -1,4 +1,5 @@
-"""What the metrics of tokens and of sequences share: bounded exponents, percentiles and the effective sample size."""
+"""Statistics that the metrics of tokens and of sequences share: bounded exponents, percentiles and the effective sample
+size."""
 
 from __future__ import annotations
 

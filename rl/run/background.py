@@ -67,7 +67,7 @@ class Background:
         return self._closed
 
     def takes_turns(self) -> bool:
-        """Whether a coroutine gets its turn: one that never awaits keeps it from all others."""
+        """Return whether a coroutine gets its turn: one that never awaits keeps it from all others."""
         try:
             self.begin(asyncio.sleep(0)).result(_TURN_SECONDS)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, which of them stay, and what a resumed run may start from."""
+"""Checkpoints of a run: when they are written, which of them stay, and what a resumed run may start from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
-    """Whether `step` ends with a checkpoint."""
+    """Return whether `step` ends with a checkpoint."""
     return step == experiment.run.steps or step % experiment.checkpoint.every == 0
 
 
@@ -102,7 +102,7 @@ class Checkpoints:
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
-    """Whether `spec` can go on from the newest checkpoint of `run`; damage inside its tensors is found when they load.
+    """Check that `spec` can go on from the newest checkpoint of `run`; damage inside its tensors is found when they load.
 
     Raises:
         UserError: there is none, a file of it is missing or cut off, a line of the run's record is damaged, it is
@@ -203,7 +203,7 @@ def changes(run: RunDir, experiment: Experiment) -> list[str]:
 
 
 def _kept(experiment: Experiment) -> dict[str, Any]:
-    """What a run keeps from its first step to its last: its curves would be of two experiments otherwise."""
+    """Return what a run keeps from its first step to its last: its curves would be of two experiments otherwise."""
     numerics = experiment.numerics_config()
     return {
         "numerics": f"spec digest {numerics.spec.digest()}",

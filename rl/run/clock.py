@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Clock of a step: where its seconds go."""
 
 from __future__ import annotations
 

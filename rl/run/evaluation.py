@@ -32,7 +32,7 @@ from fp8rl.trainer.actor import TrainerGroup
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is asked of one set.
+    """Requests of one set.
 
     name: empty for `data.eval`. rewards_key: where the spec has its rewards; empty: those of the run. pass_at: each k
     of which `pass@k` is wanted. right_from: the first reward from which on an answer is right.
@@ -97,18 +97,19 @@ class Evaluation:
         self._step = self._version = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` ends with an evaluation. None goes on beside the last step, whose row has its own."""
+        """Return whether `step` ends with an evaluation. None goes on beside the last step, whose row has its own."""
         every, last = self._experiment.eval.every, self._experiment.run.steps
         due = step == last or bool(every and step % every == 0)
         return bool(self._sets) and due and not (step == last - 1 and self.goes_beside(step))
 
     def goes_beside(self, step: int) -> bool:
-        """Whether that of `step` goes on beside the next one, whose row gets it; that of the last step cannot."""
+        """Return whether that of `step` goes on beside the next one, whose row gets it; that of the last step
+        cannot."""
         return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps
 
     @property
     def under_way(self) -> bool:
-        """Whether one was begun and not finished."""
+        """Return whether one was begun and not finished."""
         return bool(self._asked)
 
     def begin(self, step: int) -> None:

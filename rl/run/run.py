@@ -213,7 +213,7 @@ class LiveRun:
 
     @property
     def capsule(self) -> str:
-        """Where this step's worst sequences are kept, below the run's directory."""
+        """Return where this step's worst sequences are kept, below the run's directory."""
         return str(self.files.capsule(self.step).relative_to(self.files.path))
 
     def sync(self) -> SyncReport:

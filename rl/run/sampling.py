@@ -58,7 +58,7 @@ class PendingGroup:
 
     @property
     def answered(self) -> bool:
-        """Whether all answers are there, and are what they should be."""
+        """Return whether all answers are there, and are what they should be."""
         return _are_there(self.answers)
 
     def judged(self) -> list[JudgedAnswer]:
@@ -105,7 +105,7 @@ class Sampling:
         return [self.judge.failures] + ([] if self.conversations is None else [self.conversations.failures])
 
     def at(self, temperature: float) -> SamplingParams:
-        """How the experiment draws answers at a temperature; 0 is greedy."""
+        """Return how the experiment draws answers at a temperature; 0 is greedy."""
         drawn = self.rollout.sampling(temperature, self._ends)
         return replace(drawn, supports=self.carries_supports and temperature > 0)
 

@@ -159,7 +159,7 @@ class Stack:
 
     @property
     def replays(self) -> bool:
-        """Whether the experiment has the trainer take the engine's experts."""
+        """Return whether the experiment has the trainer take the engine's experts."""
         return self.numerics.router_replay == "replay"
 
     def switch(self, numerics: NumericsConfig) -> None:

@@ -34,7 +34,7 @@ class DeviceTurns:
 
     @property
     def shared(self) -> bool:
-        """Whether the sides are on the same GPUs."""
+        """Return whether the sides are on the same GPUs."""
         return self._sharing is not None
 
     @contextmanager

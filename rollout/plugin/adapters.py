@@ -37,7 +37,7 @@ class Adapter:
 
 
 class AdaptedRows:
-    """Which rows of a forward pass have the adapters, in an engine that answers for the base beside them too.
+    """The rows of a forward pass that have the adapters, in an engine that answers for the base beside them too.
 
     A request for the base has a `lora_id`, by which SGLang also keeps its prefixes apart from those of others.
     """

@@ -88,13 +88,13 @@ class Drafts:
         self._strengths[slots] = np.where(anew, 1, strengths)
 
     def _rates(self) -> NDArray[np.float64]:
-        """How often entries were right of late, by place and strength; what nobody has seen yet counts as half."""
+        """Rates at which entries were right of late, by place and strength; unseen ones count as half."""
         rates = (self._right + 0.5) / (self._seen + 1.0)
         rates[::STRENGTHS] = 0.0  # empty
         return rates
 
     def _salts(self, prompts: Ints, version: int) -> Hashes:
-        """Where the hashes of each source begin: [sources, R]."""
+        """Return where the hashes of each source begin: [sources, R]."""
         same = _mixed(prompts.astype(np.uint64), _ODD)
         if self._source == "siblings":
             return _mixed(same, np.uint64(version + 1))[None]
@@ -116,7 +116,7 @@ class Drafts:
 
 
 class Price:
-    """What a drafted token has to promise: how much longer a forward pass takes for one row more.
+    """The rate that a drafted token has to promise: how much longer a forward pass takes for one row more.
 
     Seconds of a pass are taken as a + b · rows, by the passes of late.
     """

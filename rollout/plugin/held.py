@@ -1,4 +1,4 @@
-"""Where a model in the engine has the tensors of the checkpoint."""
+"""Places of the checkpoint's tensors in an engine's model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ where in that."""
 def hf_tensors(
     model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
 ) -> Iterator[Served]:
-    """What this rank has of the checkpoint, and the scales of what is quantized in blocks of `block` rows; within: in
+    """Yield what this rank has of the checkpoint, and scales of what is quantized by `block` rows; within: in
     these parameters alone."""
     held = dict(_held(model, table))
     for name, by_index in table.in_engine.items():

@@ -126,7 +126,7 @@ _EVERY_MODE: tuple[Hook, ...] = (
 
 
 def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    """What is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
+    """Return what is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
 
     Exact mode replaces every op. Native mode replaces the draw, the FP8 products on a CPU, and on a GPU the quantizer
     of activations unless they are rounded under FP32 scales as SGLang does; in a BF16 engine the draw alone.

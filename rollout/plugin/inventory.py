@@ -1,4 +1,5 @@
-"""What one rank of the engine holds: weights by their names in the checkpoint, what is made of them, and the KV cache.
+"""Inventory of one rank of the engine: weights by their names in the checkpoint, what is made of them, and the KV
+cache.
 
 What a forward holds for a moment is not in it, nor what SGLang keeps beside: requests, tables of slots, CUDA graphs.
 """

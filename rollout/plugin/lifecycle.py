@@ -94,7 +94,7 @@ def _number_routers(model: Any) -> None:
 
 
 def _leave_factor_to_routers(model: Any) -> None:
-    """Where SGLang would multiply the sum of experts by the factor of their probabilities, rounded, it is to be 1."""
+    """Set the factor to 1 by which SGLang would multiply the rounded sum of experts: it is in their probabilities."""
     for module in model.modules():
         if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
             module.routed_scaling_factor = 1.0

@@ -87,7 +87,7 @@ class EngineOps:
         return [None if tensor is None else tensor.to(self._device) for tensor in read]
 
     def run(self, place: OpSite, read: Read) -> tuple[Tensor, ...]:
-        """What one op writes."""
+        """Return what one op writes."""
         # SGLang writes some results into its inputs.
         given = (None if tensor is None else tensor.clone() for tensor in read)
         return self._sides[place.op.form].run(self.probed, self.module(place), *given)

@@ -19,7 +19,7 @@ from fp8rl.rollout.plugin.state import state
 
 
 def splits(layer: Any) -> bool:
-    """Whether the ranks share the K of this layer's product."""
+    """Return whether the ranks share the K of this layer's product."""
     from sglang.srt.layers.linear import RowParallelLinear
 
     return isinstance(layer, RowParallelLinear) and layer.tp_size > 1

@@ -59,7 +59,7 @@ def supports(logits: Tensor, wanted: list[bool]) -> list[list[int] | None]:
 
 
 def _narrows(sampling_info: Any, vocabulary: int) -> bool:
-    """Whether a request of the batch leaves tokens out; greedy ones, of top-k 1, do not count."""
+    """Return whether a request of the batch leaves tokens out; greedy ones, of top-k 1, do not count."""
     top_k = sampling_info.top_ks
     some = sampling_info.need_top_k_sampling and bool(((top_k > 1) & (top_k < vocabulary)).any())
     return some or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling

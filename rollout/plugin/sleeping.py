@@ -83,7 +83,7 @@ def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
 
 
 def memory(runner: Any) -> Memory:
-    """What a rank of the engine holds. runner: SGLang's ModelRunner."""
+    """Return what a rank of the engine holds. runner: SGLang's ModelRunner."""
     device = state().weights.device
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

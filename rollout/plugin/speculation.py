@@ -30,7 +30,7 @@ NAME = "FP8RL"
 
 
 def accepted(drafts: Tensor, drawn: Tensor) -> Tensor:
-    """How many of the drawn tokens of each answer are kept, int64 [B], at least 1.
+    """Return how many of the drawn tokens of each answer are kept, int64 [B], at least 1.
 
     drawn: int64 [B, W], behind the last token and behind each draft. drafts: [B, W - 1], -1 where there is none. Draft
     j stands where drawn token j would; what is drawn behind it is the answer's as long as the two are the same.
@@ -157,7 +157,7 @@ class Rows:
         return cls(torch.tensor(tokens), positions, owner, lengths, real)
 
     def slots(self, batch: Any) -> Tensor:
-        """Where the cache keeps keys and values of the rows; SGLang has reserved it."""
+        """Return where the cache keeps keys and values of the rows; SGLang has reserved it."""
         table = batch.req_to_token_pool.req_to_token
         return table[batch.req_pool_indices[self.owner], self.positions].long()
 
@@ -175,7 +175,7 @@ class Rows:
         return torch.full(self.real.shape, -1, dtype=values.dtype).masked_scatter(self.real, values)
 
     def widen(self, output: Any) -> None:
-        """What the sampler says beside its tokens, in the places where SGLang looks for it."""
+        """Put what the sampler says beside its tokens in the places where SGLang looks for it."""
         if output.next_token_logprobs is not None:
             output.next_token_logprobs = self.wide(output.next_token_logprobs)
         for name in ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val", "token_ids_logprobs_idx"):
@@ -194,7 +194,7 @@ class Drafter:
         self._prompts: dict[str, int] = {}
 
     def draft(self, batch: Any) -> list[list[int]]:
-        """What is drafted to each request of a batch."""
+        """Return what is drafted to each request of a batch."""
         requests, most = batch.reqs, self._speculation.drafts
         tails = [[*request.origin_input_ids[-CONTEXT:], *request.output_ids[-CONTEXT:]] for request in requests]
         self._contexts = np.array([([-1] * CONTEXT + tail)[-CONTEXT:] for tail in tails])
@@ -210,7 +210,7 @@ class Drafter:
         return self._drafts.draft(self._contexts, self._numbers, self._version, room, least)
 
     def saw(self, drawn: Tensor, kept: Tensor, rows: int, seconds: float) -> None:
-        """What was drawn [B, W] in a pass, how many tokens of it were kept [B], and what it took."""
+        """Note what was drawn [B, W] in a pass, how many tokens of it were kept [B], and what it took."""
         wide, kept_ = np.concatenate((self._contexts, drawn.numpy()), 1), kept.numpy()
         windows: Ints = np.lib.stride_tricks.sliding_window_view(wide, CONTEXT, axis=1)[:, :-1]
         real = np.arange(drawn.shape[1]) < kept_[:, None]
@@ -220,6 +220,6 @@ class Drafter:
 
 
 def _by_logits_alone(info: Any) -> bool:
-    """Whether nothing else counts in the draw of a batch, such as penalties, which the tokens before change."""
+    """Return whether nothing else counts in the draw of a batch, such as penalties, which the tokens before change."""
     others = info.acc_additive_penalties, info.acc_scaling_penalties, info.logit_bias, info.grammars or None
     return not any(other is not None for other in others)

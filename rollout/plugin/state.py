@@ -1,4 +1,4 @@
-"""What the plugin holds in the engine's scheduler process: the numerics, the weights, and the report on both."""
+"""State of the plugin in the engine's scheduler process: the numerics, the weights, and the report on both."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def state() -> EngineState:
 
 
 def report(runner: Any) -> EngineReport:
-    """What this engine runs: the answer to the handshake. runner: SGLang's ModelRunner."""
+    """Return what this engine runs: the answer to the handshake. runner: SGLang's ModelRunner."""
     current = state()
     exact = current.numerics.mode == "exact"
     if exact and current.row_variant is None:

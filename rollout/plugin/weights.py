@@ -33,7 +33,7 @@ from fp8rl.rollout.protocol import ADAPTER_SCALE, DELTA
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What one FP8 parameter multiplies as (`ops.weight_operand`), and the weight version it was made from; None: none
+    """The operand of one FP8 parameter (`ops.weight_operand`), and the weight version it was made from; None: none
     that is whole, its memory waits for the next."""
 
     value: Any
@@ -67,7 +67,7 @@ class ServedWeights:
 
     @property
     def definition(self) -> Model:
-        """What is known of the model beside its weights."""
+        """Return what is known of the model beside its weights."""
         return self._loaded()[1]
 
     def attach(
@@ -172,7 +172,7 @@ class ServedWeights:
             )
 
     def operand(self, parameter: nn.Parameter) -> Any:
-        """What an FP8 parameter [N, K], or [experts, N, K], multiplies as at the current version.
+        """Return what an FP8 parameter [N, K], or [experts, N, K], multiplies as at the current version.
 
         Raises `RuntimeError` if there is none of that version.
         """
@@ -186,7 +186,7 @@ class ServedWeights:
         return entry.value
 
     def low_rank(self, parameter: Tensor) -> LowRank | None:
-        """What a product with this weight adds; None if it has no adapter."""
+        """Return what a product with this weight adds; None if it has no adapter."""
         if (adapter := self._adapters.get(parameter)) is None or self.adapted_rows is None:
             return adapter and adapter.low_rank
         return dataclasses.replace(adapter.low_rank, rows=self.adapted_rows.mask)
@@ -229,7 +229,7 @@ class ServedWeights:
         return self._entries(self._digests(self._names.keys()))
 
     def _forget_written(self) -> None:
-        """What was prepared of a parameter counts no more once a part of it has come again."""
+        """Forget what was prepared of a parameter once a part of it has come again."""
         written = {parameter for parameter, names in self._names.items() if names & self._arrived}
         self._made -= written
         self._stays -= written
@@ -257,7 +257,7 @@ class ServedWeights:
         return entries
 
     def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
-        """What this rank has of the checkpoint, as it is held; within: in these parameters alone."""
+        """Return what this rank has of the checkpoint, as it is held; within: in these parameters alone."""
         model, definition = self._loaded()
         return hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank, within)
 
@@ -325,7 +325,7 @@ class ServedWeights:
         return ops.weight_operand(quantized, former.value if former else None)
 
     def _held_as(self) -> dict[str, Tensor]:
-        """Where each tensor is, by its label."""
+        """Return where each tensor is, by its label."""
         if not self._places:
             self._places = {label: view for label, _, view in self.tensors()}
         return self._places

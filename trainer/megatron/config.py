@@ -107,7 +107,7 @@ def transformer_config(
 
 
 def _latent(sizes: ModelSizes) -> dict[str, Any]:
-    """What the config says of latent attention."""
+    """Return what the config says of latent attention."""
     latent, yarn = sizes.latent, sizes.yarn
     if latent is None:
         return {}

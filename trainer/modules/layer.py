@@ -1,4 +1,4 @@
-"""What the layers of a Megatron model are put together from, and the parts that most architectures have."""
+"""Components of the layers of a Megatron model, and the parts that most architectures have."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LatentModules:
-    """What stands in the place of Megatron's MLASelfAttention, the class of its narrow products, and its core."""
+    """Replacements of Megatron's MLASelfAttention, the class of its narrow products, and its core."""
 
     attention: ModuleSpec
     narrow: type[nn.Module]
@@ -62,7 +62,7 @@ class LatentModules:
 
 @dataclass(frozen=True)
 class LayerModules:
-    """What differs between the modes.
+    """Modules that differ between the modes.
 
     Attributes:
         norm_column_linear, column_linear, row_linear: for a module kind; see `asking`.

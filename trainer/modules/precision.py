@@ -24,7 +24,7 @@ from fp8rl.numerics.weight_cache import WeightCache
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands beside a weight [N, K], or stacked ones [experts, N, K].
+    """The adapter beside a weight [N, K], or stacked ones [experts, N, K].
 
     Attributes:
         a: [parts * rank, K], of each matrix that the weight fuses and that has an adapter, one after the other.
@@ -44,7 +44,7 @@ class Adapter:
 
     @property
     def merges(self) -> bool:
-        """Whether products take the weight with the adapter in it."""
+        """Return whether products take the weight with the adapter in it."""
         return self.config.mode == "merged"
 
     @property
@@ -54,7 +54,7 @@ class Adapter:
         return LowRank(self.a, wide, self.config.scale, self.parts)
 
     def term(self, x: Tensor, k_splits: int = 1) -> Tensor | None:
-        """What a product of x adds before it is rounded; None where the weight has it in it."""
+        """Return what a product of x adds before it is rounded; None where the weight has it in it."""
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
     def reached(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ class Adapter:
         return ops.reaching(product, x, self.low_rank, counts) if self.merges else product
 
     def merged(self, weight: Tensor) -> Tensor:
-        """What is served in place of the weight."""
+        """Return what is served in place of the weight."""
         return ops.merged(weight, self.low_rank)
 
 
@@ -99,7 +99,7 @@ class Precision:
         return self.cache if self.bare is None else self.bare
 
     def of_layer(self, layer: int) -> LayerPrecision:
-        """What the modules of layer 0 to `layers` - 1 share."""
+        """Return what the modules of layer 0 to `layers` - 1 share."""
         return LayerPrecision(self, layer)
 
 
@@ -112,7 +112,7 @@ class LayerPrecision:
 
     @property
     def spec(self) -> QuantSpec:
-        """What the layer's forward quantizes."""
+        """Return what the layer's forward quantizes."""
         return self.model.numerics.trainer_spec.of_layer(self.layer, self.model.layers)
 
     @property
@@ -127,15 +127,15 @@ class LayerPrecision:
         return self.model.numerics.k_splits
 
     def quantizes(self, kind: str) -> bool:
-        """Whether the GEMMs of this module kind run in FP8 now."""
+        """Return whether the GEMMs of this module kind run in FP8 now."""
         return self.spec.quantizes(kind)
 
     def operand(self, weight: Tensor) -> Any:
-        """What a quantized weight [N, K] multiplies as."""
+        """Return what a quantized weight [N, K] multiplies as."""
         return self.model.weights.operand(weight, self.spec.weight)
 
     def group_operand(self, weights: Sequence[Tensor] | Tensor) -> Any:
-        """What the quantized weights of a layer's experts multiply as: of each, or of their stack."""
+        """Return what the quantized weights of a layer's experts multiply as: of each, or of their stack."""
         return self.model.weights.group_operand(weights, self.spec.weight)
 
     def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
@@ -155,7 +155,7 @@ class LayerPrecision:
         return out if adapter is None else adapter.reached(out, x)
 
     def plain(self, weight: Tensor) -> Tensor:
-        """What an unquantized product takes of a parameter."""
+        """Return what an unquantized product takes of a parameter."""
         return self.model.weights.plain(weight)
 
     def used(self, adapter: Adapter | None) -> Adapter | None:

@@ -117,7 +117,7 @@ def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Return whether a parameter of this name is an adapter's."""
     return name.rpartition(".")[2].startswith("lora_")
 
 

@@ -1,1 +1,1 @@
-"""What algorithms are put together from."""
+"""Components of algorithms."""

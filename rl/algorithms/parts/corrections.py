@@ -34,7 +34,7 @@ from fp8rl.rl.mismatch.statistics import bounded
 
 
 class RejectionSection(Section):
-    """What lies outside [low, high] gives no loss; the denominators of the loss stay those of the whole batch."""
+    """Tokens outside [low, high] give no loss; the denominators of the loss stay those of the whole batch."""
 
     name: Literal["icepop", "geometric", "mis"]
     """`icepop`: tokens by their ratio trainer / rollout, which is also their weight. `geometric`: sequences by the
@@ -110,17 +110,17 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
-        """Whether weights can differ from 1."""
+        """Return whether weights can differ from 1."""
         return self.cap is not None or self.rejection in OWN_WEIGHT
 
     @property
     def rejects(self) -> bool:
-        """Whether a token can be left out of the loss."""
+        """Return whether a token can be left out of the loss."""
         return self.rejection is not None or self.veto is not None
 
     @property
     def corrects(self) -> bool:
-        """Whether it weighs or rejects; only then the rollout logprobs matter."""
+        """Return whether it weighs or rejects; only then the rollout logprobs matter."""
         return self.weighs or self.rejects
 
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:

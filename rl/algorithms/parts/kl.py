@@ -1,4 +1,4 @@
-"""What keeps a policy near the model that the run started from: its KL divergence, in the loss or in the reward.
+"""KL divergence from the model that the run started from, which keeps the policy near it: in the loss or in the reward.
 
 x = logprob - the reference's, of a sampled token. Three estimates of KL(policy || reference) from it (Schulman 2020,
 "Approximating KL Divergence"):
@@ -76,5 +76,5 @@ class KlSection(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference is loaded."""
+        """Return whether a reference is loaded."""
         return self.loss.coefficient > 0 or self.reward.coefficient > 0

@@ -84,7 +84,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
 
 
 def _check_answers(address: str) -> None:
-    """Whether a gRPC server is there. Ray itself would try for two minutes, and then end the process."""
+    """Check that a gRPC server is there. Ray itself would try for two minutes, and then end the process."""
     if not address.rpartition(":")[2].isdigit():
         return  # "auto": Ray looks for a cluster of this machine
     import grpc

@@ -47,8 +47,8 @@ def _names(resources: Mapping[str, float], labels: Mapping[str, str]) -> frozens
 
 @dataclass(frozen=True)
 class View:
-    """What a node sees. interface: that has its address. capability: of its GPUs, None on a CPU. unseen: files that it
-    does not see as this process does."""
+    """The view of a node. interface: that has its address. capability: of its GPUs, None on a CPU. unseen: files that
+    it does not see as this process does."""
 
     interface: str | None
     capability: tuple[int, int] | None
@@ -56,7 +56,7 @@ class View:
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, View]:
-    """What each of these nodes sees, by its id.
+    """Return what each of these nodes sees, by its id.
 
     Raises:
         UserError: one does not answer, or does not see `folder`, which is on a disk that they have to share, or one of

@@ -1,4 +1,4 @@
-"""Which node each trainer rank and each engine gets, as data: nodes and a spec in, nodes out."""
+"""Placement of trainer ranks and engines on nodes, as data: nodes and a spec in, nodes out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Placement:
 
 
 def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
-    """Where everything of a run goes. nodes: of the cluster, the driver's first.
+    """Return where everything of a run goes. nodes: of the cluster, the driver's first.
 
     Raises:
         UserError: it does not fit on the nodes that the spec lets it use.

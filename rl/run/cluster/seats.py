@@ -170,7 +170,7 @@ class Seats:
             time.sleep(_AGAIN_SECONDS)
 
     def _look_at(self, nodes: Sequence[Node]) -> None:
-        """Whether these see what they have to; a run on the driver's node alone does."""
+        """Check that these see what they have to; a run on the driver's node alone does."""
         new = [node for node in nodes if self._spans and node.id not in self._views]
         if new:
             self._views |= views(new, self._folder, [self._experiment.model.directory / "config.json"])
@@ -191,7 +191,7 @@ def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:
 
 @contextmanager
 def _no_room() -> Iterator[None]:
-    """What is raised where nothing fits: in a run that was under way it is nobody's wrong input."""
+    """Return what is raised where nothing fits: in a run that was under way it is nobody's wrong input."""
     try:
         yield
     except UserError as error:

@@ -53,7 +53,7 @@ class Canary:
 
     @property
     def group(self) -> Group:
-        """What an engine is asked for."""
+        """Return what an engine is asked for."""
         return Group(Prompt(Problem("", ""), self.prompt_ids), (self.seed,))
 
     @property
@@ -62,7 +62,7 @@ class Canary:
 
     @property
     def batch(self) -> TokenBatch:
-        """What the trainer scores."""
+        """Return what the trainer scores."""
         return batch_from_examples([SftExample(self.prompt_ids, self.answer_ids)])
 
     def difference(self, answer: Trajectory, scored: Tensor) -> float:
@@ -78,14 +78,14 @@ class Canary:
 
 @dataclass(frozen=True)
 class Expected:
-    """What engines must answer after a sync. version: of the weights. scored: waits for the trainer's side."""
+    """Answers that engines must give after a sync. version: of the weights. scored: waits for the trainer's side."""
 
     canary: Canary
     version: int
     scored: Callable[[], Tensor]
 
     def fault(self, difference: float) -> str:
-        """Why an engine whose canary differs so much is no good; empty if it is."""
+        """Return why an engine whose canary differs so much is no good; empty if it is."""
         if difference == 0 or not self.canary.exact:
             return ""
         return (

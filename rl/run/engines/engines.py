@@ -167,7 +167,7 @@ class Engines:
 
     @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
-        """Whether one of these engines is gone. Looks for a while before it says no."""
+        """Return whether one of these engines is gone. Looks for a while before it says no."""
         deadline = time.monotonic() + _DYING_SECONDS
         while time.monotonic() < deadline:
             held = {slot.endpoint: slot for slot in self.slots if slot.is_up}
@@ -355,8 +355,8 @@ class Engines:
     async def _asked(
         self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
     ) -> tuple[EngineSlot, Any]:
-        """What an engine answers to a request for `count` sequences, and which one: another if the first is lost, or
-        its canary no good.
+        """Return what an engine answers to a request for `count` sequences, and which one: another if the first is
+        lost, or its canary no good.
 
         longest: tokens that one of them may have in the end. near: see `admit`.
         """

@@ -1,4 +1,4 @@
-"""What the engines of a run are started with, and what each must say before it is used."""
+"""Settings that the engines of a run are started with, and what each must say before it is used."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 
 @dataclass(frozen=True)
 class Serving:
-    """What engines are started with. make: an actor for the engine of this index, where it has room; it may block.
-    checkpoint: an HF directory in the served format. version: of its weights, or `NO_WEIGHTS`. manifest: what it holds,
-    for engines that work as soon as they hold the same; None: they wait for a sync. role: what their model is there
-    for."""
+    """Settings that engines are started with. make: an actor for the engine of this index, where it has room; it may
+    block. checkpoint: an HF directory in the served format. version: of its weights, or `NO_WEIGHTS`. manifest: what it
+    holds, for engines that work as soon as they hold the same; None: they wait for a sync. role: what their model is
+    there for."""
 
     make: Callable[[int], Any]
     checkpoint: Path
@@ -68,7 +68,7 @@ def engine_maker(
 
 
 def engine_config(experiment: Experiment, role: Role) -> RolloutSection:
-    """What engines of this role are configured with; the experiment has some."""
+    """Return what engines of this role are configured with; the experiment has some."""
     if role == "policy":
         return experiment.rollout
     assert role == "teacher" and experiment.teacher is not None, role
@@ -76,7 +76,7 @@ def engine_config(experiment: Experiment, role: Role) -> RolloutSection:
 
 
 def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSection | None:
-    """What stands beside the weights of an engine: of adapters that are merged, nothing does."""
+    """Return what stands beside the weights of an engine: of adapters that are merged, nothing does."""
     adapter = experiment.adapter
     return adapter if adapter is not None and role == "policy" and adapter.mode == "separate" else None
 
@@ -84,7 +84,7 @@ def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterSect
 def expected_report(
     numerics: NumericsConfig, adapter: AdapterSection | None = None, architecture: str | None = None
 ) -> EngineReport:
-    """What an engine's plugin must say before the engine is used, on this machine."""
+    """Return what an engine's plugin must say before the engine is used, on this machine."""
     return report_on(numerics, own_capability(), adapter=adapter, architecture=architecture)
 
 

@@ -62,7 +62,7 @@ class EngineSlot:
 
     @property
     def is_up(self) -> bool:
-        """Whether an engine is there that can be sent weights."""
+        """Return whether an engine is there that can be sent weights."""
         return self.endpoint is not None and not self.lost.done()
 
     def give(self, answers: int) -> None:

@@ -1,1 +1,1 @@
-"""Where a step's batch comes from."""
+"""The source of a step's batch."""

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the feed: where it is in the data, and groups that were answered before their step.
+"""State of the feed in a checkpoint: where it is in the data, and groups that were answered before their step.
 
 The groups stand in a file of the checkpoint, one JSON line each, the rest in its `extra`.
 """
@@ -71,7 +71,7 @@ class Answered:
         )
 
     def answers(self, group: Group) -> bool:
-        """Whether this is what `group` asks for."""
+        """Return whether this is what `group` asks for."""
         return self.prompt_ids == group.prompt.token_ids and tuple(self.seeds) == group.seeds
 
     def trajectories(self) -> list[Trajectory]:
@@ -97,7 +97,7 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class FeedState:
-    """Where a feed is.
+    """Position of a feed.
 
     next: number of the first prompt that was not admitted yet. admitted: numbers of those that were and are not trained
     on yet, oldest first. answered: those of them whose answers are there.

@@ -105,7 +105,7 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
 
 
 def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> KeptTokenPool | None:
-    """What the sampled tokens were drawn from, in the rows that say it; None if no trajectory does."""
+    """Return what the sampled tokens were drawn from, in the rows that say it; None if no trajectory does."""
     reported = [t.supports for t in trajectories if t.supports is not None]
     if not reported:
         return None

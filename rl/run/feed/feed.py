@@ -1,4 +1,4 @@
-"""Where a step's batch comes from: answers that the engines sample and rewards judge, or the answers of the data."""
+"""The source of a step's batch: answers that the engines sample and rewards judge, or the answers of the data."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Feed(Protocol):
         """Wait for every answer that was admitted, where updates do not land in flight."""
 
     def state(self) -> FeedState:
-        """What a checkpoint must keep for the steps to come."""
+        """Return what a checkpoint must keep for the steps to come."""
 
     def restore(self, state: FeedState) -> None:
         """Go on where a checkpoint has kept `state`; what is answered in it is not asked for again."""

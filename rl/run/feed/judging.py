@@ -85,7 +85,7 @@ class Judge:
         return self._background.begin(self._judged(prompt, trajectories))
 
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
-        """What was begun.
+        """Return what was begun.
 
         Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
         left.
@@ -146,7 +146,7 @@ class Judge:
         ]
 
     async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Numbers | None]:
-        """What one function says of each answer of a group; None where it failed."""
+        """Return what one function says of each answer of a group; None where it failed."""
         if not self._functions[index].of_group:
             each = await asyncio.gather(*(self._called(index, one, 1) for one in offered))
             return [None if parts is None else parts[0] for parts in each]

@@ -1,4 +1,4 @@
-"""Which problems a step sees: a function of seed and number alone, so that a resumed run goes on where it was.
+"""Problems of a step: a function of seed and number alone, so that a resumed run goes on where it was.
 
 Each source is shuffled anew for each of its epochs. Of several, prompt n comes from the one in whose part of the unit
 interval the point u + n * golden ratio (mod 1) lies, where the parts are as long as the weights and u is the seed's.
@@ -60,7 +60,7 @@ class Stream(Generic[T]):
         return [self.nth(number) for number in range((step - 1) * count, step * count)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """Which source item `number` comes from, and how many came from it before."""
+        """Return which source item `number` comes from, and how many came from it before."""
         if len(self._sources) == 1:
             return 0, number
         source = bisect_right(self._ends, (self._offset + number * _GOLDEN) % _UNIT)
@@ -68,7 +68,7 @@ class Stream(Generic[T]):
         return source, self._points_below(self._ends[source], number) - self._points_below(below, number)
 
     def _points_below(self, end: int, count: int) -> int:
-        """How many of the first `count` points lie below `end`: [x mod 1 < e] is floor(x) - floor(x - e)."""
+        """Return how many of the first `count` points lie below `end`: [x mod 1 < e] is floor(x) - floor(x - e)."""
         u = self._offset
         return count + _floor_sum(count, _UNIT, _GOLDEN, u) - _floor_sum(count, _UNIT, _GOLDEN, u + _UNIT - end)
 

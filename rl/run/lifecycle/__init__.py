@@ -1,1 +1,1 @@
-"""How a run starts, is interrupted, goes on and ends."""
+"""Lifecycle of a run: how it starts, is interrupted, goes on and ends."""

@@ -108,7 +108,7 @@ def interruptible() -> Iterator[None]:
 
 
 def is_ending() -> bool:
-    """Whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
+    """Return whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
     return any(map(_signals_in, _posts)) or all(
         signal.getsignal(signum) in (signal.SIG_IGN, _noted) for signum in SIGNALS
     )

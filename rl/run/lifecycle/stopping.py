@@ -1,4 +1,4 @@
-"""What a run says that ends before its last step although neither its input nor its code is wrong."""
+"""Messages of a run that ends before its last step although neither its input nor its code is wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def end_without_ray(files: RunDir, why: str) -> None:
 
 
 def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leaves nothing") -> str:
-    """What to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
+    """Return what to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
     if files.checkpoint_steps():
         return f"resume   fp8rl train {files.experiment} --resume"
     if files.begun:

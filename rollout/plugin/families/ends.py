@@ -1,4 +1,4 @@
-"""What all models have in the engine: embedding, norms, products, the head and log-probabilities.
+"""Ops that all models have in the engine: embedding, norms, products, the head and log-probabilities.
 
 Exact mode replaces SGLang's norms and products by the shared ops. Native mode has SGLang's own FP8, on a GPU with the
 run's scales, and on a CPU, where it has none, our products.
@@ -140,7 +140,7 @@ def quantize_only_group(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3f
 
 
 def never(*args: Any, **kwargs: Any) -> bool:
-    """Whether SGLang may take a fused kernel."""
+    """Return whether SGLang may take a fused kernel."""
     return False
 
 
@@ -183,7 +183,7 @@ def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def epsilon(module: Any) -> tuple[float, ...]:
-    return (module.varianceepsilon,)
+    return (module.variance_epsilon,)
 
 
 FAMILY = EngineFamily(

@@ -63,7 +63,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 @dataclass(frozen=True)
 class Where:
-    """Where the rows of some sequences lie, as `ops.paged_latent_attention` is told."""
+    """The slots of some sequences' rows, as `ops.paged_latent_attention` is told."""
 
     table: Tensor
     requests: Tensor
@@ -237,7 +237,7 @@ class CopiesOfKvB:
         self.model.post_load_weights(weight_names=[self.name])
 
     def agree(self, spec: TensorSpec) -> bool:
-        """Whether they are, bit for bit, what kv_b_proj is or, quantized by `spec`, dequantizes to."""
+        """Return whether they are, bit for bit, what kv_b_proj is or, quantized by `spec`, dequantizes to."""
         product = self.attention.kv_b_proj
         whole = product.weight.detach()
         if (scales := getattr(product, "weight_scale_inv", None)) is not None:

@@ -1,4 +1,4 @@
-"""Which module stands where in a layer when every op is the shared one."""
+"""Modules of a layer when every op is the shared one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module stands where in a layer when every op but the FP8 products is Megatron's own."""
+"""Modules of a layer when every op but the FP8 products is Megatron's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module stands where in a layer when they are TransformerEngine's, as Megatron wraps them.
+"""Modules of a layer when they are TransformerEngine's, as Megatron wraps them.
 
 The FP8 context that Megatron opens around each layer decides what is quantized, by the model's config.
 """
