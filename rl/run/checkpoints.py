@@ -102,7 +102,9 @@ class Checkpoints:
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
-    """Check that `spec` can go on from the newest checkpoint of `run`; damage inside its tensors is found when they load.
+    """Check that `spec` can go on from the newest checkpoint of `run`.
+
+    Damage inside its tensors is found when they load.
 
     Raises:
         UserError: there is none, a file of it is missing or cut off, a line of the run's record is damaged, it is
