@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 
 from fp8rl import TinyModel, UserError, write_tiny_model
-from fp8rl.models.tiny import tiny_families
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.tiny_model", description="Write a small random model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
-    parser.add_argument("--family", choices=tiny_families(), default=TinyModel.family)
+    parser.add_argument("--family", choices=TinyModel.families(), default=TinyModel.family)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=TinyModel.layers)
     parser.add_argument("--hidden", type=int, default=TinyModel.hidden)

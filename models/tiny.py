@@ -65,6 +65,11 @@ class TinyModel:
     yarn: bool = False
     """DeepSeek-V3's context was lengthened by YaRN."""
 
+    @staticmethod
+    def families() -> list[str]:
+        """Return the values that `family` may have."""
+        return sorted(_makers().keys() - {"qwen3_moe"})
+
     @property
     def moe(self) -> bool:
         return self.experts > 0 and self.family != "qwen2"
@@ -128,11 +133,6 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
 def _makers() -> dict[str, Callable[[TinyModel, dict[str, Any]], PreTrainedModel]]:
     """Return how a tiny model of each architecture is made that says so, by model type."""
     return {each.model_type: each.tiny for each in architectures().values() if each.tiny is not None}
-
-
-def tiny_families() -> list[str]:
-    """Return what :attr:`TinyModel.family` may be."""
-    return sorted(_makers().keys() - {"qwen3_moe"})
 
 
 def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
