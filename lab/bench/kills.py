@@ -17,8 +17,8 @@ from typing import Any
 
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.events import ENGINES_REPLACED
 from fp8rl.rl.run.run import RESUMED
-from fp8rl.rl.run.stack import ENGINES_REPLACED
 from lab.bench.asynchrony import timeless
 from lab.bench.measure import Result
 from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone

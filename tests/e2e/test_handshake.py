@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -67,4 +68,4 @@ def test_a_hook_whose_target_is_not_there(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     message = refusal(models, tmp_path, FP8)
     assert "the plugin did not load" in message
-    assert "sglang.srt.layers.layernorm.RMSNorm.forward_native_renamed: not found" in message
+    assert re.search(r"sglang\.srt\.\S+_renamed: not found", message)

@@ -96,13 +96,13 @@ def scores_beside(
     run: Path, adapted: list[dict[str, Any]], bare: list[dict[str, Any]], layout: Layout, config: TrainerSection
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The same of a run of adapters: of one list of answers with its last adapters, of another without them."""
-    from fp8rl.trainer.roles import Base
+    from fp8rl.trainer.roles import WithoutAdapter
 
     experiment = read_resolved(run / "spec.yaml")
     assert experiment.adapter is not None
     adapter = experiment.adapter.model_copy(update={"start": str(run / "adapter")})
     trainer = _trainer(experiment, Path(experiment.model.path), layout, adapter)
-    return _scores(trainer, adapted), _scores(Base(trainer), bare)
+    return _scores(trainer, adapted), _scores(WithoutAdapter(trainer), bare)
 
 
 def _scores(scorer: Any, answers: list[dict[str, Any]]) -> list[list[float]]:

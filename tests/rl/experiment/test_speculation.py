@@ -22,7 +22,8 @@ def test_a_spec_says_it_as_it_is_written_again() -> None:
     assert written["rollout"]["speculation"] == {"drafts": 3, "from": "siblings"}
     assert parse_experiment(written) == asked
     assert "rollout.speculation.from" in valid_keys()
-    assert schema()["$defs"]["SpeculationSection"]["properties"]["from"]["description"].startswith("The source of drafts")
+    section = schema()["$defs"]["SpeculationSection"]
+    assert section["properties"]["from"]["description"].startswith("The source of drafts")
 
 
 def test_a_row_has_room_for_drafts_in_the_cache_behind_it() -> None:
