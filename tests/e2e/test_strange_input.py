@@ -37,7 +37,7 @@ from tests.support.scored_batches import CapsuleRun, scored_batch
 
 pytestmark = pytest.mark.slow
 
-CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "150"))
+CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "300"))
 """The same ones in every run, beside those of tests/fp8rl/test_bad_input.py; `FP8RL_STRANGE_CASES=5000 pytest
 tests/e2e/test_strange_input.py` draws more of them."""
 SECONDS = 30.0
