@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow  # 20 kernels to compile
 
 SCRIPT = """
 import torch
-from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
 from tests.support.hopper import compiled_only
 

@@ -10,7 +10,7 @@ SCRIPT = """
 import torch
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels import combine, digest, draw, logprobs, norm, quantize, rope, router, support, swiglu
+from fp8rl.numerics.kernels import digest, draw, logprobs, norm, quantize, rope, router, swiglu
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -33,14 +33,14 @@ with compiled_only() as found:
     rope.rope(tensor(1, 4096, 32, 128), torch.zeros(1, 4096, dtype=torch.int64), 1e6)
     rows = tensor(1024 * 8, 2048)
     probs = tensor(1024, 8, dtype=torch.float32)
-    combine.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
+    swiglu.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
     digest.chunk_sums([torch.zeros(8 * CHUNK, dtype=torch.int32)])
     numbers = torch.zeros(64, dtype=torch.int64)
     logprobs.token_logprobs(tensor(64, 151936), numbers, 1.0)[0].sum().backward()
     router.route(tensor(4096, 128), 8, True)
     ones = tensor(64, dtype=torch.float32)
     draw.draw(tensor(64, 151936), ones, numbers, numbers)
-    support.truncation_floors(tensor(64, 151936), ones, ones, numbers, ones)
+    draw.truncation_floors(tensor(64, 151936), ones, ones, numbers, ones)
 """
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.products.gemm import gemm, matmul
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.tiles import Tiles

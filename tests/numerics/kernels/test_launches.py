@@ -23,7 +23,7 @@ from lab.bench.gpu.exactness import HEAD, Pages, engine_forward, make_layer, mak
 from lab.bench.gpu.measure import Sizes, random
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products import tiles as heights
 from tests.support.launches import launches
 
 META, CONTEXT = torch.device("meta"), 4096
@@ -97,5 +97,5 @@ def test_attention_of_rows_end_to_end_never_waits_for_the_device(found: Any) -> 
 
 
 def test_top_p_top_k_and_min_p_add_few_launches_to_a_decode_step(found: Any) -> None:
-    assert found["cut"]["kernels"] == {"support._floors_kernel": 1}
+    assert found["cut"]["kernels"] == {"draw._floors_kernel": 1}
     assert sum(found["cut"]["torch"].values()) <= 2, found["cut"]

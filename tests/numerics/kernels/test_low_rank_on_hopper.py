@@ -8,7 +8,7 @@ from tests.support.hopper import compiled_elsewhere, found_elsewhere
 
 COMPILED = """
 import torch
-from fp8rl.numerics.kernels.products import heights
+from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.low_rank import low_rank_term
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
