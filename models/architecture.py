@@ -13,7 +13,7 @@ from typing import Any, Literal
 import fp8rl.models.architectures as ours
 from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.families import Family
+from fp8rl.models.families import Family, families_of_layer
 from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
@@ -68,17 +68,14 @@ class Architecture:
         """Rows of such a model, in the order of its forward."""
         yield from first_tensors(sizes)
         for layer in range(sizes.layers):
-            for family in self._of_layer(sizes, layer):
+            for family in families_of_layer(self.families, sizes, layer):
                 yield from family.tensors(sizes, layer)
         yield from last_tensors(sizes)
 
     def forward(self, sizes: ModelSizes) -> Forward:
         """Ops of such a model."""
-        layers = (self._of_layer(sizes, layer) for layer in range(sizes.layers))
+        layers = (families_of_layer(self.families, sizes, layer) for layer in range(sizes.layers))
         return Forward(FIRST_OPS, tuple(sum((f.ops(sizes) for f in each), ()) for each in layers), LAST_OPS)
-
-    def _of_layer(self, sizes: ModelSizes, layer: int) -> list[Family]:
-        return [family for family in self.families if family.within(sizes, layer)]
 
 
 @dataclass(frozen=True)
@@ -103,10 +100,6 @@ class Model:
     @functools.cached_property
     def forward(self) -> Forward:
         return self.architecture.forward(self.sizes)
-
-    def of_layer(self, layer: int) -> tuple[Family, ...]:
-        """The families of a layer, counted from 0."""
-        return self.shape.of_layer(layer)
 
     def adapted(self, adapter: AdapterSection | None) -> Model:
         """The same model with these adapters.

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-from fp8rl.models.families import Activations, Family
+from fp8rl.models.families import Activations, Family, families_of_layer
 from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
@@ -117,9 +117,6 @@ class Shape:
         )
         return (wide + sum(math.prod(row.shape) for row in self.adapters)) * BF16_BYTES
 
-    def of_layer(self, layer: int) -> tuple[Family, ...]:
-        return tuple(family for family in self.families if family.within(self.sizes, layer))
-
     def kv_bytes(self, each: int = BF16_BYTES, ranks: int = 1) -> int:
         """Bytes of one token in the caches of all layers, of `each` bytes an element, in one of the tensor-parallel
         `ranks` of an engine."""
@@ -143,7 +140,11 @@ class Shape:
 
     def activations(self, layer: int, part: str | None = None) -> Activations:
         """Bytes that training keeps of a layer, or of one part of it, for the backward."""
-        kept = [f.activations(self.sizes) for f in self.of_layer(layer) if part in (None, f.part)]
+        kept = [
+            f.activations(self.sizes)
+            for f in families_of_layer(self.families, self.sizes, layer)
+            if part in (None, f.part)
+        ]
         return Activations(sum(each.bf16 for each in kept), sum(each.fp8 for each in kept))
 
     def _sum(self, of_family: Callable[[Family], int]) -> int:

@@ -7,7 +7,7 @@ it costs. The engine has a file for it of the same name (`rollout.plugin.familie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,9 +63,14 @@ class Family:
     """Multiplications of one query with one key and its value, in one layer."""
 
 
+def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
+    """Return those of an architecture's families that a layer has, in the order of its forward."""
+    return [family for family in families if family.within(sizes, layer)]
+
+
 @dataclass(frozen=True)
-class Place:
-    """The place of a part of a layer on both sides, which name its tensors alike but for what comes before."""
+class PartNames:
+    """The names of a part of a layer on both sides, which call its tensors alike but for what comes before."""
 
     layer: int
     inside: str
@@ -74,7 +79,7 @@ class Place:
     """`decoder.layers.3.self_attention.`, in Megatron."""
 
     @classmethod
-    def of(cls, layer: int, inside: str, there: str) -> Place:
+    def of(cls, layer: int, inside: str, there: str) -> PartNames:
         return cls(layer, f"model.layers.{layer}.{inside}", f"decoder.layers.{layer}.{there}")
 
     def product(

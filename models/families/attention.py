@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8rl.models.families import Activations, Family, Place, attention_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, attention_activations, norm
 from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
@@ -55,7 +55,7 @@ def attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 
 
 def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    hidden, head_dim, at = sizes.hidden_size, sizes.head_dim, Place.of(layer, "self_attn.", "self_attention.")
+    hidden, head_dim, at = sizes.hidden_size, sizes.head_dim, PartNames.of(layer, "self_attn.", "self_attention.")
     projections = (("q_proj", sizes.heads), ("k_proj", sizes.kv_heads), ("v_proj", sizes.kv_heads))
     before = f"model.layers.{layer}.input_layernorm.weight"
     yield norm(before, hidden, "input_norm", layer, f"{at.there}linear_qkv.layer_norm_weight")
@@ -87,7 +87,7 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     yield o_proj(sizes, at, head_dim)
 
 
-def o_proj(sizes: ModelSizes, at: Place, value_dim: int) -> TensorRow:
+def o_proj(sizes: ModelSizes, at: PartNames, value_dim: int) -> TensorRow:
     shape = sizes.hidden_size, sizes.heads * value_dim
     return at.product("o_proj", shape, op="o_proj", kind="o_proj", split=1, megatron="linear_proj")
 

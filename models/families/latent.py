@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8rl.models.families import Activations, Family, Place, attention_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
 from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, THETA, OpForm
 from fp8rl.models.sizes import Latent, ModelSizes
@@ -48,7 +48,7 @@ def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 
 
 def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    latent, hidden, at = _latent(sizes), sizes.hidden_size, Place.of(layer, "self_attn.", "self_attention.")
+    latent, hidden, at = _latent(sizes), sizes.hidden_size, PartNames.of(layer, "self_attn.", "self_attention.")
     queries, narrow = sizes.heads * sizes.head_dim, (latent.kv_rank + latent.rope_dim, hidden)
     before = f"model.layers.{layer}.input_layernorm.weight"
     yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")

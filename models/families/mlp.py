@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fp8rl.models.families import Activations, Family, Place, mlp_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, mlp_activations, norm
 from fp8rl.models.forms import ADD_NORM, LINEAR, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
@@ -78,10 +78,10 @@ def _post_norm(sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:
 
 def dense_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     yield _post_norm(sizes, layer, "mlp.linear_fc1.layer_norm_weight")
-    yield from _mlp(Place.of(layer, "mlp.", "mlp."), sizes.hidden_size, sizes.ffn_size)
+    yield from _mlp(PartNames.of(layer, "mlp.", "mlp."), sizes.hidden_size, sizes.ffn_size)
 
 
-def _mlp(at: Place, hidden: int, width: int, ops: str = "") -> Iterator[TensorRow]:
+def _mlp(at: PartNames, hidden: int, width: int, ops: str = "") -> Iterator[TensorRow]:
     """One MLP; ops: begins the names of its ops."""
     for name in ("gate_proj", "up_proj"):
         yield at.product(
@@ -100,7 +100,7 @@ def moe_tensors(
 ) -> Iterator[TensorRow]:
     """Router and experts of a layer, shared ones too. experts: their name in the checkpoint. router: dtype in which the
     engine holds its weight; by itself FP32 if it takes sigmoids, else BF16."""
-    hidden, width, at = sizes.hidden_size, sizes.expert_size, Place.of(layer, "mlp.", "mlp.")
+    hidden, width, at = sizes.hidden_size, sizes.expert_size, PartNames.of(layer, "mlp.", "mlp.")
     served = router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16)
     yield _post_norm(sizes, layer, "pre_mlp_layernorm.weight")
     yield at.product("gate", (sizes.experts, hidden), op="router", kind=None, megatron="router", served=served)
@@ -132,7 +132,7 @@ def moe_tensors(
                 megatron=Location(f"{at.there}experts.{fc}.weight{expert}"),
             )
     if sizes.shared_size:
-        yield from _mlp(Place.of(layer, f"{_SHARED}.", f"{_SHARED}."), hidden, sizes.shared_size, "shared_")
+        yield from _mlp(PartNames.of(layer, f"{_SHARED}.", f"{_SHARED}."), hidden, sizes.shared_size, "shared_")
 
 
 def _of_experts(sizes: ModelSizes) -> Activations:

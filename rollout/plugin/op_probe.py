@@ -56,7 +56,7 @@ def answer(runner: Any, recording: Path) -> str:
     for place in engine.places:
         read = engine.on_device(inputs(record, place))
         outputs |= recorded(place, (), engine.run(place, read))
-        if (each := sides()[place.op.form].each) is not None:
+        if (each := engine.sides[place.op.form].each) is not None:
             outputs[place.key(EACH)] = each(engine.probed, engine.module(place), *read)
     outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(_tokens(record, engine.places)).items()}
     path = recording.with_name(ANSWER)
@@ -79,7 +79,7 @@ class EngineOps:
     """
 
     def __init__(self, runner: Any, definition: Model, lengths: Tensor, targets: Tensor, temperature: float) -> None:
-        self.places, self._sides = definition.forward.places(), sides()
+        self.places, self.sides = definition.forward.places(), sides()
         self._model, self._device = runner.model, next(runner.model.parameters()).device
         self.probed = Probed(runner, definition.sizes, lengths.to(self._device), targets, temperature)
 
@@ -90,7 +90,7 @@ class EngineOps:
         """Return what one op writes."""
         # SGLang writes some results into its inputs.
         given = (None if tensor is None else tensor.clone() for tensor in read)
-        return self._sides[place.op.form].run(self.probed, self.module(place), *given)
+        return self.sides[place.op.form].run(self.probed, self.module(place), *given)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         """The whole forward, op after op."""
@@ -110,7 +110,7 @@ class EngineOps:
         """The constants of the ops, by name, each as the first op with it has it."""
         found: dict[str, float] = {}
         for at in reversed(self.places):
-            if (read := self._sides[at.op.form].constants) is not None:
+            if (read := self.sides[at.op.form].constants) is not None:
                 found |= zip(at.op.form.constants, map(float, read(self.module(at))), strict=True)
         return found
 

@@ -51,6 +51,7 @@ with compiled_only() as found, using("triton"), torch.no_grad():
 def test_a_decode_step_of_one_sequence_compiles():
     assert {kernel["name"] for kernel in compiled_elsewhere(SCRIPT)} == {
         "_forward_kernel",
+        "_combine_kernel",
         "_merge_kernel",
         "_rows_kernel",
         "_product_kernel",

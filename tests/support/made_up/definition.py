@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from fp8rl.models.architectures import qwen3_moe
-from fp8rl.models.families import Family, Place, attention, mlp
+from fp8rl.models.families import Family, PartNames, attention, mlp
 from fp8rl.models.forms import LINEAR, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
@@ -34,7 +34,7 @@ GATED = OpForm(
 
 
 def tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    at = Place.of(layer, "self_attn.", "self_attention.")
+    at = PartNames.of(layer, "self_attn.", "self_attention.")
     for row in attention.attention_tensors(sizes, layer):
         moved = replace(row.megatron, parameter=f"{at.there}linear_proj.proj.weight")
         yield replace(row, megatron=moved) if row.op == "o_proj" else row
