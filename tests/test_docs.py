@@ -14,8 +14,8 @@ from tests.support.paths import ROOT
 
 OWN = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md")
 PAGES = [*(ROOT / name for name in OWN), *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "numerics models rollout trainer weight_sync rl diagnose studies fp8rl"
-FOLDERS += " examples docs bench tests requirements launch"
+FOLDERS = "numerics models rollout trainer weight_sync rl diagnose lab fp8rl"
+FOLDERS += " examples docs tests requirements launch"
 SECTIONS = {"numerics", "rollout", "trainer"}
 """Folders that are sections of a spec too: what follows a dot there may be a key."""
 ELSEWHERE = {"models/Qwen3-30B-A3B"}
