@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.feed.batching import batch_from_trajectories

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 
 SCHEMA = 1
 """The version of the JSON; it grows when a key changes its meaning or goes."""

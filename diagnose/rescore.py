@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fp8rl.diagnose.one_rank import one_trainer
 from fp8rl.diagnose.report import grid
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.reading import check_path
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.console import format_difference

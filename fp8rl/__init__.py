@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8rl.models.tiny import TinyModel, write_tiny_model
-    from fp8rl.numerics.errors import UserError
+    from fp8rl.numerics.core.errors import UserError
     from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
     from fp8rl.rl.algorithms.parts.surrogates import Surrogate
     from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
@@ -27,7 +27,7 @@ _HOMES = {
     "fp8rl.run": ("Run",),
     "fp8rl.training": ("RunFailedError", "train"),
     "fp8rl.models.tiny": ("TinyModel", "write_tiny_model"),
-    "fp8rl.numerics.errors": ("UserError",),
+    "fp8rl.numerics.core.errors": ("UserError",),
     "fp8rl.rl.algorithms.base": ("AlgorithmConfig", "Needs", "Outcomes", "used_tokens"),
     "fp8rl.rl.algorithms.parts.surrogates": ("Surrogate",),
     "fp8rl.rl.algorithms.policy_gradient": ("PolicyGradient",),

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report.charts import overlaid

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.fetching import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.reading import BadLine, at_home, check_path
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import BadLine, at_home, check_path
 from fp8rl.rl.record.events import Event, events_found
 from fp8rl.rl.record.metrics import METRICS, describe, is_fixed
 from fp8rl.rl.record.metrics_log import Row, metrics_found

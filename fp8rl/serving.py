@@ -21,8 +21,8 @@ from fp8rl.models.hub import model_directory
 from fp8rl.models.peft import read_adapter, read_config
 from fp8rl.models.stored import check_stored
 from fp8rl.numerics.config import Mode, NumericsConfig
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_path, read_json
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import check_path, read_json
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.experiment.preconditions import read_model

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.files import check_writable, new_directory, writing
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import check_writable, new_directory, writing
 
 MODEL = Path(__file__).parent / "examples/models/tiny_qwen3_moe"
 """A model of half a million parameters that has seen sums."""

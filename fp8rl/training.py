@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.terminal import say, say_error
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.terminal import say, say_error
 from fp8rl.rl.run.lifecycle.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fp8rl.models.tensors import Location, TensorRow
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.section import Section, SpecPath
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.section import Section, SpecPath
 
 WEIGHT = "weight"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.models.stored_fp8 import BLOCK
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import read_json
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import read_json
 from fp8rl.numerics.ops.rope import Yarn
 
 LARGEST = 1 << 31

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_path
-from fp8rl.numerics.io.section import Located, SpecPath, located_as
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import check_path
+from fp8rl.numerics.core.section import Located, SpecPath, located_as
 
 Kind = Literal["model", "dataset"]
 

@@ -20,9 +20,9 @@ from fp8rl.models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
 from fp8rl.models.stored import FLOAT_DTYPES, check_finite, starting_weights
 from fp8rl.models.storing import open_tensors, write_tensors
 from fp8rl.models.tensors import TensorRow
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.files import new_directory
 from fp8rl.numerics.digest import tensor_digest
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.files import new_directory
 
 TENSORS = "adapter_model.safetensors"
 START = "adapter.start"

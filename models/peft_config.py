@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fp8rl.numerics.errors import UserError, shown, user_error
-from fp8rl.numerics.io.reading import read_json
+from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl.numerics.core.reading import read_json
 
 CONFIG = "adapter_config.json"
 MERGE = "Merge it into its model with PEFT (merge_and_unload), and start from that model."

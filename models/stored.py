@@ -13,8 +13,8 @@ from torch import Tensor
 from fp8rl.models.architecture import Model
 from fp8rl.models.stored_fp8 import CODES, WeightFiles, check_scales, how_dequantized, is_scales
 from fp8rl.models.storing import INDEX
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import parsed
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read as it is, and rounded to the dtype that a side holds."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8rl.models.storing import open_tensors
 from fp8rl.models.tensors import SCALE_SUFFIX
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 
 BLOCK = 128
 """Rows and columns of a weight that share a scale."""

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.holdings import shards
-from fp8rl.numerics.io.files import publish_directory, room_for
-from fp8rl.numerics.io.reading import check_path, open_regular, reason
-from fp8rl.numerics.ranks import exhaust, rank, together
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import publish_directory, room_for
+from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.process import exhaust, rank, together
+from fp8rl.numerics.core.reading import check_path, open_regular, reason
 
 # Safetensors files of others: one that is damaged, or no file at all, is refused in one sentence.
 

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fp8rl.models.architecture import architectures
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))

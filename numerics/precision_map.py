@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.holdings import format_of
+from fp8rl.numerics.core.memory import format_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.rounding import fp8_max, group_amax, round_stochastically, round_to_grid, scale_from_amax
 from fp8rl.numerics.spec import Scale, TensorSpec
 

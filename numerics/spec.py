@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 
 Format = Literal["bf16", "e4m3", "e5m2"]
 Granularity = Literal["tensor", "channel", "token_group", "block"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.reading import parse_json
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.reading import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rollout.types import SamplingParams, some_or_all
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import Implementation
-from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.core.memory import Holding
 
 _PREFIX = "fp8rl:"
 _ANSWER = "answer"
@@ -32,7 +32,7 @@ class Commit(_Message):
 
 
 class MapBase(_Message):
-    """Read the weights of a base (`models.base`) at this address (`numerics.io.shared`), not in the engine's own
+    """Read the weights of a base (`models.base`) at this address (`numerics.core.memory`), not in the engine's own
     memory.
 
     They have no version until a commit. Answer: Mapped.
@@ -117,7 +117,7 @@ class EngineReport(_Message):
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str
-    """Digest of the packages that the engine imports (`numerics.io.files.code_digest`)."""
+    """Digest of the packages that the engine imports (`numerics.core.files.code_digest`)."""
     weight_version: str | None
     """Of the loaded weights; None within an update."""
     row_variant_ops: tuple[str, ...] | None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.errors import EngineError
 
 _BYTES = 4

@@ -18,7 +18,7 @@ REMOVALS = {
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
     "models/storing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
-    "numerics/io/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
+    "numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
     "rl/record/run_dir.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
     "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
     "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
@@ -86,7 +86,7 @@ CODE = {
     "rollout/plugin/families/__init__.py": {"import_module"},  # files in rollout/plugin/families
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "numerics/io/files.py": {"exec_module"},  # files of Python that a spec names
+    "numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/names.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
@@ -141,7 +141,7 @@ PRINTS = {
     "fp8rl/commands/certifying.py": "JSON",
     "fp8rl/commands/checks.py": "JSON",
     "fp8rl/commands/models.py": "JSON",
-    "numerics/io/terminal.py": "what was made printable",
+    "numerics/core/terminal.py": "what was made printable",
     "rl/experiment/reference.py": "a page of ours",
     "rl/run/cluster/submission.py": "what was made printable",
     "rollout/environments/verifiers.py": "JSON",
@@ -151,7 +151,7 @@ PRINTS = {
     "lab/studies/prototypes/gated_delta.py": "numbers",
     "lab/studies/prototypes/gated_delta_engine.py": "numbers",
 }
-"""Each file that prints by itself, and what. All other lines go through `numerics.io.terminal` or `PlainConsole`."""
+"""Each file that prints by itself, and what. All other lines go through `numerics.core.terminal` or `PlainConsole`."""
 
 
 def test_texts_reach_a_terminal_by_one_way() -> None:

@@ -15,12 +15,12 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import digest_of_all
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.process import all_gathered, exhaust
 from fp8rl.numerics.digest import tensor_digests
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.holdings import shards
 from fp8rl.numerics.ops.low_rank import Fused
 from fp8rl.numerics.quantize import quantize
-from fp8rl.numerics.ranks import all_gathered, exhaust
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.layout import Layout

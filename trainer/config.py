@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.section import Section
 
 GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl.numerics.holdings import Holding, format_of, holding, tensors_in
+from fp8rl.numerics.core.memory import Holding, format_of, holding, tensors_in
 from fp8rl.trainer.distributed.gathering import matrices_of_shard
 from fp8rl.trainer.modules.weights import matrices, named_weights
 from fp8rl.trainer.weights import te_weights

@@ -14,8 +14,8 @@ from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.base import Base
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.holdings import NAN, give_back, placeholders
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.memory import NAN, give_back, placeholders
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection

@@ -18,8 +18,8 @@ from fp8rl.models.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
-from fp8rl.numerics.errors import user_error
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
+from fp8rl.numerics.core.process import rank
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
-from fp8rl.numerics.ranks import rank
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.protocol import ADAPTER_SCALE
 from fp8rl.weight_sync.manifest import Sent, SyncError, some_of

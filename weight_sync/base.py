@@ -3,7 +3,7 @@ same machine read as well.
 
 The trainer's ranks write it together, once, from the model's files, tensor by tensor. From then on it is read-only: all
 ranks and every engine map it. Neither side ever holds the weights beside it: a trainer and an engine that wait for it
-have placeholders (`numerics.placeholders`). It outlives engines; a new one maps it again. The proof is that of any
+have placeholders (`numerics.core.memory`). It outlives engines; a new one maps it again. The proof is that of any
 sync: the engine's digests of its parameters, wherever they lie, against those of what was written.
 """
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fp8rl.models.base import Base, base_bytes
 from fp8rl.models.peft import digest_of_all
 from fp8rl.models.stored import starting_weights
-from fp8rl.numerics.io.shared import Shared, mapped, share
-from fp8rl.numerics.ranks import all_gathered, rank, together
+from fp8rl.numerics.core.memory import Shared, mapped, share
+from fp8rl.numerics.core.process import all_gathered, rank, together
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint

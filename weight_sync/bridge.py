@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import httpx
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.ranks import exhaust
+from fp8rl.numerics.core.process import exhaust
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.protocol import CACHE, GRAPHS, WEIGHTS

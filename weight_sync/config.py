@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import QuantSpec
 
 ANSWER_WITHIN_S = 600.0

@@ -13,7 +13,7 @@ from fp8rl.models import Model, read_model
 from fp8rl.models.peft import pair_of, read_adapter, read_config
 from fp8rl.models.stored import starting_weights
 from fp8rl.models.storing import INDEX, write_directory
-from fp8rl.numerics.io.reading import read_bytes
+from fp8rl.numerics.core.reading import read_bytes
 from fp8rl.numerics.ops.low_rank import LowRank
 from fp8rl.numerics.ops.merged import merged
 from fp8rl.numerics.spec import QuantSpec

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fp8rl.models.architecture import Role
 from fp8rl.models.tensors import SCALE_SUFFIX, EngineRank, TensorTable, base_name
+from fp8rl.numerics.core.files import write_atomically
+from fp8rl.numerics.core.memory import shards
 from fp8rl.numerics.digest import tensor_digests
-from fp8rl.numerics.holdings import shards
-from fp8rl.numerics.io.files import write_atomically
 from fp8rl.numerics.spec import QuantSpec
 
 _BATCH_BYTES = 16 << 20

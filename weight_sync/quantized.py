@@ -10,10 +10,10 @@ from torch import Tensor
 from fp8rl.models import Model
 from fp8rl.models.shape import BF16_BYTES, Shape, WeightGroup
 from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.holdings import shards
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.process import exhaust
 from fp8rl.numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
-from fp8rl.numerics.ranks import exhaust
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Allocate
 from fp8rl.weight_sync.manifest import Recorder, Sent

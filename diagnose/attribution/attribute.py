@@ -29,7 +29,7 @@ from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quanti
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.plugin.op_probe import ANSWER

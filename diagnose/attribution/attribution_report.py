@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fp8rl.diagnose.report import grid
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.console import format_difference
 
 CauseName = Literal["weights", "sampler", "state", "op", "routing", "quantization", "op definitions"]

@@ -13,8 +13,8 @@ from fp8rl.diagnose.attribution.attribution_report import Attribution
 from fp8rl.diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.reading import check_path
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.guard.gates import GateState

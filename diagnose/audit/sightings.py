@@ -14,7 +14,7 @@ from fp8rl.diagnose.audit.sites import Part, Sites
 from fp8rl.models import Model
 from fp8rl.models.tensors import base_name
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.holdings import Holding, format_of
+from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, Role, TensorSpec

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import httpx
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fp8rl.numerics.errors import shown, user_error
+from fp8rl.numerics.core.errors import shown, user_error
 from fp8rl.rollout.deadlines import end
 
 # Types of what a server may say: anything else is a fault of the server, and never a value that is computed with.

@@ -24,7 +24,7 @@ from fp8rl.diagnose.certify import api as lengths
 from fp8rl.diagnose.certify.api import SHORTEST_LONG, Answer, Prompt, Server, Writer
 from fp8rl.diagnose.certify.compare import Comparison, compare
 from fp8rl.diagnose.certify.http import Refused, ServerFailed, TimeUp
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 
 TOKENS = 24
 """Length of each answer."""

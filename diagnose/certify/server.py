@@ -18,7 +18,7 @@ from fp8rl.diagnose.certify.http import Http, NoServer, Refused, ServerFailed, T
 from fp8rl.diagnose.certify.probe import Cause, Probe, Way
 from fp8rl.diagnose.difference import shown_number
 from fp8rl.diagnose.report import Report, graded, grid
-from fp8rl.numerics.errors import UserError, shown, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 
 Verdict = Literal["certified", "broken", "undecided"]
 _STYLES = {"equal": "green", "differs": "bold red", "absent": "dim", "not reached": "yellow"}

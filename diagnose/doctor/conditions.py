@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
 from fp8rl.diagnose.report import Remark
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.experiment.preconditions.data import evaluated

@@ -16,7 +16,7 @@ from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
 from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.server.arguments import server_arguments

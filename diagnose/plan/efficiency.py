@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.reading import parsed
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import parsed
 from fp8rl.rl.experiment.budget.gpus import Gpu
 
 LARGE = 4096

@@ -9,7 +9,7 @@ from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.time import step_time
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.fit import SLACK
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu

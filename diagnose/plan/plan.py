@@ -15,7 +15,7 @@ from fp8rl.diagnose.plan.time import Decode, StepTime, decode_step, step_time
 from fp8rl.diagnose.plan.verdict import Bracket, Pays
 from fp8rl.diagnose.report import Remark, Report
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
 from fp8rl.rl.experiment.budget.gpus import Gpu

@@ -15,7 +15,7 @@ from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.efficiency import Efficiency, assumed
 from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on
 from fp8rl.diagnose.plan.time import step_time
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu

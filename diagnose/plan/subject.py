@@ -10,8 +10,8 @@ from pathlib import Path
 from fp8rl.models import load_architecture, read_shape
 from fp8rl.models.hub import model_directory
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_path
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes

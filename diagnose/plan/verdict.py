@@ -11,7 +11,7 @@ from fp8rl.diagnose.plan.efficiency import Efficiency, Rates
 from fp8rl.diagnose.plan.subject import Subject
 from fp8rl.diagnose.plan.time import step_time
 from fp8rl.diagnose.report import Remark
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
 from fp8rl.rl.experiment.budget.gpus import Gpu

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fp8rl.diagnose.difference import Difference
 from fp8rl.diagnose.report import Report, graded
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 
 Agreement = Literal["spec", "bytes", "logprobs"]
 _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}

@@ -17,8 +17,8 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.digest import tensor_digest
-from fp8rl.numerics.errors import UserError
 from fp8rl.numerics.spec import Scale
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import check_model_layout

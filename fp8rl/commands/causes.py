@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 
@@ -25,7 +25,7 @@ def attribute(
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
         from fp8rl.diagnose.attribution.offline import attribute_offline, read_subject
-        from fp8rl.numerics.io.files import check_page, writing
+        from fp8rl.numerics.core.files import check_page, writing
 
         named = read_subject(subject)
         page = out or named.page

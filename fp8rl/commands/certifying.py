@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def certify(
                 assert dump is not None
                 from fp8rl.diagnose.certify import dump as dumps
                 from fp8rl.models.hub import model_directory
-                from fp8rl.numerics.io.files import check_page, writing
-                from fp8rl.numerics.io.reading import check_path
+                from fp8rl.numerics.core.files import check_page, writing
+                from fp8rl.numerics.core.reading import check_path
 
                 check_path(dump, "DUMP")
                 written = page or _beside(dump)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands.shared import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 
@@ -104,8 +104,8 @@ def convert(
         from fp8rl.models import load_architecture
         from fp8rl.models.hub import model_directory
         from fp8rl.models.stored import check_stored
-        from fp8rl.numerics.io.files import check_writable, writing
-        from fp8rl.numerics.io.reading import check_path
+        from fp8rl.numerics.core.files import check_writable, writing
+        from fp8rl.numerics.core.reading import check_path
         from fp8rl.numerics.spec import QuantSpec
         from fp8rl.rl.experiment.preconditions import read_model
         from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer

@@ -9,8 +9,8 @@ import typer
 
 from fp8rl.commands import complete
 from fp8rl.commands.shared import AcceptChangedData, Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.terminal import say_error
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 from fp8rl.rl.run.lifecycle.stopping import STOPPED
 from fp8rl.training import RunFailedError, run_experiment
@@ -120,8 +120,8 @@ def runs(
     """List the runs of a folder, or compare two: where their specs and their metrics at the end differ."""
     with user_errors():
         from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared, write_comparison
-        from fp8rl.numerics.io.files import check_page, writing
-        from fp8rl.numerics.io.reading import check_path
+        from fp8rl.numerics.core.files import check_page, writing
+        from fp8rl.numerics.core.reading import check_path
         from fp8rl.run import Run
 
         check_path(folder, "--dir")

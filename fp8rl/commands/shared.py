@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8rl.commands import complete
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import is_full
-from fp8rl.numerics.io.terminal import say_error
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import is_full
+from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.holdings import give_back
+from fp8rl.numerics.core.memory import give_back
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection

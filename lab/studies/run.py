@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.files import check_writable, new_directory
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import check_writable, new_directory
 from lab.studies.document.document import write_docs
 from lab.studies.harness import figures, keeping, page
 from lab.studies.harness.claims import digest, judge

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rl.numerics.ranks import all_gathered
+from fp8rl.numerics.core.process import all_gathered
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import GradientWire, WeightGather
 from lab.studies.harness import figures, live

@@ -9,7 +9,7 @@ from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

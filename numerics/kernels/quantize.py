@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics import quantize as definitions
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, dense_rows, encode, inverse, scale_from_amax
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import pairwise_sum
 from fp8rl.numerics.ops import router as definition
 

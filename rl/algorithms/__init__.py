@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import ConfigDict, PlainValidator, SerializeAsAny, ValidationInfo
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.algorithms.base import KEY, AlgorithmConfig, users_algorithm
 
 

@@ -11,8 +11,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.section import Section, SpecFunction
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.section import Section, SpecFunction
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.named_functions import named_object
 from fp8rl.trainer.config import TrainerSection

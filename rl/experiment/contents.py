@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from fp8rl.numerics.io.reading import open_regular
+from fp8rl.numerics.core.reading import open_regular
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.rewards.builtin import BUILT_IN

@@ -12,7 +12,7 @@ from pydantic import Field
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.hub import HubPath, Revision, model_directory
 from fp8rl.numerics.config import NumericsConfig, RolloutPrecision
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.grpo import Grpo

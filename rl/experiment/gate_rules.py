@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from fp8rl.numerics.errors import Rule, check_rules
+from fp8rl.numerics.core.errors import Rule, check_rules
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
 from fp8rl.rl.record.metrics import Metric, metric

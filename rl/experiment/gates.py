@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from fp8rl.numerics.errors import shown
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.errors import shown
+from fp8rl.numerics.core.section import Section
 from fp8rl.rl.record.metrics import describe, nearest_metric
 
 Action = Literal["warn", "tighten_tis", "enable_r3", "skip_step", "resync", "bf16_both", "checkpoint_and_stop"]

@@ -14,10 +14,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import at_home, check_path, read_text
-from fp8rl.numerics.io.section import Section
-from fp8rl.numerics.io.terminal import say_error
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import at_home, check_path, read_text
+from fp8rl.numerics.core.section import Section
+from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.members import Say, merged
 from fp8rl.rl.experiment.plain_yaml import parse_override, parse_yaml

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.numerics.errors import UserError, shown
-from fp8rl.numerics.io.section import Section, sections_in
+from fp8rl.numerics.core.errors import UserError, shown
+from fp8rl.numerics.core.section import Section, sections_in
 from fp8rl.rl.algorithms import algorithm_class
 from fp8rl.rl.algorithms.parts.corrections import BOUNDS
 from fp8rl.rl.experiment.experiment import Experiment

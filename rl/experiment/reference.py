@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
-from fp8rl.numerics.io.section import Located, Section, sections_in
+from fp8rl.numerics.core.section import Located, Section, sections_in
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient

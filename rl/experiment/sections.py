@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from fp8rl.models.architecture import check_scope
 from fp8rl.models.hub import HubPath, Revision, data_directory, model_directory
 from fp8rl.numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.section import Section, SpecPath
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from fp8rl.rl.record.wandb_run import WandbSection
 from fp8rl.rollout.data.sources import Source

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8rl.models import load_architecture
-from fp8rl.numerics.errors import UserError, check_rules, shown, user_error
+from fp8rl.numerics.core.errors import UserError, check_rules, shown, user_error
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import check_gates

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.storing import open_tensors
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.files import new_directory
-from fp8rl.numerics.io.reading import check_path, parsed, read_text
-from fp8rl.numerics.io.section import validated
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import new_directory
+from fp8rl.numerics.core.reading import check_path, parsed, read_text
+from fp8rl.numerics.core.section import validated
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.scored_batch import ScoredBatch

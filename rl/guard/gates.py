@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.io.section import validated
+from fp8rl.numerics.core.section import validated
 from fp8rl.rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
 from fp8rl.rl.record.events import Event
 from fp8rl.rl.record.metrics import metric

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fp8rl.numerics.io.terminal import printable
+from fp8rl.numerics.core.terminal import printable
 from fp8rl.rl.record.events import CONSOLE
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from fp8rl.numerics.io.files import append_line, write_atomically
-from fp8rl.numerics.io.reading import BadLine, json_lines, whole_json_lines
+from fp8rl.numerics.core.files import append_line, write_atomically
+from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
 
 
 @dataclasses.dataclass(frozen=True)

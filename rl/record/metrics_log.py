@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8rl.numerics.io.files import append_whole, write_atomically
-from fp8rl.numerics.io.reading import BadLine, json_lines, whole_json_lines
+from fp8rl.numerics.core.files import append_whole, write_atomically
+from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
 
 Row = dict[str, Any]
 DROPPED = "tracking/nonfinite_dropped"

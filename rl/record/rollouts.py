@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from fp8rl.numerics.io.files import write_atomically
-from fp8rl.numerics.io.reading import BadLine, json_lines
+from fp8rl.numerics.core.files import write_atomically
+from fp8rl.numerics.core.reading import BadLine, json_lines
 
 SHOWN = 8
 """Trajectories of a step that a person is shown."""
@@ -101,7 +101,7 @@ _RECORD = TypeAdapter(RolloutRecord)
 
 
 def parse_rollout(values: dict[str, Any]) -> RolloutRecord:
-    """The trajectory of a line's object, for `numerics.io.reading.json_lines`."""
+    """The trajectory of a line's object, for `numerics.core.reading.json_lines`."""
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [math.nan if x is None else x for x in values[name]]
     return _RECORD.validate_python(values)

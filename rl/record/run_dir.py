@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.written import MODEL, RUN, Tree, remove_written, strangers
 
 # One driver per run: a lock beside the run's directory, which the kernel releases with the driver that holds it.

@@ -20,8 +20,8 @@ import psutil
 import torch
 from pydantic import Field, TypeAdapter
 
-from fp8rl.numerics.io.files import append_line
-from fp8rl.numerics.io.reading import BadLine, json_lines
+from fp8rl.numerics.core.files import append_line
+from fp8rl.numerics.core.reading import BadLine, json_lines
 
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
 _REPOSITORY = Path(__file__).parents[3]

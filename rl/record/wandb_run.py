@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.files import write_atomically
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.files import write_atomically
+from fp8rl.numerics.core.section import Section
 from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.run_dir import RunDir
 

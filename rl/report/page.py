@@ -13,8 +13,8 @@ from typing import Any
 import jinja2
 import plotly.offline
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.run_dir import RunDir

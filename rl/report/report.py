@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import check_page, writing
-from fp8rl.numerics.io.reading import BadLine, check_path, read_text
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import check_page, writing
+from fp8rl.numerics.core.reading import BadLine, check_path, read_text
 from fp8rl.rl.experiment.plain_yaml import parse_yaml
 from fp8rl.rl.record.console import format_percent
 from fp8rl.rl.record.events import events_found

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from fp8rl.numerics.errors import UserError, shown, user_error
-from fp8rl.numerics.io.files import flush_to_disk
-from fp8rl.numerics.io.reading import RESTORE
-from fp8rl.numerics.io.section import validated
+from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl.numerics.core.files import flush_to_disk
+from fp8rl.numerics.core.reading import RESTORE
+from fp8rl.numerics.core.section import validated
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import GateState

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_path, check_regular, open_regular, parse_json, reason
-from fp8rl.numerics.io.section import RELATIVE
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import check_path, check_regular, open_regular, parse_json, reason
+from fp8rl.numerics.core.section import RELATIVE
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

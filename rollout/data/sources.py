@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rollout.data.rows import Row, Rows, open_rows
 from fp8rl.rollout.data.tasks import Message, Problem
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fp8rl.numerics.io.reading import at_home
-from fp8rl.numerics.io.section import Section, SpecFunction, SpecPath, located_as
+from fp8rl.numerics.core.reading import at_home
+from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
 
 SINGLE_TURN = "single_turn"
 HARNESS = "harness"

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.harness.harness import Harness

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from fp8rl.numerics.errors import shown
+from fp8rl.numerics.core.errors import shown
 from fp8rl.rollout.environments.conversation import Conversation
 
 _MOST_BYTES = 64 << 20

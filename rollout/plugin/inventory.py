@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8rl.models.tensors import SCALE_SUFFIX
-from fp8rl.numerics.holdings import Holding, format_of, holding
+from fp8rl.numerics.core.memory import Holding, format_of, holding
 from fp8rl.rollout.plugin.weights import ServedWeights
 
 WEIGHTS, SCALES, DERIVED, KV_CACHE = "weights", "scales", "derived", "kv_cache"

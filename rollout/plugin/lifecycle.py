@@ -16,8 +16,7 @@ from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.backend.implementation import choose
 from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles
-from fp8rl.numerics.holdings import ZEROS, give_back, placeholders
-from fp8rl.numerics.io.shared import mapped
+from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.rollout import protocol
 from fp8rl.rollout.plugin import op_probe, sleeping
 from fp8rl.rollout.plugin.adapters import AdaptedRows

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.holdings import give_back
+from fp8rl.numerics.core.memory import give_back
 from fp8rl.rollout.plugin.inventory import cache_buffers
 from fp8rl.rollout.plugin.state import state
 from fp8rl.rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory

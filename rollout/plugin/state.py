@@ -13,7 +13,7 @@ from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.io.files import code_digest
+from fp8rl.numerics.core.files import code_digest
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 

@@ -18,9 +18,9 @@ from fp8rl.models import Model
 from fp8rl.models.base import Base
 from fp8rl.models.tensors import WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
+from fp8rl.numerics.core.memory import own_memory, tensors_in
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import Frozen
-from fp8rl.numerics.holdings import own_memory, tensors_in
 from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec

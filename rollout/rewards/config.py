@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from fp8rl.numerics.io.section import Section, SpecFunction, SpecPath, located_as
+from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
-from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.protocol import (
     RELEASED,
@@ -219,7 +219,7 @@ class EngineClient:
         return merged(await self._ask_plugin(Commit(version=str(version))))
 
     async def map_base(self, address: str) -> Mapped:
-        """Let the engine read its weights at this address (`numerics.io.shared`); `commit` makes them known."""
+        """Let the engine read its weights at this address (`numerics.core.memory`); `commit` makes them known."""
         return Mapped.model_validate_json(_only(await self._ask_plugin(MapBase(address=address))))
 
     async def manifest(self) -> Held:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from fp8rl.numerics.io.reading import parse_json
+from fp8rl.numerics.core.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.rollout.chat import end_ids, read_arguments, template_arguments
 from fp8rl.rollout.lengths import fewest_tokens, text_size

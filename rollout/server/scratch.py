@@ -14,7 +14,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.files import write_atomically
 
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
 """Prefixes by owner."""

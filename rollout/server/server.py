@@ -22,7 +22,7 @@ import psutil
 
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment

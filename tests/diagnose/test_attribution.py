@@ -36,7 +36,7 @@ from fp8rl.models.families.mlp import EXPERTS, TOPK
 from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR
 from fp8rl.models.trace import Forward, Op
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.gates import GateState

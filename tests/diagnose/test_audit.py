@@ -25,7 +25,7 @@ from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.core.memory import Holding
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED, precision_map
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec

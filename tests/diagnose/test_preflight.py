@@ -23,7 +23,7 @@ from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, tr
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment

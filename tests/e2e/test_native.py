@@ -17,7 +17,7 @@ from fp8rl.diagnose.audit.sightings import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups

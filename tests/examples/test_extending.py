@@ -14,7 +14,7 @@ import yaml
 from ray import cloudpickle
 from transformers import AutoTokenizer
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import load_experiment, parse_experiment
 from fp8rl.rl.experiment.preconditions.data import check_data

@@ -20,7 +20,7 @@ from fp8rl.cli import app
 from fp8rl.models import architecture, load_architecture, read_model, read_shape
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.experiment.contents import contents

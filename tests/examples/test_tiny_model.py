@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8rl.models.tiny import TinyModel, write_tiny_model
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.data.tasks import Problem, prompt_ids
 
 

@@ -21,8 +21,8 @@ from fp8rl import Run
 from fp8rl.cli import app
 from fp8rl.diagnose.certify.dump.reading import read_dump
 from fp8rl.diagnose.certify.dump.reference import facts
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.time_limit import time_limit
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.server.server import SGLangServer
 from tests.support.disks import room

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose.attribution import offline
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir

@@ -8,7 +8,7 @@ import pytest
 
 from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.architecture import Model, architectures
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from tests.support.definitions import SIZES, tiny_models
 
 MOE = Model(architectures()["Qwen3MoeForCausalLM"], SIZES)

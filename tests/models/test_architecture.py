@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fp8rl.models.architecture import check_scope
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import ALL, QuantSpec
 from tests.support.paths import ROOT
 

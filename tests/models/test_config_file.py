@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from fp8rl.models import ModelSizes, read_model
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from tests.support.paths import EXAMPLES
 
 COMMON = {

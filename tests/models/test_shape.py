@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8rl.models import read_model, read_shape
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from tests.support.paths import CONFIGS, EXAMPLES
 
 TINY = EXAMPLES / "models/tiny_qwen3_moe"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import PRESETS, QuantSpec
 
 POW2, MX = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("mxfp8")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import fake_quantize, fake_quantize_columns, fake_quantize_rows, quantize
 from fp8rl.numerics.rounding import round_to_grid
 from fp8rl.numerics.spec import TensorSpec

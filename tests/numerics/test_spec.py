@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import ALL, PRESETS, QuantSpec, TensorSpec
 
 

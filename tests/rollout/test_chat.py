@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.chat import answer_ids, continuation_ids, end_ids, prompt_ids, render
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.environments.conversation import Conversation

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout import named_functions
 from fp8rl.rollout.named_functions import check_importable, named_object
 from fp8rl.rollout.rewards.config import RewardSection

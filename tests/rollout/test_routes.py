@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.routes import RouteShape, parse_routes, route_shape
 from fp8rl.rollout.server.client import parse_completion

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.core.memory import Holding
 from fp8rl.trainer.inventory import Kind, inventory
 
 

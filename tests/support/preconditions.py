@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check
 

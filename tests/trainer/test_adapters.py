@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import base_digest
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.inventory import inventory
 from fp8rl.trainer.modules.precision import Adapter

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import default_planner, filesystem, metadata, 
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.ranks import all_gathered, together
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.process import all_gathered, together
 from fp8rl.trainer.checkpoint.files import (
     CONTENT,
     STATE,

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import parsed, reason
-from fp8rl.numerics.io.section import validated
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import parsed, reason
+from fp8rl.numerics.core.section import validated
 
 FORMAT = 2
 STATE = "state"

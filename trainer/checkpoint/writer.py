@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fp8rl.numerics.core.files import publish_directory
 from fp8rl.numerics.digest import tensor_digest
-from fp8rl.numerics.io.files import publish_directory
 from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint.files import STATE, About, digests, partial, write_about
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import ALL, QuantSpec, Scale, TensorSpec
 from fp8rl.trainer.config import OptimizerSection
 

@@ -13,7 +13,7 @@ from typing import Any
 from fp8rl.models.shape import overlap
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import Rule, check_rules
+from fp8rl.numerics.core.errors import Rule, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import CHUNKS

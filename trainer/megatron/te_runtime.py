@@ -7,7 +7,7 @@ import sys
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer.megatron.lowering import Lowering
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from fp8rl.models.families import mlp as of_mlp
 from fp8rl.models.forms import LOGPROBS, OpForm
 from fp8rl.models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
 from fp8rl.numerics import ops
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device
 from fp8rl.trainer.modules.exact.attention import CoreAttention
 from fp8rl.trainer.modules.exact.experts import MoE

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from fp8rl.numerics.ranks import all_gathered
+from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, SharedMicroBatch, plan, plan_packed

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.patches import become

@@ -20,11 +20,11 @@ from fp8rl.models.peft import write_adapter
 from fp8rl.models.stored import check_finite, draft_tensors
 from fp8rl.models.storing import write_directory
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.memory import own_memory
+from fp8rl.numerics.core.process import all_gathered, exhaust, rank, together
 from fp8rl.numerics.frozen import frozen_of
-from fp8rl.numerics.holdings import own_memory
 from fp8rl.numerics.quantize import QuantizedTensor
-from fp8rl.numerics.ranks import all_gathered, exhaust, rank, together
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.layout import Layout

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from fp8rl.numerics.ranks import rank
+from fp8rl.numerics.core.process import rank
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.weight_sync.buckets import Bucket, Named, Packer

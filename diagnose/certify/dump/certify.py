@@ -18,7 +18,7 @@ from fp8rl.diagnose.certify.dump.reading import read_dump
 from fp8rl.diagnose.certify.dump.rows import Dump, DumpRow, Sampling
 from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat, histogram, parts
 from fp8rl.diagnose.difference import Difference, difference
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 BUDGET = 50_000
 """Tokens that are scored, prompts counted."""

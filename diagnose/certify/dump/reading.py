@@ -11,8 +11,8 @@ from typing import Any
 
 from fp8rl.diagnose.certify.dump import slime_verl
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_file, check_path, read_bytes, whole_json_lines
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import check_file, check_path, read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout

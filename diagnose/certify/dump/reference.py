@@ -16,9 +16,9 @@ from torch import Tensor
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.models.stored import weight_files
 from fp8rl.models.stored_fp8 import WeightFiles, is_scales
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.holdings import give_back
-from fp8rl.numerics.io.reading import check_regular, read_json
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.memory import give_back
+from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.ops import narrowed, truncation_floors
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.trainer import device

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 
 LARGEST = 1e-3

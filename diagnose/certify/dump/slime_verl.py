@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
 from fp8rl.models.storing import open_tensors
-from fp8rl.numerics.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.sampling import Truncation
 
 REQUIRED = frozenset({"input_ids", "attention_mask", "responses", "rollout_log_probs"})

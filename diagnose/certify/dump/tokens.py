@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling, Version
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 ENGINE, TRAINER = "the engine", "the trainer"
 Side = str

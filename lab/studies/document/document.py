@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.files import write_atomically
 from lab.studies.document.catalogue import CATALOGUE
 from lab.studies.document.findings import ClaimFinding, findings
 from lab.studies.document.standings import link, place, standings

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.files import new_directory
-from fp8rl.numerics.io.reading import read_text
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import new_directory
+from fp8rl.numerics.core.reading import read_text
 from lab.studies.harness import provenance
 from lab.studies.harness.names import NAMES, load
 from lab.studies.harness.result import RESULTS, Result, read_result, result_of

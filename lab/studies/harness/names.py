@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from lab.studies.harness.study import Study
 
 NAMES = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8rl.numerics.io.reading import read_text
+from fp8rl.numerics.core.reading import read_text
 from lab.studies.harness.claims import Judged, digest, is_measured, judge
 from lab.studies.harness.study import Measurement, Study
 

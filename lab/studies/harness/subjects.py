@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from fp8rl.models.tiny import TinyModel, write_tiny_model
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 """The checkout's: an installed package has no models and no data."""

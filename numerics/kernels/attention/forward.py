@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
 from fp8rl.numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gradients_of_keys
 from fp8rl.numerics.kernels.attention.chunks import (

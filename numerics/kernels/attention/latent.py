@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
 from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, tiles_of
 from fp8rl.numerics.kernels.attention.chunks import find_sequence

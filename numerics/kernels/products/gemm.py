@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import GROUP, cast, dot
 from fp8rl.numerics.kernels.products import deepgemm
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, tile_height, warps

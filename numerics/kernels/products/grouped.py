@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dot
 from fp8rl.numerics.kernels.products.gemm import check_operands, describe, product, scales, sum_products
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 # How many rows a tile holds: 128, or 64 where there are few and this GPU gives them the bits that they have among 128.
 #

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 STD_EPSILON = 1e-6
 """Keeps a group of equal rewards at advantage 0 instead of 0/0."""

@@ -29,7 +29,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.section import Section
 from fp8rl.rl.mismatch.statistics import bounded
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.section import Section
 from fp8rl.rl.algorithms.parts.surrogates import MAX_LOG_RATIO
 
 Estimator = Literal["k2", "k3"]

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fp8rl.numerics.io.section import Section
+from fp8rl.numerics.core.section import Section
 from fp8rl.rl.algorithms.base import Outcomes
 
 MAX_LOG_RATIO = 20.0

@@ -10,7 +10,7 @@ import torch
 from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,

@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 GPUS_PER_NODE = 8
 

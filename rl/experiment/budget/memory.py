@@ -207,7 +207,7 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
 
 def _placeholders(job: Job) -> int:
     """Bytes of the first sync, and before: of the largest parameter on either side, which all others share until they
-    are read from the base (`numerics.holdings`)."""
+    are read from the base (`numerics.core.memory`)."""
     spec, weights = job.numerics.rollout_spec, job.shape.weights
     trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
     engines = max(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.time_limit import time_limit
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
 from fp8rl.rollout.chat import answer_ids

@@ -10,10 +10,10 @@ from fp8rl import models
 from fp8rl.models import Model, ModelSizes, load_architecture
 from fp8rl.models.shape import Shape
 from fp8rl.models.stored import check_stored
-from fp8rl.numerics.errors import Rule, check_rules, user_error
-from fp8rl.numerics.io.reading import check_regular, read_json
-from fp8rl.numerics.io.section import RELATIVE
-from fp8rl.numerics.time_limit import time_limit
+from fp8rl.numerics.core.errors import Rule, check_rules, user_error
+from fp8rl.numerics.core.process import time_limit
+from fp8rl.numerics.core.reading import check_regular, read_json
+from fp8rl.numerics.core.section import RELATIVE
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.rehearsal import rehearse
 from fp8rl.rl.experiment import Experiment

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
 from fp8rl.rl.experiment.budget.job import Job

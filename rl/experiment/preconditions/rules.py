@@ -22,7 +22,7 @@ from fp8rl.numerics.backend.implementation import (
     has_deepgemm,
     implementation_for,
 )
-from fp8rl.numerics.errors import Rule, UserError, check_rules
+from fp8rl.numerics.core.errors import Rule, UserError, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rollout.config import check_drafts

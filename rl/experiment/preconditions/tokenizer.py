@@ -10,9 +10,9 @@ import jinja2
 from jinja2 import Environment, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.reading import check_path, check_regular
-from fp8rl.numerics.time_limit import time_limit
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.process import time_limit
+from fp8rl.numerics.core.reading import check_path, check_regular
 from fp8rl.rollout.chat import (
     SAID,
     TODAY,

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from fp8rl.numerics.errors import user_error
+from fp8rl.numerics.core.errors import user_error
 
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 """The package that each needs; the extra of `fp8rl` that installs it has the tracker's name."""

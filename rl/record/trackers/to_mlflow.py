@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.trackers import Tracked
 

@@ -21,8 +21,8 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-from fp8rl.numerics.errors import UserError, user_error
-from fp8rl.numerics.io.terminal import say_error
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.lifecycle.interrupts import is_ending
 from fp8rl.rl.run.lifecycle.stopping import STOPPED, bounded
 from fp8rl.rollout.deadlines import kill_family

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fp8rl.numerics.errors import UserError, check_rules, user_error
+from fp8rl.numerics.core.errors import UserError, check_rules, user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS
 

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fp8rl.models.architecture import Role
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
 from fp8rl.rl.run.cluster.placement import Node, Place, place, place_engine, place_ranks

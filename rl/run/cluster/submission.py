@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.terminal import printable
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.terminal import printable
 from fp8rl.rollout.loopback import reach_loopback
 
 _DASHBOARD = re.compile(r"https?://[\w.\-:@\[\]]{1,253}/?", re.ASCII)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import ray
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, waited
 from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.canary import Expected, largest

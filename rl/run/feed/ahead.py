@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fp8rl.numerics.io.reading import whole_json_lines
-from fp8rl.numerics.io.section import validated
+from fp8rl.numerics.core.reading import whole_json_lines
+from fp8rl.numerics.core.section import validated
 from fp8rl.rollout.types import Group, KeptTokens, Trajectory
 from fp8rl.trainer.checkpoint.files import read_about
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
-from fp8rl.numerics.io.terminal import say_error
+from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.lifecycle.stopping import bounded, end_by_force
 
 P = ParamSpec("P")

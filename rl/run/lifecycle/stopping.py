@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from fp8rl.numerics.io.terminal import say_error
+from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.record.events import CONSOLE
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rollout.deadlines import kill_family

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.numerics.io.reading import parse_json
+from fp8rl.numerics.core.reading import parse_json
 from fp8rl.rollout.chat import read_arguments
 from fp8rl.rollout.lengths import text_size
 from fp8rl.rollout.types import SamplingParams

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from lab.studies.harness import subjects
 from lab.studies.harness.names import NAMES
 from lab.studies.harness.page import for_a_terminal

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.attention import chunks as attention_chunks
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import fp8rl.numerics.kernels.products.gemm
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.products.gemm import gemm, matmul
 from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, quantize
 from fp8rl.numerics.spec import TensorSpec

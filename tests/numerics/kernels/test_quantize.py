@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.backend.implementation import implementation_for
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.arithmetic import inverse, scale_from_amax
 from fp8rl.numerics.kernels.quantize import (
     empty_blocks,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.router import route, route_sigmoid, top_experts
 from tests.support.kernels import DEVICE
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.base import AlgorithmConfig
 from fp8rl.rl.algorithms.rehearsal import CUT, rehearse

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.experiment import load_experiment, parse_experiment, read_resolved
 from tests.support.paths import EXAMPLES

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from fp8rl.diagnose.plan.subject import read_subject
 from fp8rl.models.hub import is_hub_name, model_directory
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment, read_resolved
 from fp8rl.rl.experiment.fetching import fetched
 from fp8rl.rollout.data.sources import load_problems

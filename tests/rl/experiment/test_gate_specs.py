@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import parse_experiment
 
 MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}

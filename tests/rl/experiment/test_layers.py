@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment
 from tests.support.paths import EXAMPLES
 

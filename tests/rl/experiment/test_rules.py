@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import Rule, UserError
+from fp8rl.numerics.core.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import GATE_RULES, PAIR_RULES, NumberedGate
 from fp8rl.rl.experiment.rules import RULES

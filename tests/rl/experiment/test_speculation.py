@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.reference import schema
 from fp8rl.rl.experiment.validation import parse_experiment, valid_keys
 from fp8rl.rollout.config import SpeculationSection, check_drafts

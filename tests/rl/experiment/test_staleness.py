@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from tests.support.experiments import experiment
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from tests.support.experiments import experiment
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
 from tests.support.experiments import experiment
 from tests.support.scored_batches import CapsuleRun, scored_batch

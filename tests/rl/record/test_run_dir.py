@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.run_dir import RunDir, open_run_dir
 from tests.support.paths import ROOT, new_run
 
@@ -166,7 +166,7 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
     program = f"""
 import os, sys
 from pathlib import Path
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.record.run_dir import open_run_dir
 inside = Path({str(tmp_path)!r}) / "inside"
 won = 0
@@ -201,7 +201,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("fp8rl.numerics.io.files.os.fsync", fail)
+    monkeypatch.setattr("fp8rl.numerics.core.files.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, b"new")
     assert path.read_text() == "old"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.trackers import TRACKERS, Tracked, check_trackers
 from fp8rl.rl.record.trackers import beside as processes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.record.run_dir import RunDir, open_run_dir
 from fp8rl.rl.record.written import CHECKPOINT, RUN, remove_written, strangers
 

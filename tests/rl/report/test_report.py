@@ -8,8 +8,8 @@ import plotly.offline
 import pytest
 import yaml
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import write_atomically
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.events import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.run_dir import RunDir

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import GateState, RuleState
 from fp8rl.rl.record.run_dir import RunDir

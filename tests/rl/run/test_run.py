@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fp8rl.rl.run.stack as stack_module
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.run import LiveRun, check_directory
 from tests.support.experiments import experiment
 from tests.support.paths import new_run

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.data import rows
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import Problem

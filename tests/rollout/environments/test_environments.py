@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.environments.builtin import calculator, guess, worked_out
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import transcript

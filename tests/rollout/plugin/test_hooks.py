@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout import plugin
 from fp8rl.rollout.plugin import hooks, state

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.numerics.holdings import Holding
+from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.plugin.inventory import inventory
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import Inventory, from_checksums, to_checksums

@@ -14,8 +14,8 @@ from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.families.latent import latent_attention_tensors
 from fp8rl.models.sizes import Latent, ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
+from fp8rl.numerics.core.memory import ZEROS, placeholders
 from fp8rl.numerics.frozen import Frozen
-from fp8rl.numerics.holdings import ZEROS, placeholders
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.rollout.plugin import weights as plugin_weights
 from fp8rl.rollout.plugin.held import hf_tensors

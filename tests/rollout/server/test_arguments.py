@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.config import RolloutSection, SpeculationSection
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.server.arguments import server_arguments, server_environment

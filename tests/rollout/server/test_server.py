@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.server import scratch as scratch_module
 from fp8rl.rollout.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep

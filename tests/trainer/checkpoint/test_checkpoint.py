@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.checkpoint import writer as checkpoint_writer
 from fp8rl.trainer.checkpoint.files import (
     CONTENT,

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.diagnose.audit.sightings import Sighting
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection

@@ -18,7 +18,7 @@ from fp8rl.models import read_model, read_shape
 from fp8rl.models.stored import check_stored
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout

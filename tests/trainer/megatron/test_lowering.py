@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.megatron.lowering import Lowering, lower
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection

@@ -12,7 +12,7 @@ import pytest
 from fp8rl.models import ModelSizes
 from fp8rl.models.sizes import Latent
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.errors import UserError, check_rules
+from fp8rl.numerics.core.errors import UserError, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import (

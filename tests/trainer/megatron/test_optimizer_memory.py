@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, optimizer_config
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.megatron.lowering import lower_optimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import BACKWARD, FP32_SCALES, Lowering, lower
 from tests.support.lowering import DEFAULT, native

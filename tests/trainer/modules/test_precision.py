@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS
 from tests.support.trainers import MakeTrainer

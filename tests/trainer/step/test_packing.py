@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.diagnose.audit.watch import watch_step
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.microbatches import PackedMicroBatch, plan_packed
 from tests.support.batches import cross_entropy, random_batch, random_routes

@@ -16,7 +16,7 @@ from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.peft import BASE, TENSORS, read_adapter, read_config
 from fp8rl.models.peft_config import CONFIG
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from lab.studies.document import findings
 from lab.studies.document.document import PAGE, write_docs
 from lab.studies.harness import keeping

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.algorithms.parts.corrections import Correction
 from fp8rl.rl.experiment.experiment import Experiment

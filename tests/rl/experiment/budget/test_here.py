@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8rl.models import read_shape
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.budget.fit import fullest, own_gpu, planned_here, with_own_cache
 from fp8rl.rl.experiment.budget.memory import RUNTIME_BYTES, colocated_memory

@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.budget.fit import with_cache
 from fp8rl.rl.experiment.budget.job import job_of

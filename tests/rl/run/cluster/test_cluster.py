@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -86,7 +86,7 @@ from pathlib import Path
 import psutil, ray
 import ray._private.node as node
 import ray._private.services as services
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 clock, known, slow = itertools.count(0, 40), services.get_node, [True] * 3
@@ -116,7 +116,7 @@ WITHOUT_MEMORY = """
 import sys
 from pathlib import Path
 import ray
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 ray._private.utils.estimate_available_memory = lambda: 120_000_000

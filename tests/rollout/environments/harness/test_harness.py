@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 import fp8rl.rollout.environments.harness.harness as harness_module
-from fp8rl.numerics.errors import UserError
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end

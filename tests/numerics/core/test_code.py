@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fp8rl.numerics.io.files import code_digest
+from fp8rl.numerics.core.files import code_digest
 from tests.support.paths import ROOT
 
 PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
@@ -24,6 +24,6 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def digest_in(folder):
-    program = f"from fp8rl.numerics.io.files import code_digest; print(code_digest({PACKAGES}))"
+    program = f"from fp8rl.numerics.core.files import code_digest; print(code_digest({PACKAGES}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()

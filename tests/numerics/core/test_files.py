@@ -4,8 +4,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8rl.numerics.errors import UserError
-from fp8rl.numerics.io.files import append_line, check_page, new_directory, publish_directory, write_atomically, writing
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import (
+    append_line,
+    check_page,
+    new_directory,
+    publish_directory,
+    write_atomically,
+    writing,
+)
 from tests.support.disks import room
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fp8rl.numerics.io.reading import DEEPEST, parse_json
+from fp8rl.numerics.core.reading import DEEPEST, parse_json
 
 
 @pytest.mark.parametrize("text", ['{"a": [1, -2.5e3, true, null, "\\u00e9"]}', '"\\ud83d\\ude00"', "[]", "9" * 300])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8rl.numerics.io.terminal import printable, say
+from fp8rl.numerics.core.terminal import printable, say
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from io import FileIO
 from pathlib import Path
 from types import ModuleType
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.reading import check_path, read_bytes, reason
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import check_path, read_bytes, reason
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

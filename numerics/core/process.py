@@ -1,8 +1,15 @@
-"""Collective actions of a trainer's ranks on Python values. A single process is alone in them."""
+"""A process among the ranks of a trainer: collective actions on Python values; and a timeout for code within it.
+
+A single process is alone in its actions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -44,3 +51,22 @@ def exhaust(stream: Iterable[object]) -> None:
     """Take the rest of a stream that ranks make together: a rank that leaves early keeps the others waiting."""
     for _ in stream:
         pass
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after this time. Without effect off the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} s")
+
+    former = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.numerics.errors import UserError, shown
-from fp8rl.numerics.io.reading import check_regular, json_lines, read_bytes, read_json
+from fp8rl.numerics.core.errors import UserError, shown
+from fp8rl.numerics.core.reading import check_regular, json_lines, read_bytes, read_json
 
 
 @pytest.fixture

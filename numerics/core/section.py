@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fp8rl.numerics.errors import user_error
-from fp8rl.numerics.io.reading import at_home, check_path
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import at_home, check_path
 
 T = TypeVar("T")
 RELATIVE = (

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8rl.numerics.errors import UserError, shown, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 
 # Text that others wrote, as values: what would break a program further on is refused where it is read.
 

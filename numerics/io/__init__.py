@@ -1,1 +1,0 @@
-"""Files, read whole or refused, written whole or not at all."""

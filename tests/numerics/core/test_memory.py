@@ -1,0 +1,143 @@
+"""The memory of a process: placeholders, shards, and memory that processes share."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import signal
+from multiprocessing import get_context
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8rl.numerics.core.memory import NAN, ZEROS, HostMemory, mapped, own_memory, placeholders, shards
+
+LIMIT = 100
+
+
+def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
+    return [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+
+
+def sizes_of(sizes: list[int]) -> list[list[int]]:
+    return [[tensor.nbytes for _, tensor in shard] for shard in shards(named(sizes), LIMIT)]
+
+
+def test_by_hand() -> None:
+    assert sizes_of([]) == []
+    assert sizes_of([60, 40, 1, 99, 1]) == [[60, 40], [1, 99], [1]]
+    assert sizes_of([10, 250, 10, 20]) == [[10], [250], [10, 20]]
+    assert sizes_of([250]) == [[250]]
+    assert sizes_of([0, 100, 0]) == [[0, 100, 0]]
+
+
+def test_bytes_count_and_not_elements() -> None:
+    tensors = [("a", torch.zeros(20)), ("b", torch.zeros(10, dtype=torch.bfloat16)), ("c", torch.zeros(1))]
+    assert [[name for name, _ in shard] for shard in shards(tensors, LIMIT)] == [["a", "b"], ["c"]]
+
+
+@given(st.lists(st.integers(0, 130)))
+def test_every_tensor_once_in_order_and_no_shard_that_could_have_taken_the_next(sizes: list[int]) -> None:
+    packed = list(shards(named(sizes), LIMIT))
+    assert [name for shard in packed for name, _ in shard] == [str(index) for index in range(len(sizes))]
+    totals = sizes_of(sizes)
+    assert all(sum(shard) <= LIMIT or len(shard) == 1 for shard in totals)
+    assert all(sum(shard) + after[0] > LIMIT for shard, after in itertools.pairwise(totals))
+
+
+def test_tensors_are_taken_one_shard_at_a_time() -> None:
+    """A model larger than memory streams: nothing is read before the shard that it belongs to is asked for."""
+    taken: list[str] = []
+
+    def stream():  # type: ignore[no-untyped-def]
+        for name, tensor in named([60, 60, 60]):
+            taken.append(name)
+            yield name, tensor
+
+    packed = shards(stream(), LIMIT)
+    next(packed)
+    assert taken == ["0", "1"]
+
+
+class Layer(nn.Module):
+    """Parameters of several sizes and formats, of which one is wrapped anew, as loaders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16))
+        self.weight.tag = "split"  # type: ignore[attr-defined]
+        self.codes = nn.Parameter(torch.ones(5, 7).to(torch.float8_e4m3fn), requires_grad=False)
+        self.codes = nn.Parameter(self.codes.data, requires_grad=False)
+
+
+@pytest.mark.parametrize(("fill", "value"), [(ZEROS, 0.0), (NAN, float("nan"))])
+def test_all_parameters_share_the_memory_of_the_largest(fill: int, value: float) -> None:
+    with placeholders(fill):
+        model = nn.ModuleList(Layer() for _ in range(3))
+    held = list(model.parameters())
+    assert {p.untyped_storage().data_ptr() for p in held} == {held[0].untyped_storage().data_ptr()}
+    assert held[0].untyped_storage().nbytes() == 2 * 4 * 8
+    assert [(p.shape, p.dtype) for p in held] == [(p.shape, p.dtype) for _ in range(3) for p in Layer().parameters()]
+    assert all(p.is_contiguous() and p.float().allclose(torch.tensor(value), equal_nan=True) for p in held)
+    assert all(layer.weight.tag == "split" for layer in model)
+    own_memory(held[0])
+    held[0].data.fill_(1.0)
+    assert (held[1] != 1.0).all()
+
+
+def test_modules_of_later_have_memory_of_their_own() -> None:
+    with pytest.raises(KeyError), placeholders(ZEROS):
+        raise KeyError
+    assert all((p == 1.0).all() for p in (Layer().scale, Layer().weight))
+
+
+def test_what_was_written_before_the_seal_is_read_and_cannot_be_written() -> None:
+    memory = HostMemory("base", 5000)
+    before = mapped(memory.address(), writable=True)
+    before.fill_(7)
+    with pytest.raises(OSError):  # it could still be written here
+        memory.seal()
+    del before
+    memory.seal()
+    with pytest.raises(OSError):
+        mapped(memory.address(), writable=True)
+    here = mapped(memory.address())
+    assert here.tolist() == [7] * 5000
+    assert killed_by(lambda: here.fill_(8)) == signal.SIGSEGV
+    memory.close()
+    assert here.tolist() == [7] * 5000, "it stays as long as somebody maps it"
+
+
+def test_memory_that_is_gone_is_an_error_that_names_where_it_was() -> None:
+    memory = HostMemory("base", 1)
+    address = memory.address()
+    memory.close()
+    with pytest.raises(OSError, match=address):
+        mapped(address)
+
+
+def test_another_process_reads_the_same_bytes() -> None:
+    memory = HostMemory("base", 64)
+    mapped(memory.address(), writable=True).copy_(torch.arange(64, dtype=torch.uint8))
+    memory.seal()
+    with get_context("fork").Pool(1) as pool:
+        assert pool.apply(total, (memory.address(),)) == 64 * 63 // 2
+    memory.close()
+
+
+def total(address: str) -> int:
+    return int(mapped(address).sum())
+
+
+def killed_by(action: object) -> int:
+    """The signal that ends a process which does it."""
+    if (child := os.fork()) == 0:
+        faulthandler.disable()
+        action()  # type: ignore[operator]
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
