@@ -17,7 +17,7 @@ from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.console import format_difference
-from fp8rl.weight_sync.adapters import would_hold
+from fp8rl.weight_sync.frozen import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
 NATIVE_TOLERANCE = 0.01

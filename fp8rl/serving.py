@@ -37,10 +37,10 @@ from fp8rl.rollout.server.arguments import ServedChats, has_cuda
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
 from fp8rl.rollout.types import LOOPBACK, Endpoint
-from fp8rl.weight_sync.adapters import scale_of
 from fp8rl.weight_sync.bridge import send_and_verify
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.frozen import scale_of
 from fp8rl.weight_sync.manifest import Recorder, Sent, SyncError, some_of
+from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 LONGEST = 32768

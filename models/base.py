@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fp8rl.models.architecture import Model
 from fp8rl.models.tensors import PADDED_TO, SCALE_SUFFIX, WHOLE, TensorRow
-from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 
@@ -26,9 +25,10 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one parameter of the engine. start: in bytes."""
+    """The place of one parameter of the engine."""
 
     start: int
+    """In bytes."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -70,15 +70,10 @@ def _shape(rows: Sequence[TensorRow], stacked: int | None) -> tuple[int, ...]:
 
 
 class Base:
-    """Views of the memory of a base.
-
-    Attributes:
-        flat: uint8 [base_bytes]. model, spec: whose tensors it holds, quantized by what.
-        parameters: by their names in the engine.
-    """
+    """Views of the memory of a base: uint8 [base_bytes], with the tensors of a model, quantized by a spec."""
 
     def __init__(self, flat: Tensor, model: Model, spec: QuantSpec) -> None:
-        """Raises ValueError if the memory is not that of such a base."""
+        """Cut the memory. Raises ValueError if it is not that of such a base."""
         found = places(model, spec)
         if flat.numel() != (size := max(place.stop for place in found.values())):
             raise ValueError(f"found a base of {flat.numel()} bytes, expected {size}: another model, or another spec")
@@ -86,6 +81,7 @@ class Base:
         self.parameters: Mapping[str, Tensor] = {
             name: flat[place.start : place.stop].view(place.dtype).view(place.shape) for name, place in found.items()
         }
+        """The parameters by their names in the engine."""
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -132,7 +128,3 @@ class Base:
         if place.parameter + SCALE_SUFFIX not in self.parameters:
             return cut("", 1)
         return QuantizedTensor(cut("", 1), cut(SCALE_SUFFIX, self.spec.weight.group), self.spec.weight)
-
-    def digests(self) -> dict[str, str]:
-        """The digest of each tensor of the checkpoint, taken now."""
-        return dict(zip(self.tensors, tensor_digests(list(self.tensors.values())), strict=True))

@@ -180,7 +180,7 @@ class TrainerGroup:
 
         seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
         as it is. critic: how a critic is trained, if there is one. adapter: what is trained in place of the weights.
-        shared_base: these come from a base that the policy is to adopt before it computes (`weight_sync.base`).
+        shared_base: these come from a base that the policy is to adopt before it computes (`weight_sync.frozen`).
         architecture: a user's file with that of the model; None: it is one of ours.
 
         Raises:

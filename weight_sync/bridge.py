@@ -26,13 +26,11 @@ from fp8rl.rollout.protocol import CACHE, GRAPHS, WEIGHTS
 from fp8rl.rollout.server.client import EngineClient, PauseMode
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.weight_sync.adapters import Contents, HeldBase, check_frozen, exported
-from fp8rl.weight_sync.base import give_base, reads
 from fp8rl.weight_sync.buckets import Named, changes
 from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
-from fp8rl.weight_sync.hf_checkpoint import write_served_checkpoint
+from fp8rl.weight_sync.frozen import Contents, HeldBase, check_frozen, exported, give_base, reads
 from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors, write_served_checkpoint
 from fp8rl.weight_sync.transports import Transport, make_transport
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.weight_sync.adapters import would_hold
+from fp8rl.weight_sync.frozen import would_hold
 from fp8rl.weight_sync.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 
 DECODED = (1, 32, 256)
 """Answers at a time for which decoding is calculated."""

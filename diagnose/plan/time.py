@@ -18,7 +18,7 @@ from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
-from fp8rl.weight_sync.quantized import weight_bytes
+from fp8rl.weight_sync.served import weight_bytes
 
 LAUNCH_S = 5e-6
 OPTIMIZER_BYTES = 30

@@ -111,7 +111,7 @@ def convert(
         from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
         from fp8rl.trainer.config import TrainerSection
         from fp8rl.trainer.megatron.model_checks import check_layout
-        from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+        from fp8rl.weight_sync.served import convert_checkpoint
 
         check_path(model, "MODEL")
         if architecture is not None:

@@ -27,10 +27,10 @@ from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.types import Prompt, SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
-from fp8rl.weight_sync.adapters import Contents, HeldBase
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.frozen import Contents, HeldBase
 from fp8rl.weight_sync.manifest import Sent
+from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.batch import random_batch
 from lab.bench.measure import Result, interleaved, median_ratio

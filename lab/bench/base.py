@@ -35,11 +35,10 @@ from fp8rl.rollout.types import NO_WEIGHTS, Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.base import give_base, place_base
 from fp8rl.weight_sync.bridge import send_and_verify
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, write_description
+from fp8rl.weight_sync.frozen import give_base, place_base
 from fp8rl.weight_sync.manifest import Manifest, Sent
-from fp8rl.weight_sync.quantized import would_send
+from fp8rl.weight_sync.served import convert_checkpoint, would_send, write_description
 from lab.bench.measure import Result, interleaved, median_ratio
 
 MODEL = TinyModel(layers=14, hidden=1024, heads=8, kv_heads=2, intermediate=1024, experts=16, top_k=2, vocab=2048)

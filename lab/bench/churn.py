@@ -22,7 +22,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.buckets import changes
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from lab.bench.batch import random_batch
 from lab.bench.measure import Result
 

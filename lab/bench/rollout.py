@@ -20,7 +20,7 @@ from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.data.tasks import prompt_ids
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.types import Prompt, SamplingParams
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from lab.bench.measure import Result, median_ratio
 
 MODEL = Path("examples/models/tiny_qwen3_moe")

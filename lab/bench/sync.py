@@ -26,8 +26,7 @@ from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.measure import Result, median_ratio
 

@@ -31,9 +31,9 @@ from fp8rl.rl.run.turns import DeviceTurns, Side
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.weight_sync.base import write_base
 from fp8rl.weight_sync.bridge import Bridge
-from fp8rl.weight_sync.hf_checkpoint import write_description
+from fp8rl.weight_sync.frozen import write_base
+from fp8rl.weight_sync.served import write_description
 
 
 @dataclass

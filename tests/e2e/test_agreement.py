@@ -35,8 +35,8 @@ from fp8rl.rollout.types import Group, SamplingParams
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import SyncReport
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from fp8rl.weight_sync.manifest import SyncError
+from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports import TensorTransport
 from tests.support import faults
 from tests.support.rig import SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts

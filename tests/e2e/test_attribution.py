@@ -16,7 +16,7 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.manifest import SyncError
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support import faults
 from tests.support.rig import Pipeline, Rig, Setup

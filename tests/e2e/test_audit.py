@@ -16,7 +16,7 @@ from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.server import arguments
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.handshake import differences
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.rig import MODELS, Setup, make_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]

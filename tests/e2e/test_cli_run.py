@@ -32,7 +32,7 @@ from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 from tests.support.cli_runs import FP8RL, SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks

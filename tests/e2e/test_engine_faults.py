@@ -26,7 +26,7 @@ from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.types import Group, Trajectory
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.manifest import SyncError
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 from tests.support import wire
 from tests.support.paths import ROOT
 from tests.support.servers import wait_until

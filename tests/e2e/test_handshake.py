@@ -13,7 +13,7 @@ import pytest
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.errors import HandshakeError
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.rig import make_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -29,7 +29,7 @@ from fp8rl.rollout.types import Prompt, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

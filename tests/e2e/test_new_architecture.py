@@ -26,7 +26,7 @@ from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.batches import cross_entropy
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED

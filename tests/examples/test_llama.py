@@ -31,7 +31,7 @@ from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.paths import EXAMPLES
 

@@ -43,10 +43,10 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.result import PassResult
-from fp8rl.weight_sync.adapters import HeldBase
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, write_description
+from fp8rl.weight_sync.frozen import HeldBase
+from fp8rl.weight_sync.served import convert_checkpoint, write_description
 from tests.support.warm_engine import EngineTemplate
 
 MODELS = {

@@ -13,7 +13,7 @@ from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from tests.support.definitions import listed, without_norms
 
 SPEC = QuantSpec.preset("fp8_block_pow2")

@@ -19,7 +19,7 @@ from fp8rl.rollout.server.client import merged
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.manifest import Manifest, Recorder, SyncError
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from tests.support.definitions import every_tensor
 
 SPEC = QuantSpec.preset("fp8_block_pow2")

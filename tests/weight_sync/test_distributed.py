@@ -20,7 +20,7 @@ from fp8rl.rollout.server.arguments import server_environment
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.trainer.device import LOOPBACK
 from fp8rl.weight_sync.buckets import Packer
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DistributedTransport, distributed
 from fp8rl.weight_sync.transports.distributed import contents
 from tests.support.definitions import every_tensor

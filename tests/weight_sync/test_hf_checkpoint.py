@@ -19,8 +19,7 @@ from fp8rl.models.architecture import architectures
 from fp8rl.models.stored import weight_files
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import convert_checkpoint, quantization_config, served_tensors, write_served_checkpoint
 from tests.support.definitions import SIZES
 from tests.support.paths import CONFIGS
 

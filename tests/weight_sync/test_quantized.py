@@ -8,7 +8,7 @@ import torch
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from tests.support.definitions import every_tensor
 
 POW2 = QuantSpec.preset("fp8_block_pow2")

@@ -6,7 +6,7 @@ import pytest
 
 from fp8rl.models import read_shape
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 from tests.support.paths import CONFIGS, EXAMPLES
 
 FP8, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")

@@ -16,7 +16,7 @@ from fp8rl.numerics.core.process import rank
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.weight_sync.buckets import Bucket, Named, Packer
-from fp8rl.weight_sync.hf_checkpoint import write_served_checkpoint
+from fp8rl.weight_sync.served import write_served_checkpoint
 
 _DEVICE = 6
 """Index of the device among the arguments of `rebuild_cuda_tensor`."""

@@ -32,7 +32,7 @@ from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
-from fp8rl.weight_sync.hf_checkpoint import write_description
+from fp8rl.weight_sync.served import write_description
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.gpu.model import written

@@ -15,7 +15,7 @@ from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Bucket, Packer
 from fp8rl.weight_sync.manifest import Recorder
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from lab.bench.gpu.measure import Layers, Measured, Sizes, Stopwatch, random
 from lab.bench.measure import Result
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.weight_sync.manifest import Recorder
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.gpu.sync import BUCKET_BYTES, SPEC, definition, random_weights

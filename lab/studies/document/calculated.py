@@ -31,7 +31,7 @@ from fp8rl.rl.experiment.budget.gpus import GPUS
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, trainer_memory
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 
 Verdict = Literal["confirmed", "contradicted", "waits for a GPU"]
 

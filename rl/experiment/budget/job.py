@@ -10,7 +10,7 @@ from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.state_bytes import Storage
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fp8rl.models.shape import BF16_BYTES, WeightGroup
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE
 from fp8rl.rl.experiment.budget.job import CONTEXT_BYTES, Job
 from fp8rl.trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 
 Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")

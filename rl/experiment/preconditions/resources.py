@@ -22,7 +22,7 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.buckets import SMALLEST_BYTES
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

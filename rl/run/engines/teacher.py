@@ -22,8 +22,8 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
 from fp8rl.weight_sync.manifest import Manifest, Recorder
+from fp8rl.weight_sync.served import convert_checkpoint
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the batch's field."""

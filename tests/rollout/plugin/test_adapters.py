@@ -16,7 +16,7 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.rollout.plugin.adapters import AdaptedRows
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ADAPTER_SCALE
-from fp8rl.weight_sync.adapters import HeldBase
+from fp8rl.weight_sync.frozen import HeldBase
 from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent
 from tests.support.served_model import (
     ATTENTION,

@@ -21,7 +21,7 @@ from fp8rl.rollout.plugin import weights as plugin_weights
 from fp8rl.rollout.plugin.held import hf_tensors
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
-from fp8rl.weight_sync.quantized import served_tensors
+from fp8rl.weight_sync.served import served_tensors
 from tests.support.definitions import listed
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
 

@@ -29,7 +29,7 @@ from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.quantized import served_bytes, served_tensors
+from fp8rl.weight_sync.served import served_bytes, served_tensors
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks

@@ -19,7 +19,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.weights import te_weights
 from fp8rl.trainer.weights.hf_weights import HFWeights
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.blockwise import BlockwiseWeight
 from tests.support.models import LAYERS, LENGTH
 from tests.support.ranks import run_on_ranks

@@ -19,7 +19,7 @@ from fp8rl.models.peft_config import CONFIG
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.weight_sync.hf_checkpoint import convert_checkpoint
+from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer

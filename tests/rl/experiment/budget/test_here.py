@@ -17,7 +17,7 @@ from fp8rl.rl.experiment.budget.fit import fullest, own_gpu, planned_here, with_
 from fp8rl.rl.experiment.budget.memory import RUNTIME_BYTES, colocated_memory
 from fp8rl.rl.experiment.preconditions import resources
 from fp8rl.rl.experiment.preconditions.resources import check_memory
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 from tests.support.paths import CONFIGS, EXAMPLES
 
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79 << 30), ("NVIDIA H200", 139 << 30)

@@ -14,7 +14,7 @@ from fp8rl.rl.experiment.budget.memory import colocated_memory
 from fp8rl.rl.experiment.preconditions import check, resources
 from fp8rl.rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, check_memory, kv_cache_bytes
 from fp8rl.trainer.state_bytes import state_bytes
-from fp8rl.weight_sync.quantized import served_bytes
+from fp8rl.weight_sync.served import served_bytes
 from tests.support.preconditions import merged, refusal
 
 

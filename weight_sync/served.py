@@ -1,0 +1,219 @@
+"""What an engine serves: tensors made from the trainer's weights, the HF directory that it loads, and their bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fp8rl.models import Model, read_model
+from fp8rl.models.peft import pair_of, read_adapter, read_config
+from fp8rl.models.shape import BF16_BYTES, Shape, WeightGroup
+from fp8rl.models.stored import starting_weights
+from fp8rl.models.storing import INDEX, write_directory
+from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.process import exhaust
+from fp8rl.numerics.core.reading import read_bytes
+from fp8rl.numerics.ops.low_rank import LowRank
+from fp8rl.numerics.ops.merged import merged
+from fp8rl.numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.buckets import Allocate
+from fp8rl.weight_sync.manifest import Recorder, Sent
+
+_BATCH_BYTES = 32 << 20  # quantized at a time: experts are many and small, and each launch has its price
+
+
+def served_tensors(
+    weights: Iterable[tuple[str, Tensor | QuantizedTensor]],
+    spec: QuantSpec,
+    model: Model,
+    allocate: Allocate | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the (HF name, tensor) pairs that are served under `spec`: FP8 codes and their scales, or the tensor as it
+    is.
+
+    weights: (HF name, tensor), or tensors that the trainer quantized itself, whose codes and scales are served as they
+    are (dequantized, if the engine runs them unquantized). model: whose tensors they are. A quantized `x.weight` [N, K]
+    becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block). The tensors may share memory with the
+    parameters. allocate: gives the memory to quantize to. A weight that cannot be quantized does not keep other ranks
+    waiting: the rest of `weights` is taken.
+    """
+    try:
+        for batch in shards(weights, _BATCH_BYTES):
+            rows = {name: model.tensors[name] for name, _ in batch}
+            to_quantize = {name: weight for name, weight in batch if model.quantizes(rows[name], spec)}
+            quantized = _quantized(to_quantize, spec, allocate)
+            for name, weight in batch:
+                if name in quantized:
+                    yield name, quantized[name].data
+                    yield name + SCALE_SUFFIX, quantized[name].scale_inv.to(SERVED_SCALES)
+                elif isinstance(weight, QuantizedTensor):
+                    yield name, weight.dequantize(rows[name].served)
+                else:
+                    yield name, weight.to(rows[name].served)
+    finally:
+        exhaust(weights)
+
+
+def would_send(
+    weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, engine_ranks: int = 1
+) -> Sent:
+    """Return what one rank would send of these weights (as in `served_tensors`) to an engine that serves `spec`."""
+    recorder = Recorder(model.tensors, engine_ranks)
+    exhaust(recorder.watch(served_tensors(weights, spec, model)))
+    return recorder.sent()
+
+
+def _quantized(
+    weights: dict[str, Tensor | QuantizedTensor], spec: QuantSpec, allocate: Allocate | None
+) -> dict[str, QuantizedTensor]:
+    """Quantize the weights that are not quantized yet, in one call and in their order."""
+    done = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
+    for name, weight in done.items():
+        if weight.spec != spec.weight:
+            raise UserError(f"{name}: found it quantized as {weight.spec}, expected {spec.weight}; one spec for both")
+    plain = {name: weight for name, weight in weights.items() if not isinstance(weight, QuantizedTensor)}
+    for name, tensor in plain.items():
+        try:
+            check_quantizable(tensor, spec.weight)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+    outs: list[QuantizedTensor] | None = None
+    if allocate is not None:
+        outs = []
+        for tensor in plain.values():
+            data = allocate(tensor.shape, spec.weight.dtype, tensor.device)
+            scales = allocate(scale_shape(tensor.shape, spec.weight), SERVED_SCALES, tensor.device)
+            outs.append(QuantizedTensor(data, scales, spec.weight))
+    return done | dict(zip(plain, quantize_many(list(plain.values()), spec.weight, outs), strict=True))
+
+
+# HF model directories as an engine loads them: quantized by the spec, or BF16.
+
+ADAPTER = "--adapter"
+"""The name of a merged adapter in messages."""
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
+    """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
+
+    All ranks take part, as in `write_directory`. config.json gets the `quantization_config` that SGLang reads: block
+    FP8 with dynamic activation scales, `scale_fmt: ue8m0` where they are powers of two.
+    """
+    write_directory(path, tensors, lambda partial: _copy_description(source, partial, spec))
+
+
+def write_description(source: Path, path: Path, spec: QuantSpec) -> None:
+    """Write the directory of `write_served_checkpoint` without weights, for an engine that waits for a sync."""
+    write_directory(path, (), lambda partial: _copy_description(source, partial, spec))
+
+
+def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
+    """Return the HF `quantization_config` of a spec with block-quantized weights.
+
+    It cannot say that activations have a static range or are rounded stochastically: an engine of this project knows
+    from the run's numerics, any other quantizes them dynamically to nearest.
+
+    `modules_to_not_convert` names every product that stays as it is, without which transformers and vLLM take a router
+    for quantized. Its entries are path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and
+    so for the fused projections and the experts of a layer alike. For a layer's experts the common module is named, but
+    never a layer's prefix: transformers takes that of 1 for 10's, too. q_a_proj and kv_a_proj are one module in the
+    engine, which is named as well: SGLang's GLM-4.7-Flash looks for no other.
+    """
+    config: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": spec.weight.format,
+        "activation_scheme": "dynamic",
+        "weight_block_size": [spec.weight.block_rows, spec.weight.group],
+    }
+    if spec.activation.scale == "pow2":
+        config["scale_fmt"] = "ue8m0"
+    kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
+    modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
+    fused = [row.engine.parameter for row in kept if row.engine.together]
+    unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
+    return config | {"modules_to_not_convert": unquantized}
+
+
+def convert_checkpoint(
+    source: Path, path: Path, spec: QuantSpec, recorder: Recorder | None = None, adapter: Path | None = None
+) -> None:
+    """Quantize the weights of an HF directory by the spec, into a directory that an engine loads.
+
+    Weights of another float format are rounded first to the trainer's dtype. recorder: digests what is written.
+    adapter: a directory in PEFT's format, which is added to the weights before they are quantized.
+
+    Raises:
+        UserError: the adapter is not one of this model; see :mod:`models.peft`.
+    """
+    model = read_model(source)
+    add = _merging(source, model, adapter) if adapter is not None else None
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in starting_weights(source, model):
+            yield name, add(name, weight) if add is not None else weight
+
+    tensors = served_tensors(weights(), spec, model)
+    write_served_checkpoint(recorder.watch(tensors) if recorder else tensors, source, path, spec)
+
+
+def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor], Tensor]:
+    """Return a function of a weight's name and tensor that adds the adapter to it."""
+    config = read_config(adapter, model, ADAPTER)
+    tensors = read_adapter(adapter, source, model.adapted(config), ADAPTER)
+
+    def add(name: str, weight: Tensor) -> Tensor:
+        if not config.adapts(row := model.tensors[name]):
+            return weight
+        a, b = (tensors[each].to(weight.dtype) for each in pair_of(row, config))
+        return merged(weight, LowRank(a, b, config.scale))
+
+    return add
+
+
+def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != INDEX:
+                (partial / file.name).write_bytes(read_bytes(file, "model.path", "a file to copy"))
+    config = json.loads((partial / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if spec.quantized:
+        config["quantization_config"] = quantization_config(spec, read_model(source))
+    (partial / "config.json").write_text(json.dumps(config, indent=1))
+
+
+# How many bytes a sync sends, and an engine holds of weights: calculated, before there is a trainer.
+
+
+def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
+    """Return the bytes that one rank of an engine holds of the weights under `spec`; with one rank, those that a sync
+    sends.
+
+    A quantized weight has one byte an element and a scale per block, any other two bytes. Ranks share dense products
+    and experts; each of them has the rest whole.
+    """
+    return sum(
+        weight_bytes(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)
+        for weight in shape.weights
+        if not weight.tied
+    )
+
+
+def weight_bytes(shape: Shape, weight: WeightGroup, spec: QuantSpec) -> int:
+    """Return the bytes of one group of weights, as an engine holds them under `spec`."""
+    quantized = weight.copies * len(shape.quantized_layers(weight, spec))
+    plain = (weight.count - quantized) * weight.size * BF16_BYTES
+    if not quantized:
+        return plain
+    pieces = weight.pieces or (weight.rows,)  # the tensors that the checkpoint has of it
+    scales = sum(math.prod(scale_shape((rows, weight.columns), spec.weight)) for rows in pieces)
+    return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * SERVED_SCALES.itemsize)
