@@ -6,6 +6,7 @@ checked at start by `numerics.backend.probe`.
 """
 
 from fp8rl.numerics.ops.attention import (
+    AttentionInputs,
     attention,
     attention_dkv,
     attention_dq,
@@ -49,6 +50,7 @@ from fp8rl.numerics.ops.rope import rope, rope_pairs
 from fp8rl.numerics.ops.router import route, route_sigmoid, top_experts
 
 __all__ = [
+    "AttentionInputs",
     "ExpertWeights",
     "Fused",
     "LowRank",

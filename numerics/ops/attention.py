@@ -9,6 +9,7 @@ a query do not change its result.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,24 @@ KEY_SPLIT = 128
 KEY_CHUNK = 1024
 # The last split may be shorter, in whole multiples of this: the keys left out would have added exact zeros.
 KEY_PADDING = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionInputs:
+    """Queries, the keys and values that they attend to, and where they stand."""
+
+    q: torch.Tensor
+    """[B, Q, heads, D]."""
+    k: torch.Tensor
+    """[B, T, kv heads, D], key t at position t."""
+    v: torch.Tensor
+    """[B, T, kv heads, E]."""
+    positions: torch.Tensor
+    """int64 [B, Q], of the queries."""
+    scale: float
+    lengths: torch.Tensor | None = None
+    """int64, of sequences that lie end to end in a batch of one, whose queries and keys are the same tokens; None: each
+    row is a sequence. The torch definitions know the latter alone."""
 
 
 @op
@@ -93,25 +112,24 @@ def packed_attention(
 
 
 @op
-def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_forward(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `attention` without a gradient, and what its gradient needs.
 
-    Return the result [B, Q, heads, E], unrounded here, and the logarithm of the sum of each row's weights, FP32 [B, Q,
-    heads].
+    Return the result [B, Q, heads, E]; the result again, here not rounded; and the logarithm of the sum of each row's
+    weights, FP32 [B, Q, heads].
     """
+    q, k, v = inputs.q, inputs.k, inputs.v
     groups = k.shape[2]
     queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
     padding = max(0, FEWEST_ROWS - rows)
     queries = F.pad(queries, (0, 0, 0, padding))
-    limits = F.pad(_row_positions(positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
+    limits = F.pad(_row_positions(inputs.positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
     keys, values = _fold_keys(k), _fold_keys(v)
 
-    peak, total, out = _attend_chunk(queries, keys[:, :KEY_CHUNK], values[:, :KEY_CHUNK], 0, limits, scale)
+    peak, total, out = _attend_chunk(queries, keys[:, :KEY_CHUNK], values[:, :KEY_CHUNK], 0, limits, inputs.scale)
     for start in range(KEY_CHUNK, keys.shape[1], KEY_CHUNK):
         chunk = slice(start, start + KEY_CHUNK)
-        own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, scale)
+        own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, inputs.scale)
         before, peak = peak, torch.maximum(peak, own[0])  # finite: every row saw key 0, in the first chunk
         rescale, share = torch.exp(before - peak), torch.exp(own[0] - peak)
         total, out = total * rescale + own[1] * share, out * rescale + own[2] * share
@@ -121,39 +139,28 @@ def attention_forward(
 
 @op
 def attention_dq(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    result: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: float,
+    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of the queries, and the term that the softmax's gradient subtracts, FP32 [B, Q, heads]."""
+    """Return the gradient of the queries, and the term that the softmax's gradient subtracts, FP32 [B, Q, heads].
+
+    result, logsumexp: as `attention_forward` gives them.
+    """
     delta = (dout.float() * result.float()).sum(-1)
-    _, dscores = _weights(dout, q, k, v, positions, logsumexp, delta, scale)
-    return _unfold_rows(torch.bmm(dscores, _fold_keys(k)), q.shape).to(q.dtype), delta
+    _, dscores = _weights(dout, inputs, logsumexp, delta)
+    return _of_queries(dscores, inputs), delta
 
 
 @op
 def attention_dkv(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    logsumexp: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
+    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of keys and values from all queries.
+    """Return the gradients of keys and values from all queries. delta: as `attention_dq` gives it.
 
     The keys may be a run of a sequence's keys. Positions are counted from the first of them: negative of a query that
     sees none.
     """
-    weights, dscores = _weights(dout, q, k, v, positions, logsumexp, delta, scale)
-    return _of_keys(dscores, q, k), _of_keys(weights, dout, v)
+    weights, dscores = _weights(dout, inputs, logsumexp, delta)
+    return _of_keys(dscores, inputs.q, inputs.k), _of_keys(weights, dout, inputs.v)
 
 
 class _Attention(torch.autograd.Function):
@@ -161,7 +168,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        out, result, logsumexp = attention_forward(q, k, v, positions, scale)
+        out, result, logsumexp = attention_forward(AttentionInputs(q, k, v, positions, scale))
         ctx.save_for_backward(q, k, v, positions, result, logsumexp)
         ctx.scale = scale
         return out
@@ -169,34 +176,31 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, positions, result, logsumexp = ctx.saved_tensors
-        delta = (grads[0].float() * result).sum(-1)
-        weights, dscores = _weights(grads[0], q, k, v, positions, logsumexp, delta, ctx.scale)
-        dq = _unfold_rows(torch.bmm(dscores, _fold_keys(k)), q.shape).to(q.dtype)
-        return dq, _of_keys(dscores, q, k), _of_keys(weights, grads[0], v), None, None
+        inputs = AttentionInputs(q, k, v, positions, ctx.scale)
+        weights, dscores = _weights(grads[0], inputs, logsumexp, (grads[0].float() * result).sum(-1))
+        return _of_queries(dscores, inputs), _of_keys(dscores, q, k), _of_keys(weights, grads[0], v), None, None
 
 
 def _weights(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    logsumexp: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
+    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of softmax attention from the saved log-sum-exp, and the gradient of its scores.
 
     Both are FP32 [B * groups, rows, keys] (Dao et al. 2022, without tiling).
     """
-    groups = k.shape[2]
-    queries, keys, values = _fold_queries(q, groups), _fold_keys(k), _fold_keys(v)
-    limits = _row_positions(positions, q.shape[2] // groups, groups)
+    q, groups = inputs.q, inputs.k.shape[2]
+    queries, keys, values = _fold_queries(q, groups), _fold_keys(inputs.k), _fold_keys(inputs.v)
+    limits = _row_positions(inputs.positions, q.shape[2] // groups, groups)
     seen = torch.arange(keys.shape[1], device=q.device) <= limits
-    scores = (torch.bmm(queries, keys.transpose(1, 2)) * scale).masked_fill(~seen, -torch.inf)
+    scores = (torch.bmm(queries, keys.transpose(1, 2)) * inputs.scale).masked_fill(~seen, -torch.inf)
     weights = torch.exp(scores - _fold_queries(logsumexp[..., None], groups))
     dweights = torch.bmm(_fold_queries(dout, groups), values.transpose(1, 2))
-    return weights, weights * (dweights - _fold_queries(delta[..., None], groups)) * scale
+    return weights, weights * (dweights - _fold_queries(delta[..., None], groups)) * inputs.scale
+
+
+def _of_queries(dscores: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+    """Return the gradient of the queries from that of their scores."""
+    return _unfold_rows(torch.bmm(dscores, _fold_keys(inputs.k)), inputs.q.shape).to(inputs.q.dtype)
 
 
 def _of_keys(weights: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class _SharedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, group: dist.ProcessGroup
     ) -> Tensor:
         keys, values = (_in_order(x, group) for x in (k, v))
-        out, result, logsumexp = ops.attention_forward(q, keys, values, positions, scale)
+        out, result, logsumexp = ops.attention_forward(ops.AttentionInputs(q, keys, values, positions, scale))
         ctx.save_for_backward(q, k, v, positions, result, logsumexp)
         ctx.scale, ctx.group = scale, group
         return out
@@ -74,14 +74,16 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, positions, result, logsumexp = ctx.saved_tensors
         keys, values = (_in_order(x, ctx.group) for x in (k, v))
-        dq, delta = ops.attention_dq(grads[0], q, keys, values, positions, result, logsumexp, ctx.scale)
+        inputs = ops.AttentionInputs(q, keys, values, positions, ctx.scale)
+        dq, delta = ops.attention_dq(grads[0], inputs, result, logsumexp)
         dout, queries, logsumexp, delta, everyone = (
             _in_order(x, ctx.group) for x in (grads[0], q, logsumexp, delta, positions)
         )
         parts = []
         for own_keys, own_values, at in zip(*(x.chunk(CHUNKS, 1) for x in (k, v, positions)), strict=True):
             behind = everyone - at[:, :1]  # positions, counted from the first of these keys
-            parts.append(ops.attention_dkv(dout, queries, own_keys, own_values, behind, logsumexp, delta, ctx.scale))
+            inputs = ops.AttentionInputs(queries, own_keys, own_values, behind, ctx.scale)
+            parts.append(ops.attention_dkv(dout, inputs, logsumexp, delta))
         dk, dv = (torch.cat(part, 1) for part in zip(*parts, strict=True))
         return dq, dk, dv, None, None, None
 

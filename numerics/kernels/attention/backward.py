@@ -17,6 +17,7 @@ import triton.language as tl
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
 from fp8rl.numerics.kernels.attention.chunks import find_sequence
+from fp8rl.numerics.ops.attention import AttentionInputs
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""
@@ -24,106 +25,64 @@ _LARGE, _SMALL = (128, 64), (64, 64)  # rows or keys that a program holds, and t
 
 
 def attention_dq(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    result: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: float,
+    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`numerics.ops.attention.attention_dq`."""
-    return gradient_of_queries(dout, q, k, v, positions, result, logsumexp, scale)
-
-
-def attention_dkv(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    logsumexp: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`numerics.ops.attention.attention_dkv`."""
-    return gradients_of_keys(dout, q, k, v, positions, logsumexp, delta, scale)
-
-
-def gradient_of_queries(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    result: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: float,
-    lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq BF16 [B, Q, heads, D], and the term that the softmax's gradient subtracts in each row, FP32 [B, Q,
-    heads].
-
-    logsumexp: FP32 [B, Q, heads], log2 of the sum of exp2(score * scale * LOG2_E). lengths: of sequences that lie end
-    to end in a batch of one, whose queries and keys are the same tokens.
-    """
-    q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
-    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(logsumexp)
-    rows, sequences = q.shape[1] * q.shape[2] // k.shape[2], 0 if lengths is None else len(lengths)
-    long, short = _sizes(q.shape[3])
-    _dq_kernel[tiles_of(rows, long, sequences), k.shape[2], len(q)](
-        *_before((q, k, v, dout, result, logsumexp, delta, positions), lengths), dq, *_after(q, k, v, dout, positions),
-        *(scale * LOG2_E, scale), ROWS=long, KEYS=short, **_constants(q, k, lengths),
-    )  # fmt: skip
+    """`numerics.ops.attention.attention_dq`. logsumexp: log2 of the sum of exp2(score * scale * LOG2_E)."""
+    dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
+    delta = torch.empty_like(logsumexp)
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    long, short = _LARGE if inputs.q.shape[3] <= 128 else _SMALL
+    tiles = tiles_of(inputs.q.shape[1] * group, long, inputs.lengths)
+    _launch(_dq_kernel, tiles, dout, inputs, (result, logsumexp, delta), (dq,), ROWS=long, KEYS=short)
     return dq, delta
 
 
-def gradients_of_keys(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    logsumexp: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    lengths: torch.Tensor | None = None,
+def attention_dkv(
+    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dk and dv BF16 [B, T, kv heads, D]. Arguments are as in `gradient_of_queries`, which gives `delta`."""
-    q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    long, short = _sizes(q.shape[3])
-    _dkv_kernel[tiles_of(k.shape[1], long, 0 if lengths is None else len(lengths)), k.shape[2], len(q)](
-        *_before((q, k, v, dout, q, logsumexp, delta, positions), lengths), dk, dv, *_after(q, k, v, dout, positions),
-        *(scale * LOG2_E, scale), ROWS=short, KEYS=long, **_constants(q, k, lengths),
-    )  # fmt: skip
+    """`numerics.ops.attention.attention_dkv`."""
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.k, inputs.v))
+    long, short = _LARGE if inputs.q.shape[3] <= 128 else _SMALL
+    tiles = tiles_of(inputs.k.shape[1], long, inputs.lengths)
+    _launch(_dkv_kernel, tiles, dout, inputs, (dout, logsumexp, delta), (dk, dv), ROWS=short, KEYS=long)
     return dk, dv
 
 
-def _before(tensors: tuple[torch.Tensor, ...], lengths: torch.Tensor | None) -> tuple[Any, ...]:
-    return *tensors, tensors[-1] if lengths is None else lengths, 0 if lengths is None else len(lengths)
+def _launch(
+    kernel: Any,
+    tiles: int,
+    dout: torch.Tensor,
+    inputs: AttentionInputs,
+    of_rows: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    **sizes: int,
+) -> None:
+    """of_rows: the result, which the kernel of the keys does not read, the log-sum-exp, and the term of the softmax."""
+    q, k, v, dout = (dense_rows(x) for x in (inputs.q, inputs.k, inputs.v, dout))
+    positions, lengths = inputs.positions, inputs.lengths
+    kernel[tiles, k.shape[2], len(q)](
+        *(q, k, v, dout, *of_rows, positions, positions if lengths is None else lengths),
+        *(0 if lengths is None else len(lengths), *gradients),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3]),
+        *(positions.stride() if lengths is None else (0, 1)),
+        *(q.shape[1], k.shape[1], q.shape[2], inputs.scale * LOG2_E, inputs.scale),
+        PACKED=packed_constant(lengths),
+        GROUP=q.shape[2] // k.shape[2],
+        D=q.shape[3],
+        **sizes,
+        num_warps=8,
+        num_stages=2,
+    )
 
 
-def _after(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, positions: torch.Tensor
-) -> tuple[int, ...]:
-    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *positions.stride()
-    return *strides, q.shape[1], k.shape[1], q.shape[2]
+def packed_constant(lengths: torch.Tensor | None) -> int:
+    """Return a power of two, at least the number of sequences that lie end to end; 0: each row is a sequence."""
+    return 0 if lengths is None else triton.next_power_of_2(len(lengths))
 
 
-def _sizes(dim: int) -> tuple[int, int]:
-    return _LARGE if dim <= 128 else _SMALL
-
-
-def _constants(q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor | None) -> dict[str, Any]:
-    packed = 0 if lengths is None else triton.next_power_of_2(len(lengths))
-    return {"PACKED": packed, "GROUP": q.shape[2] // k.shape[2], "D": q.shape[3], "num_warps": 8, "num_stages": 2}
-
-
-def tiles_of(rows: int, height: int, sequences: int) -> int:
+def tiles_of(rows: int, height: int, lengths: torch.Tensor | None) -> int:
     """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
-    return rows // height + sequences if sequences else triton.cdiv(rows, height)
+    return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
 
 
 @triton.jit(do_not_specialize=["sequences", "queries", "keys"])
@@ -133,7 +92,7 @@ def _dq_kernel(
     dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
     PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """PACKED: a power of two, at least the number of sequences that lie end to end; 0: a batch."""
+    """PACKED: as `packed_constant` gives it."""
     key_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     if PACKED:
         place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, GROUP, ROWS)

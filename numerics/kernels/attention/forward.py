@@ -4,7 +4,7 @@ A program holds 128 rows, or 64 in decode (`heights`): the queries of one sequen
 share a key head, so that a new token fills several rows. It takes the keys of a chunk in splits of 128, in order, and
 merges them with the online softmax (Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Chunks are merged
 in order: by the same program, or, where rows are few and chunks are spread over programs, by a second kernel
-(`attention_chunks`). A split or a chunk that a row does not see multiplies its sums by 1 and adds 0. A query's bits
+(`chunks`). A split or a chunk that a row does not see multiplies its sums by 1 and adds 0. A query's bits
 therefore depend on nothing but the query and the keys that it sees.
 
 Rounding: scores and sums FP32; weights are rounded to BF16 for their product with the values (the definition keeps
@@ -22,7 +22,13 @@ import triton.language as tl
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
-from fp8rl.numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gradients_of_keys
+from fp8rl.numerics.kernels.attention.backward import (
+    LOG2_E,
+    attention_dkv,
+    attention_dq,
+    packed_constant,
+    tiles_of,
+)
 from fp8rl.numerics.kernels.attention.chunks import (
     divided,
     find_sequence,
@@ -33,7 +39,7 @@ from fp8rl.numerics.kernels.attention.chunks import (
     positions_of,
 )
 from fp8rl.numerics.kernels.products.tiles import SHORT, TALL, tile_height, warps
-from fp8rl.numerics.ops.attention import KEY_CHUNK
+from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 
@@ -48,53 +54,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torc
         UserError: another dtype, or a head size that is no power of two from 16 to 256.
     """
     _check(q, k, v)
-    return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)
-
-
-def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `numerics.ops.attention.attention_forward`; the logarithm is that of `attention_backward`."""
-    _check(q, k, v)
-    return attend(q, k, v, positions, scale)
-
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float, tail: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `attention_forward` of arguments that are known to fit.
-
-    tail: `TAIL` of the kernel; v is then the first channels of k.
-    """
-    q, k, v = (dense_rows(x) for x in (q, k, v))
-    (batch, length, heads, _), dim = q.shape, v.shape[3]
-    out = torch.empty(*q.shape[:3], dim, dtype=q.dtype, device=q.device)
-    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    group, height = heads // k.shape[2], SHORT if tail else TALL
-    _forward_kernel[triton.cdiv(length * group, height), k.shape[2], batch](
-        *(q, k, v, out, logsumexp, positions, positions, positions, positions, out, out, out),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
-        *(batch, length, k.shape[1], heads, scale * LOG2_E),
-        **_constants(CONTIGUOUS, 1, group, dim, height, k.shape[1], tail),
-    )
-    return out, out, logsumexp
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        out, _, logsumexp = attention_forward(q, k, v, positions, scale)
-        ctx.save_for_backward(q, k, v, positions, out, logsumexp)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v, positions, out, logsumexp = ctx.saved_tensors
-        dq, delta = gradient_of_queries(grads[0], q, k, v, positions, out, logsumexp, ctx.scale)
-        return dq, *gradients_of_keys(grads[0], q, k, v, positions, logsumexp, delta, ctx.scale), None, None
+    return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, None, scale)
 
 
 def packed_attention(
@@ -105,45 +65,65 @@ def packed_attention(
     Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
     """
     _check(q, k, v)
-    return _PackedAttention.apply(*(dense_rows(x) for x in (q, k, v)), lengths.contiguous(), scale)
+    rows = (dense_rows(x)[None] for x in (q, k, v))
+    return _Attention.apply(*rows, positions_of(lengths, len(q))[None], lengths.contiguous(), scale)[0]
 
 
-class _PackedAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+        scale: float,
     ) -> torch.Tensor:
-        out, logsumexp, positions = attend_packed(q, k, v, lengths, scale)
-        ctx.save_for_backward(q, k, v, positions, out, logsumexp, lengths)
+        out, logsumexp = attend(AttentionInputs(q, k, v, positions, scale, lengths))
+        ctx.save_for_backward(q, k, v, positions, lengths, out, logsumexp)
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        *saved, lengths = ctx.saved_tensors
-        q, k, v, positions, out, logsumexp = (x[None] for x in saved)
-        dout = dense_rows(grads[0])[None]
-        dq, delta = gradient_of_queries(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
-        dk, dv = gradients_of_keys(dout, q, k, v, positions, logsumexp, delta, ctx.scale, lengths)
-        return dq[0], dk[0], dv[0], None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, positions, lengths, out, logsumexp = ctx.saved_tensors
+        inputs, dout = AttentionInputs(q, k, v, positions, ctx.scale, lengths), dense_rows(grads[0])
+        dq, delta = attention_dq(dout, inputs, out, logsumexp)
+        return dq, *attention_dkv(dout, inputs, logsumexp, delta), None, None, None
 
 
-def attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, tail: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return result, log-sum-exp and each token's position, of sequences that lie end to end; tail: as in `attend`."""
-    (tokens, heads, _), dim = q.shape, v.shape[2]
-    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
-    logsumexp = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    group, sequences, height = heads // k.shape[1], len(lengths), SHORT if tail else TALL
-    positions = positions_of(lengths, tokens)
-    _forward_kernel[tokens * group // height + sequences, k.shape[1], 1](
-        *(q, k, v, out, logsumexp, positions, lengths, lengths, lengths, out, out, out),
-        *(0, *q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0, 1),
-        *(sequences, tokens, 0, heads, scale * LOG2_E),
-        **_constants(PACKED, triton.next_power_of_2(sequences), group, dim, height, tokens, tail),
+def attention_forward(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `numerics.ops.attention.attention_forward`; the result is rounded, the logarithm that of `attention_dq`."""
+    _check(inputs.q, inputs.k, inputs.v)
+    out, logsumexp = attend(inputs)
+    return out, out, logsumexp
+
+
+def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of `attention` and its log-sum-exp, FP32 [B, Q, heads], of inputs that are known to fit.
+
+    tail: `TAIL` of the kernel; v is then the first channels of k.
+    """
+    q, k, v = (dense_rows(x) for x in (inputs.q, inputs.k, inputs.v))
+    (batch, length, heads, _), dim, lengths = q.shape, v.shape[3], inputs.lengths
+    out = torch.empty(*q.shape[:3], dim, dtype=q.dtype, device=q.device)
+    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    group, height = heads // k.shape[2], SHORT if tail else TALL
+    form, sequences = (CONTIGUOUS, batch) if lengths is None else (PACKED, len(lengths))
+    where = inputs.positions if lengths is None else lengths
+    _forward_kernel[tiles_of(length * group, height, lengths), k.shape[2], batch](
+        *(q, k, v, out, logsumexp, inputs.positions, where, where, where, out, out, out),
+        *(
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *(inputs.positions.stride() if lengths is None else (0, 1)),
+        ),
+        *(sequences, length, k.shape[1], heads, inputs.scale * LOG2_E),
+        **_constants(form, packed_constant(lengths) or 1, group, dim, height, k.shape[1], tail),
     )
-    return out, logsumexp, positions
+    return out, logsumexp
 
 
 def paged_attention(

@@ -15,9 +15,87 @@ import triton.language as tl
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
-from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, tiles_of
-from fp8rl.numerics.kernels.attention.chunks import find_sequence
-from fp8rl.numerics.kernels.attention.forward import attend, attend_packed, attend_paged, check_dtypes
+from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, packed_constant, tiles_of
+from fp8rl.numerics.kernels.attention.chunks import find_sequence, positions_of
+from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
+from fp8rl.numerics.ops.attention import AttentionInputs
+
+
+def latent_attention(
+    q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, rank: int, scale: float
+) -> torch.Tensor:
+    """`numerics.ops.latent_attention`.
+
+    Raises:
+        UserError: another dtype than BF16, or a rank or a rotated part that is no power of two.
+    """
+    _check(q, rows, rank)
+    return _Latent.apply(dense_rows(q), dense_rows(rows), positions, None, rank, scale)
+
+
+def packed_latent_attention(
+    q: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, rank: int, scale: float
+) -> torch.Tensor:
+    """`numerics.ops.packed_latent_attention`."""
+    _check(q, rows, rank)
+    positions = positions_of(lengths, len(q))[None]
+    return _Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, lengths.contiguous(), rank, scale)[0]
+
+
+def paged_latent_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    requests: torch.Tensor,
+    new: torch.Tensor,
+    lengths: torch.Tensor,
+    rank: int,
+    scale: float,
+) -> torch.Tensor:
+    """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
+    _check(q, cache, rank)
+    keys = cache.unsqueeze(1)
+    return attend_paged(q, keys, keys[..., :rank], table, requests, new, lengths, scale, cache.shape[-1] - rank)
+
+
+class _Latent(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor | None,
+        rank: int,
+        scale: float,
+    ) -> torch.Tensor:
+        keys = rows.unsqueeze(2)
+        inputs = AttentionInputs(q, keys, keys[..., :rank], positions, scale, lengths)
+        out, logsumexp = attend(inputs, rows.shape[-1] - rank)
+        ctx.save_for_backward(q, rows, positions, lengths, out, logsumexp)
+        ctx.scale, ctx.rank = scale, rank
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, rows, positions, lengths, out, logsumexp = ctx.saved_tensors
+        inputs = AttentionInputs(q, rows, rows[..., : ctx.rank], positions, ctx.scale, lengths)
+        return *_gradients(grads[0], inputs, out, logsumexp), None, None, None, None
+
+
+def _check(q: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
+    """Raise UserError unless the kernels know these dtypes and sizes."""
+    check_dtypes(q, rows)
+    tail = rows.shape[-1] - rank
+    known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)
+    if not known or q.shape[-1] != rows.shape[-1]:
+        raise user_error(
+            "latent attention",
+            found=f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value",
+            expected="queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it",
+            remedy="Run the ops on torch.",
+        )
+
 
 # The gradient of attention over latent rows (`latent`), by two kernels, without atomics.
 #
@@ -31,39 +109,41 @@ from fp8rl.numerics.kernels.attention.forward import attend, attend_packed, atte
 _HELD, _TAKEN = 64, 16  # queries or keys that a program holds, and takes at a time
 
 
-def gradients_of_latent(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor,
-    result: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: float,
-    lengths: torch.Tensor | None = None,
+def _gradients(
+    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of q BF16 [B, Q, heads, D + TAIL] and of rows k BF16 [B, T, D + TAIL].
 
-    dout, result BF16 [B, Q, heads, D]. logsumexp, lengths: as in `backward.gradient_of_queries`.
+    dout, result BF16 [B, Q, heads, D]. logsumexp: as in `backward.attention_dq`.
     """
-    q, k, dout = (dense_rows(x) for x in (q, k, dout))
+    q, k, dout = (dense_rows(x) for x in (inputs.q, inputs.k, dout))
+    positions, lengths = inputs.positions, inputs.lengths
     (batch, queries, heads, channels), dim = q.shape, dout.shape[3]
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     delta = torch.empty_like(logsumexp)
     _delta_kernel[batch * queries, triton.cdiv(heads, _TAKEN)](
         *(dout, result, delta, *dout.stride()[:3], queries, heads), D=dim, ROWS=_TAKEN
     )
-    sequences = 0 if lengths is None else len(lengths)
-    tensors = (q, k, dout, logsumexp, delta, positions, positions if lengths is None else lengths, sequences)
-    strides = (*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3], *positions.stride())
-    numbers = (queries, k.shape[1], scale * LOG2_E, scale)
-    constants: dict[str, Any] = {"PACKED": triton.next_power_of_2(sequences) if sequences else 0, "HEADS": heads}
-    constants |= {"D": dim, "TAIL": channels - dim, "num_warps": 8, "num_stages": 2}
-    _dq_kernel[tiles_of(queries * heads, _HELD, sequences), batch](
-        *(*tensors, dq, *strides, *numbers), ROWS=_HELD, KEYS=_TAKEN, **constants
-    )
-    _dk_kernel[tiles_of(k.shape[1], _HELD, sequences), batch](
-        *(*tensors, dk, *strides, *numbers), ROWS=_TAKEN, KEYS=_HELD, **constants
-    )
+
+    def launch(kernel: Any, tiles: int, gradient: torch.Tensor, rows: int, keys: int) -> None:
+        kernel[tiles, batch](
+            *(q, k, dout, logsumexp, delta, positions, positions if lengths is None else lengths),
+            *(0 if lengths is None else len(lengths), gradient),
+            *(*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3]),
+            *(positions.stride() if lengths is None else (0, 1)),
+            *(queries, k.shape[1], inputs.scale * LOG2_E, inputs.scale),
+            PACKED=packed_constant(lengths),
+            HEADS=heads,
+            D=dim,
+            TAIL=channels - dim,
+            ROWS=rows,
+            KEYS=keys,
+            num_warps=8,
+            num_stages=2,
+        )
+
+    launch(_dq_kernel, tiles_of(queries * heads, _HELD, lengths), dq, _HELD, _TAKEN)
+    launch(_dk_kernel, tiles_of(k.shape[1], _HELD, lengths), dk, _TAKEN, _HELD)
     return dq, dk
 
 
@@ -217,89 +297,3 @@ def _pairs(
     q_ptr += query * q_token + head * q_head
     dout_ptr += query * dout_token + head * dout_head
     return tl.where(pair % 2 == 0, q_ptr, dout_ptr)[:, None]
-
-
-def latent_attention(
-    q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, rank: int, scale: float
-) -> torch.Tensor:
-    """`numerics.ops.latent_attention`.
-
-    Raises:
-        UserError: another dtype than BF16, or a rank or a rotated part that is no power of two.
-    """
-    _check(q, rows, rank)
-    return _Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
-
-
-def packed_latent_attention(
-    q: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, rank: int, scale: float
-) -> torch.Tensor:
-    """`numerics.ops.packed_latent_attention`."""
-    _check(q, rows, rank)
-    return _PackedLatent.apply(dense_rows(q), dense_rows(rows), lengths.contiguous(), rank, scale)
-
-
-def paged_latent_attention(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    new: torch.Tensor,
-    lengths: torch.Tensor,
-    rank: int,
-    scale: float,
-) -> torch.Tensor:
-    """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
-    _check(q, cache, rank)
-    keys = cache.unsqueeze(1)
-    return attend_paged(q, keys, keys[..., :rank], table, requests, new, lengths, scale, cache.shape[-1] - rank)
-
-
-class _Latent(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, rank: int, scale: float
-    ) -> torch.Tensor:
-        keys = rows.unsqueeze(2)
-        out, _, logsumexp = attend(q, keys, keys[..., :rank], positions, scale, rows.shape[-1] - rank)
-        ctx.save_for_backward(q, rows, positions, out, logsumexp)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        q, rows, positions, out, logsumexp = ctx.saved_tensors
-        return *gradients_of_latent(grads[0], q, rows, positions, out, logsumexp, ctx.scale), None, None, None
-
-
-class _PackedLatent(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, rank: int, scale: float
-    ) -> torch.Tensor:
-        keys = rows.unsqueeze(1)
-        out, logsumexp, positions = attend_packed(q, keys, keys[..., :rank], lengths, scale, rows.shape[-1] - rank)
-        ctx.save_for_backward(q, rows, positions, out, logsumexp, lengths)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        *saved, lengths = ctx.saved_tensors
-        q, rows, positions, out, logsumexp = (x[None] for x in saved)
-        dq, drows = gradients_of_latent(grads[0][None], q, rows, positions, out, logsumexp, ctx.scale, lengths)
-        return dq[0], drows[0], None, None, None
-
-
-def _check(q: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
-    """Raise UserError unless the kernels know these dtypes and sizes."""
-    check_dtypes(q, rows)
-    tail = rows.shape[-1] - rank
-    known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)
-    if not known or q.shape[-1] != rows.shape[-1]:
-        raise user_error(
-            "latent attention",
-            found=f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value",
-            expected="queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it",
-            remedy="Run the ops on torch.",
-        )

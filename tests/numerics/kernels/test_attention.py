@@ -95,15 +95,16 @@ def test_keys_in_parts_get_the_gradients_that_they_get_together():
     """As ranks that share a row take them: all queries, and some keys next to each other."""
     q, k, v, positions = inputs(2, 230, 230, 4, 2, 64)
     dout = random(*q.shape, seed=4)
-    _, result, logsumexp = attention_forward(q, k, v, positions, SCALE)
-    dq, delta = attention_dq(dout, q, k, v, positions, result, logsumexp, SCALE)
+    whole = ops.AttentionInputs(q, k, v, positions, SCALE)
+    _, result, logsumexp = attention_forward(whole)
+    dq, delta = attention_dq(dout, whole, result, logsumexp)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     attention(*leaves, positions, SCALE).backward(dout)
     assert torch.equal(dq, leaves[0].grad)
     first = 0
     for some in zip(k.split((70, 100, 60), 1), v.split((70, 100, 60), 1)):
         own = slice(first, first + some[0].shape[1])
-        found = attention_dkv(dout, q, *some, positions - first, logsumexp, delta, SCALE)
+        found = attention_dkv(dout, ops.AttentionInputs(q, *some, positions - first, SCALE), logsumexp, delta)
         for gradient, leaf in zip(found, leaves[1:]):
             assert torch.equal(gradient, leaf.grad[:, own])
         first = own.stop
