@@ -17,9 +17,9 @@ from torch import Tensor
 from fp8rl.models import load_architecture
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Model
+from fp8rl.models.checkpoint.peft import read_adapter, read_config
+from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.hub import model_directory
-from fp8rl.models.peft import read_adapter, read_config
-from fp8rl.models.stored import check_stored
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_path, read_json

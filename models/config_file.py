@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8rl.models.stored_fp8 import BLOCK
+from fp8rl.models.tensors import FP8_BLOCK
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import read_json
 from fp8rl.numerics.ops.rope import Yarn
@@ -16,7 +16,7 @@ LARGEST = 1 << 31
 """The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is
 wrong."""
 _UNSET: Any = object()
-_BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+_BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 _ROPE_PLACES = ("rope_parameters", "rope_scaling")
 """transformers writes the first and lets the second, of older files, win over it."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}

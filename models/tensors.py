@@ -18,6 +18,8 @@ PADDED_TO = 64
 """What SGLang makes the rows of a vocabulary a multiple of (`DEFAULT_VOCAB_PADDING_SIZE`)."""
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a quantized weight is followed by in the name of its scales, in checkpoints and in the engine."""
+FP8_BLOCK = 128
+"""Rows and columns of a weight that share a scale, in checkpoints that are published in FP8."""
 SERVED_SCALES = torch.float32
 """What an engine holds scales in, which holds every E8M0 scale, too."""
 

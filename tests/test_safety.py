@@ -16,7 +16,7 @@ REMOVALS = {
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
     "fp8rl/starting.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
-    "models/storing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
+    "models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
     "numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
     "rl/record/run_dir.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.peft import digest_of_all
+from fp8rl.models.checkpoint.peft import digest_of_all
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import user_error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.peft import START, read_adapter
+from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
 from fp8rl.numerics.config import NumericsConfig

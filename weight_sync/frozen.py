@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.base import Base, base_bytes
-from fp8rl.models.peft import digest_of_all
-from fp8rl.models.stored import starting_weights
+from fp8rl.models.checkpoint.peft import digest_of_all
+from fp8rl.models.checkpoint.reading import starting_weights
 from fp8rl.numerics.core.memory import Shared, mapped, share
 from fp8rl.numerics.core.process import all_gathered, rank, together
 from fp8rl.numerics.digest import tensor_digests
@@ -164,7 +164,7 @@ class Placed:
     sent: Sent
     """Digests of the tensors that the rank has written."""
     unquantized: str
-    """Digest of all weights as the files have them; see `models.peft.base_digest`."""
+    """Digest of all weights as the files have them; see `models.checkpoint.peft.base_digest`."""
     kept: int
     """Bytes of the rank's frozen parameters that it still has for itself."""
 

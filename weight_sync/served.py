@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from fp8rl.models import Model, read_model
-from fp8rl.models.peft import pair_of, read_adapter, read_config
+from fp8rl.models.checkpoint.peft import pair_of, read_adapter, read_config
+from fp8rl.models.checkpoint.reading import starting_weights
+from fp8rl.models.checkpoint.writing import INDEX, write_directory
 from fp8rl.models.shape import BF16_BYTES, Shape, WeightGroup
-from fp8rl.models.stored import starting_weights
-from fp8rl.models.storing import INDEX, write_directory
 from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.memory import shards
@@ -152,7 +152,7 @@ def convert_checkpoint(
     adapter: a directory in PEFT's format, which is added to the weights before they are quantized.
 
     Raises:
-        UserError: the adapter is not one of this model; see :mod:`models.peft`.
+        UserError: the adapter is not one of this model; see :mod:`models.checkpoint.peft`.
     """
     model = read_model(source)
     add = _merging(source, model, adapter) if adapter is not None else None

@@ -11,7 +11,7 @@ from fp8rl.diagnose.difference import Difference
 from fp8rl.diagnose.preflight import same_logprobs, same_spec
 from fp8rl.diagnose.preflight.preflight_report import Check, PreflightReport
 from fp8rl.diagnose.preflight.same_spec import Observed, block_alignment, observe, same_precision
-from fp8rl.models.stored import check_stored
+from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, read_model

@@ -102,8 +102,8 @@ def convert(
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
         from fp8rl.models import load_architecture
+        from fp8rl.models.checkpoint.reading import check_stored
         from fp8rl.models.hub import model_directory
-        from fp8rl.models.stored import check_stored
         from fp8rl.numerics.core.files import check_writable, writing
         from fp8rl.numerics.core.reading import check_path
         from fp8rl.numerics.spec import QuantSpec

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors.torch import save_file
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.storing import open_tensors
+from fp8rl.models.checkpoint.writing import open_tensors
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import new_directory

@@ -14,7 +14,7 @@ import torch
 
 from fp8rl import serving
 from fp8rl.models import read_model
-from fp8rl.models.peft import write_adapter
+from fp8rl.models.checkpoint.peft import write_adapter
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.trainer.config import TrainerSection

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8rl.models import read_model
-from fp8rl.models.peft import TENSORS, read_config
-from fp8rl.models.peft_config import CONFIG, PeftConfig, read_peft_config
+from fp8rl.models.checkpoint.peft import CONFIG, TENSORS, PeftConfig, read_config, read_peft_config
 from fp8rl.numerics.core.errors import UserError
 from tests.support.models import write_model
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8rl.models import Model, read_model
-from fp8rl.models.stored import check_stored, stored_tensors
+from fp8rl.models.checkpoint.reading import check_stored, stored_tensors
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8rl.models.storing import write_tensors
+from fp8rl.models.checkpoint.writing import write_tensors
 
 METADATA = {"format": "pt", "base_digest": 'a \u00e9 "quoted" \\ \n', "another": "", "b": "7"}
 WRITE = f"""
 import sys, torch
 from pathlib import Path
-from fp8rl.models.storing import write_tensors
+from fp8rl.models.checkpoint.writing import write_tensors
 tensors = {{"b": torch.arange(6).view(2, 3), "a": torch.ones(1, dtype=torch.bfloat16)}}
 for number in range(6):
     write_tensors(Path(sys.argv[1]) / f"{{sys.argv[2]}}_{{number}}", tensors, {METADATA!r})

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.peft import base_digest
+from fp8rl.models.checkpoint.peft import base_digest
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.spec import QuantSpec

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from fp8rl.models import Model, read_model, storing
+from fp8rl.models import Model, read_model
 from fp8rl.models.architecture import architectures
-from fp8rl.models.stored import weight_files
+from fp8rl.models.checkpoint import writing
+from fp8rl.models.checkpoint.reading import weight_files
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.served import convert_checkpoint, quantization_config, served_tensors, write_served_checkpoint
@@ -103,7 +104,7 @@ def test_the_engine_takes_a_pair_that_it_fuses_for_what_its_tensors_are() -> Non
 
 
 def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storing, "_SHARD_BYTES", 64 << 10)
+    monkeypatch.setattr(writing, "_SHARD_BYTES", 64 << 10)
     convert_checkpoint(source, tmp_path / "served", POW2)
     assert len(list((tmp_path / "served").glob("*.safetensors"))) > 3
     assert_holds(tmp_path / "served", source, POW2)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fp8rl.models import Model
 from fp8rl.models.base import Base
-from fp8rl.models.peft import write_adapter
-from fp8rl.models.stored import check_finite, draft_tensors
-from fp8rl.models.storing import write_directory
+from fp8rl.models.checkpoint.peft import write_adapter
+from fp8rl.models.checkpoint.reading import check_finite, draft_tensors
+from fp8rl.models.checkpoint.writing import write_directory
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory

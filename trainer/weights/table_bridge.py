@@ -12,7 +12,7 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from fp8rl.models.stored import read_tensors
+from fp8rl.models.checkpoint.reading import read_tensors
 from fp8rl.models.tensors import TensorRow, TensorTable
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.diagnose.one_rank import one_rank, one_trainer
 from fp8rl.models import read_model
-from fp8rl.models.stored import check_stored
+from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec

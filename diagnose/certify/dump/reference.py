@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
-from fp8rl.models.stored import weight_files
-from fp8rl.models.stored_fp8 import WeightFiles, is_scales
+from fp8rl.models.checkpoint.reading import WeightFiles, is_scales, weight_files
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.numerics.core.reading import check_regular, read_json

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
-from fp8rl.models.storing import open_tensors
+from fp8rl.models.checkpoint.writing import open_tensors
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.sampling import Truncation
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models import Model, read_model
-from fp8rl.models.stored import stored_tensors
+from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.numerics.backend import implementation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp8rl.models import Model
-from fp8rl.models.peft import START, read_adapter
-from fp8rl.models.stored import check_stored
+from fp8rl.models.checkpoint.peft import START, read_adapter
+from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, check_teacher, read_model

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fp8rl import models
 from fp8rl.models import Model, ModelSizes, load_architecture
+from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.shape import Shape
-from fp8rl.models.stored import check_stored
 from fp8rl.numerics.core.errors import Rule, check_rules, user_error
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.numerics.core.reading import check_regular, read_json

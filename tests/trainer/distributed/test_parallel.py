@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.models import read_model, read_shape
-from fp8rl.models.stored import stored_tensors
+from fp8rl.models.checkpoint.reading import stored_tensors
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
@@ -104,7 +104,7 @@ class Case:
 
     def _failing(self, layout: Layout) -> str:
         """Rank 1 alone has no room."""
-        from fp8rl.models.storing import write_directory
+        from fp8rl.models.checkpoint.writing import write_directory
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             yield str(layout.rank), torch.ones(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fp8rl.models import read_model, read_shape
-from fp8rl.models.stored import check_stored
+from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError

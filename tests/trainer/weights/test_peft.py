@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.peft import BASE, TENSORS, read_adapter, read_config
-from fp8rl.models.peft_config import CONFIG
+from fp8rl.models.checkpoint.peft import BASE, CONFIG, TENSORS, read_adapter, read_config
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.step.batch import TokenBatch
