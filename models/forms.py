@@ -17,24 +17,20 @@ Part = Literal["embedding", "router", "attention", "experts", "norm"]
 
 @dataclass(frozen=True, kw_only=True)
 class OpForm:
-    """One form of op.
-
-    Attributes:
-        shapes: of what it reads and writes; T tokens of some sequences, end to end.
-        definition: what both sides compute it with in exact mode, `ops.fp8_linear` in place of `ops.linear` where a
-            product is quantized; None where nothing is computed.
-        compared: how many of the values that it writes are compared, the first ones; None for all.
-        constants: names of constants in it, which both sides report.
-        part: what a module that computes it is to the precision map, whatever else it computes; None for what is a
-            part of a product or of nothing.
-    """
+    """One form of op."""
 
     name: str
     shapes: str
+    """The shapes of its inputs and outputs; T tokens of some sequences, end to end."""
     definition: Callable[..., Any] | None
+    """The function by which both sides compute it in exact mode, `ops.fp8_linear` in place of `ops.linear` where a
+    product is quantized; None where nothing is computed."""
     compared: int | None = None
+    """The number of its outputs that are compared, the first ones; None: all."""
     constants: tuple[str, ...] = ()
+    """Names of constants in it, which both sides report."""
     part: Part | None = None
+    """The row of the precision map for a module that computes it; None: it is part of a product, or has no row."""
 
     @property
     def defined_by(self) -> str:

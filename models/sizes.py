@@ -11,55 +11,33 @@ from fp8rl.numerics.ops.rope import Yarn
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """The sizes of multi-head latent attention (MLA): queries, and keys with values, come from narrow rows.
-
-    Attributes:
-        q_rank, kv_rank: width of these rows; the second is cached. Without the first, 0, queries come from the hidden
-            states.
-        rope_dim: width of the one rotated key that all heads share, cached beside it.
-        value_dim: width of a head's value.
-    """
+    """The sizes of multi-head latent attention (MLA): queries, and keys with values, come from narrow rows."""
 
     q_rank: int
+    """Width of the row of queries; 0: they come from the hidden states."""
     kv_rank: int
+    """Width of the row of keys and values, which is cached."""
     rope_dim: int
+    """Width of the one rotated key that all heads share, cached beside it."""
     value_dim: int
+    """Width of a head's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidRouter:
-    """A router that chooses by sigmoid + bias (`numerics.ops.route_sigmoid`) instead of by softmax.
-
-    Attributes:
-        groups, kept_groups: equal runs of experts, and how many of them a token may go to.
-        factor: the chosen experts' probabilities are multiplied by it.
-    """
+    """A router that chooses by sigmoid + bias (`numerics.ops.route_sigmoid`) instead of by softmax."""
 
     groups: int
+    """Equal runs of experts."""
     kept_groups: int
+    """The number of groups that a token may go to."""
     factor: float
+    """The chosen experts' probabilities are multiplied by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes that trainer, engine and checks need beside a model's tensors and ops.
-
-    Attributes:
-        ffn_size: width of the dense MLPs; 0 where every layer has experts.
-        experts, top_k, expert_size: routed experts of a layer, those of a token, and their width; 0 in a dense model.
-        dense_layers: leading layers with a dense MLP, in a model with experts.
-        shared_size: width of the experts that every token takes, together; 0 where there are none.
-        renormalize: the top-k router probabilities are scaled to sum to one.
-        sigmoid_router: of the routers, where they are no softmax.
-        head_norms: what a norm of queries or keys is over: each head, or all heads of a token together; None: they are
-            not normed.
-        qkv_bias: queries, keys and values have biases.
-        rotary_dim: leading channels of a head that are rotated.
-        tied: the embedding is also the output projection.
-        draft_layers: layers behind the last one that predict further tokens, which nothing here trains or serves.
-        latent: of latent attention, in which `head_dim` is the width of a query, and every head has its own key.
-        yarn: of rotation over a lengthened context.
-    """
+    """Sizes that trainer, engine and checks need beside a model's tensors and ops."""
 
     layers: int
     hidden_size: int
@@ -67,24 +45,39 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     rotary_dim: int
+    """Leading channels of a head that are rotated."""
     vocab_size: int
     norm_eps: float
     rope_theta: float
     max_positions: int
     tied: bool
+    """The embedding is also the output projection."""
     ffn_size: int = 0
+    """Width of the dense MLPs; 0 where every layer has experts."""
     experts: int = 0
+    """Routed experts of a layer; 0 in a dense model."""
     top_k: int = 0
+    """Routed experts of a token."""
     expert_size: int = 0
+    """Width of a routed expert."""
     dense_layers: int = 0
+    """Leading layers with a dense MLP, in a model with experts."""
     shared_size: int = 0
+    """Width of the experts that every token takes, together; 0 where there are none."""
     renormalize: bool = True
+    """The top-k router probabilities are scaled to sum to one."""
     sigmoid_router: SigmoidRouter | None = None
+    """None: routers take a softmax."""
     head_norms: Literal["each", "together"] | None = "each"
+    """A norm of queries and keys is over each head, or over all heads of a token together; None: they have none."""
     qkv_bias: bool = False
+    """Queries, keys and values have biases."""
     draft_layers: int = 0
+    """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
     latent: Latent | None = None
+    """Latent attention, in which `head_dim` is the width of a query, and every head has its own key."""
     yarn: Yarn | None = None
+    """Rotation over a lengthened context."""
 
     @property
     def attention_scale(self) -> float:

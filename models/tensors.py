@@ -26,59 +26,51 @@ SERVED_SCALES = torch.float32
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a tensor on one side.
-
-    Attributes:
-        parameter: its name in the side's model.
-        index: on the first axis of a parameter that stacks several, such as an engine's experts; None otherwise.
-        layout: how the tensors of one parameter (and index) lie in it: one after the other along the rows in the order
-            of the table, or q, k and v interleaved by key-value head.
-        together: the side's own loader takes the tensors of the parameter, and their scales, only in one message, and
-            drops any that comes alone.
-        buffer: the parameter is a buffer of the side's model.
-        padded: the parameter may have more rows than the tensor.
-        split: axis on which an engine's tensor-parallel ranks share the tensor; None: each rank has it, or, of experts,
-            one has it whole.
-    """
+    """The place of a tensor on one side."""
 
     parameter: str
+    """Its name in the side's model."""
     index: int | None = None
+    """The place on the first axis of a parameter that stacks several tensors, such as an engine's experts."""
     layout: Literal["rows", "heads"] = "rows"
+    """The tensors of one parameter (and index) lie one after the other along the rows in the order of the table, or q,
+    k and v are interleaved by key-value head."""
     together: bool = False
+    """The side's own loader takes the tensors of the parameter, and their scales, only in one message, and drops any
+    that comes alone."""
     buffer: bool = False
+    """The parameter is a buffer of the side's model."""
     padded: bool = False
+    """The parameter may have more rows than the tensor."""
     split: int | None = None
+    """Axis on which an engine's tensor-parallel ranks share the tensor; None: each rank has it, or, of experts, one has
+    it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """One tensor of the checkpoint.
-
-    Attributes:
-        name, shape: in the checkpoint.
-        op: name of the op that it is a weight of. layer: from 0, None outside the layers. expert: None if of none.
-        kind: module kind (`Architecture.kinds`) by which a quantization spec decides about it; None: no spec quantizes
-            it.
-        product: whether it is the weight of a matrix product, quantized or not.
-        engine: where the engine holds it.
-        megatron: where the trainer holds it. copies: parameters of Megatron's that hold the same, such as the output
-            projection at the last pipeline stage where it is tied to the embedding.
-        served: dtype in which the engine holds it where it is not quantized.
-        adapts: of an adapter's tensor, the weight that it stands beside, or the first of those that share it.
-    """
+    """One tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     op: str
+    """The op that it is a weight of."""
     layer: int | None = None
+    """From 0; None outside the layers."""
     expert: int | None = None
     kind: str | None = None
+    """Module kind (`Architecture.kinds`) by which a quantization spec decides about it; None: no spec quantizes it."""
     product: bool = False
+    """It is the weight of a matrix product, quantized or not."""
     engine: Location
     megatron: Location
     copies: tuple[str, ...] = ()
+    """Parameters of Megatron's that hold the same, such as the output projection at the last pipeline stage where it is
+    tied to the embedding."""
     served: torch.dtype = torch.bfloat16
+    """The dtype in which the engine holds it where it is not quantized."""
     adapts: str | None = None
+    """Of an adapter's tensor: the weight that it stands beside, or the first of those that share it."""
 
 
 class TensorTable:

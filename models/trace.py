@@ -26,20 +26,19 @@ EACH = "each"
 
 @dataclass(frozen=True)
 class Op:
-    """One op of the forward.
-
-    Attributes:
-        reads, writes: names of values.
-        engine, megatron: dotted path of its module in the side's layer, or outside the layers in its whole model. In
-            Megatron a norm may be inside a linear module, and rope inside the attention: the path is that module's.
-    """
+    """One op of the forward."""
 
     name: str
     form: OpForm
     reads: tuple[str, ...]
+    """Names of its inputs."""
     writes: tuple[str, ...]
+    """Names of its outputs."""
     engine: str = ""
+    """Dotted path of its module in the engine's layer, or outside the layers in its whole model."""
     megatron: str = ""
+    """The same in Megatron, where a norm may be inside a linear module, and rope inside the attention: the path is that
+    module's."""
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -49,9 +48,10 @@ class Op:
 
 @dataclass(frozen=True)
 class OpSite:
-    """An op in its layer; None outside the layers."""
+    """An op in its layer."""
 
     layer: int | None
+    """None outside the layers."""
     op: Op
 
     def key(self, name: str) -> str:
@@ -61,10 +61,7 @@ class OpSite:
 
 @dataclass(frozen=True)
 class Forward:
-    """The ops of a model in their order.
-
-    first, last: outside the layers. layers: of each layer.
-    """
+    """The ops of a model in their order: before the layers, in each of them, behind them."""
 
     first: tuple[Op, ...]
     layers: tuple[tuple[Op, ...], ...]
@@ -81,10 +78,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class OpTrace:
-    """A recording of the trainer's ops. settings: constants of theirs, such as `rope_theta`."""
+    """A recording of the trainer's ops."""
 
     tensors: dict[str, Tensor]
     settings: dict[str, float]
+    """Constants of the ops, such as `rope_theta`."""
 
 
 def inputs(record: Mapping[str, Tensor], place: OpSite) -> list[Tensor | None]:

@@ -30,10 +30,7 @@ GAP = "gap.bias"
 
 
 class DistributedTransport:
-    """Sends by a broadcast to engines that have GPUs of their own.
-
-    bucket_bytes: size of one bucket.
-    """
+    """Sends by a broadcast to engines that have GPUs of their own."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))

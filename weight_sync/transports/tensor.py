@@ -23,10 +23,7 @@ _DEVICE = 6
 
 
 class TensorTransport:
-    """Sends through memory that the engines map.
-
-    bucket_bytes: bytes of the buckets; one half is filled while the engines load the other.
-    """
+    """Sends through memory that the engines map: they load one half of it while the other is filled."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes // 2, _shared_memory, loading=1)

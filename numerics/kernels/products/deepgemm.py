@@ -27,11 +27,13 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Library:
-    """dense(a, b, out): a [T, K] @ b [N, K]^T into BF16 [T, N]. grouped(a, b, out, experts): with matrices b [E, N, K],
-    by each row's expert, int32 [T]; each 128 rows are of one, which NOBODY may follow."""
+    """The two products that the library has."""
 
     dense: Callable[[Scaled, Scaled, Tensor], Any]
+    """dense(a, b, out): a [T, K] @ b [N, K]^T into BF16 [T, N]."""
     grouped: Callable[[Scaled, Scaled, Tensor, Tensor], Any]
+    """grouped(a, b, out, experts): the same with matrices b [E, N, K], by each row's expert, int32 [T]; each 128 rows
+    are of one expert, which NOBODY may follow."""
 
 
 _library: Library | None = None
