@@ -210,6 +210,6 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
     role = messages[0]["role"] if messages else "further"
     return RewritingTemplateError(
-        f"environment: found a chat template that writes a conversation anew when a {role} message follows, "
-        "expected one that goes on after the model's turn. Have the environment use tell() with the text itself."
+        f"environment: found a chat template that changes earlier text when a {role} message follows, "
+        "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
     )

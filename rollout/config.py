@@ -46,7 +46,7 @@ def check_drafts(speculation: SpeculationSection | None, cuda: bool) -> None:
         raise user_error(
             "rollout.speculation",
             found=f"drafts={speculation.drafts} on a GPU",
-            expected="null: a decode step there is a captured CUDA graph, of one token of each answer",
+            expected="null: a decode step there is a captured CUDA graph with one token of each answer",
             remedy="Remove rollout.speculation.",
         )
 
@@ -131,12 +131,13 @@ class RolloutSection(Section):
         if self.in_flight is not None and self.in_flight != (self.staleness > 1) and self.staleness != 1:
             raise ValueError(
                 f"found in_flight={str(self.in_flight).lower()} with staleness={self.staleness}, expected "
-                f"{str(not self.in_flight).lower()}: both are possible with staleness 1 alone. Remove rollout.in_flight"
+                f"{str(not self.in_flight).lower()}: only staleness 1 leaves a choice. Remove rollout.in_flight"
             )
         if self.oversample > 1.0 and not self.updates_in_flight:
             raise ValueError(
                 f"found oversample={self.oversample:g} with staleness={self.staleness} and in_flight=false, expected "
-                "updates that land in flight, as what is carried over is under way then. Set rollout.staleness=1 and "
+                f"updates in flight, because groups that are carried over continue during the update. Set "
+                f"rollout.staleness=1 and "
                 "rollout.in_flight=true"
             )
         return self

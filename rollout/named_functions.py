@@ -116,7 +116,7 @@ def _not_imported(name: str, key: str, why: str) -> UserError:
         key,
         found=name,
         expected=f"a module that can be imported; {why}",
-        remedy=f"Correct it, or where it is looked for: in {os.getcwd()} and where Python looks.",
+        remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
     )
 
 

@@ -390,7 +390,7 @@ class TrainerGroup:
         if silent:
             raise TrainerDiedError(
                 f"trainer rank {pulses.index(silent[0])}: found no answer within {self._hung_after_s:g} s "
-                "(trainer.hung_after_s) from a process that is there, expected one while it computes"
+                "(trainer.hung_after_s) from a process that is alive, expected a heartbeat while it computes"
             )
 
 

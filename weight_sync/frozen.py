@@ -132,8 +132,8 @@ def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None
     lines = (f"{name}: found {found.get(name)}, expected {expected.get(name)}" for name in names[:_NAMED])
     raise SyncError(
         f"the base changed under the run: found {len(names)} of {what} other than in the first sync "
-        f"({some_of(names)}), expected all of them as they were, since adapters alone are trained; generation stays "
-        "paused.\nRestart the run from its last checkpoint:\n" + "\n".join(lines)
+        f"({some_of(names)}), expected all of them unchanged, since only adapters are trained; generation stays "
+        f"paused.\nRestart the run from its last checkpoint:\n" + "\n".join(lines)
     )
 
 

@@ -171,7 +171,7 @@ def _connect(http: Http, url: str, model: str | None) -> Server:
             "--server",
             found=f"{url}, which does not answer in time",
             expected="an answer",
-            remedy="Give it --seconds.",
+            remedy="Raise --seconds.",
         ) from None
     except (Refused, ServerFailed) as error:
         raise user_error(

@@ -18,10 +18,10 @@ from fp8rl.rl.run.lifecycle.interrupts import interruptible
 def attribute(
     subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option(help="Page to write; its numbers go beside it as .json.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out causes that need other engines.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Page to write; its numbers are written beside it as .json.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip causes that need further engines.")] = False,
 ) -> None:
-    """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
+    """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
         from fp8rl.diagnose.attribution.offline import attribute_offline, read_subject
@@ -46,7 +46,7 @@ def attribute(
 
 def rescore(
     capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="Directory, e.g. runs/demo/capsules/step_7.")],
-    model: Annotated[Path | None, typer.Option(help="Weights in place of the capsule's own, in BF16.")] = None,
+    model: Annotated[Path | None, typer.Option(help="BF16 weights to use instead of the capsule's own.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
@@ -66,12 +66,12 @@ def rescore(
 def study(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Studies to run.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, for a look; no verdicts.")] = False,
-    seeds: Annotated[int | None, typer.Option(help="Repetitions; by default what a verdict needs.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, without verdicts.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Repetitions; by default as many as a verdict needs.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Copy results into docs/studies; needs a clean tree.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the results, one folder a study.")] = Path("runs/studies"),
+    out: Annotated[Path, typer.Option(help="Folder of results, with one for each study.")] = Path("runs/studies"),
 ) -> None:
-    """Measure what is claimed about FP8, and write OUT/NAME with results, tables and figures.
+    """Test claims about FP8, and write OUT/NAME with results, tables and figures.
 
     Exit code 0, 1 if a control does not hold, 2 for bad input.
     """

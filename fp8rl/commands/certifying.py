@@ -29,7 +29,7 @@ def certify(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="What a server calls it, where it has several; of a dump, the directory of its weights."),
+        typer.Option(help="For a server, its name of the model; for a dump, the directory of the weights."),
     ] = None,
     server: Annotated[
         str | None,
@@ -43,29 +43,29 @@ def certify(
     ] = None,
     seconds: Annotated[
         float,
-        typer.Option(min=5.0, help="For all requests; what does not fit is not reached.", rich_help_panel=_SERVER),
+        typer.Option(min=5.0, help="Limit for all requests; what does not fit is skipped.", rich_help_panel=_SERVER),
     ] = 300.0,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, max=100.0, help="Of rows that do not say theirs; else 1.", rich_help_panel=_DUMP),
+        typer.Option(min=0.0, max=100.0, help="For rows without their own; by default 1.", rich_help_panel=_DUMP),
     ] = None,
     top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
     top_k: Annotated[int | None, typer.Option(min=-1, help="Likewise.", rich_help_panel=_DUMP)] = None,
     min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
     preset: Annotated[
-        Preset, typer.Option(help="Quantization that our ops score it in, beside BF16.", rich_help_panel=_DUMP)
+        Preset, typer.Option(help="Quantization in which our ops score it, beside BF16.", rich_help_panel=_DUMP)
     ] = "fp8_block_pow2",
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that are scored, evenly over the rows.", rich_help_panel=_DUMP)
+        int, typer.Option(min=1, help="Tokens to score, evenly over the rows.", rich_help_panel=_DUMP)
     ] = 50_000,
     page: Annotated[
-        Path | None, typer.Option(help="Where the page is written; else beside the dump.", rich_help_panel=_DUMP)
+        Path | None, typer.Option(help="Path of the page; by default beside the dump.", rich_help_panel=_DUMP)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether an engine is exact, or how far a dump's log-probabilities are from the model, on which side and why.
+    """Test whether an engine is exact, or how far a dump's log-probabilities are from the model, on which side and why.
 
-    A server is asked for the same answers alone, in batches, from the cache, in other chunks, under load. A dump is
+    A server gets the same requests alone, in batches, from the cache, in other chunks, under load. A dump is
     scored by the model's own code and by our ops. Exit code 0: certified, equal or within the floor, 1: not, 2: bad
     input.
     """

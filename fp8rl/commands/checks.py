@@ -23,9 +23,9 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not try the ops, which takes most of the time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the test of the ops, which is slow.")] = False,
 ) -> None:
-    """Say what is installed, what the GPUs can do, on what the spec would run, and what its data and rewards are.
+    """Check the installation, the GPUs, and the spec: how it would run, its data, its first prompt and its rewards.
 
     Exit code 0, 1 if it cannot run here, 2 for bad input.
     """
@@ -62,10 +62,10 @@ def plan(
     gpu: Annotated[
         str, typer.Option(help="h100, h200, h800, h20, b200, b300, l40s, 4090, 'rtx pro 6000' or a100.")
     ] = "h100",
-    gpus: Annotated[int | None, typer.Option(help="GPUs of the trainer; engines share them, or have others.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; else as long as they may be.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="The trainer's GPUs; engines share them or have others.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; by default the maximum.")] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m lab.bench.gpu` on such a GPU.")] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Look for keys with which it fits, and print them.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Find keys with which it fits, and print them.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
@@ -93,7 +93,7 @@ def preflight(
     spec: SpecPath,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out BF16/BF16, which needs another engine.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the BF16 floor, which needs another engine.")] = False,
 ) -> None:
     """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
 

@@ -17,10 +17,10 @@ from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
 def serve(
     subject: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="E.g. runs/demo, or a Hugging Face directory.")],
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines too.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Without one, any free one.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines too.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=1024, max=65535, help="By default any free port.")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key that clients must send; without one, a new one.")
+        str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key that clients must send; by default a new one.")
     ] = None,
     mode: Annotated[str, typer.Option(help="For a MODEL: exact or native.")] = "exact",
     preset: Annotated[str, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
@@ -29,9 +29,9 @@ def serve(
     ] = None,
     architecture: ArchitectureFile = None,
 ) -> None:
-    """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
+    """Serve a trained model with OpenAI's API, in the numerics of its run, until Ctrl-C.
 
-    Log-probabilities are those that the trainer would give. By default only programs on this machine get in.
+    Log-probabilities are those that the trainer would give. By default only programs on this machine can connect.
     """
     with user_errors():
         if mode not in ("exact", "native"):
@@ -61,13 +61,13 @@ def eval(
     overrides: Overrides = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Data file to ask in place of the run's own sets, or YAML as `eval.sets` takes it."),
+        typer.Option("--set", help="Data file instead of the run's own sets, or an entry of `eval.sets` in YAML."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a trained model held-out problems and judge its answers, as its run does, in the run's numerics.
+    """Evaluate a trained model on held-out problems, in the numerics and with the rewards of its run.
 
-    A MODEL needs a set; rewards=[{function: math}] and other keys say how it is asked and judged.
+    A MODEL needs a set; rewards=[{function: math}] and other keys say how it is prompted and judged.
     """
     with user_errors():
         import json
@@ -92,10 +92,10 @@ def convert(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Hugging Face directory in BF16, or in FP8 by blocks.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, as an engine loads it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, which an engine can load.")],
     preset: Annotated[str, typer.Option(help="Quantization preset; bf16 quantizes nothing.")] = "fp8_block_pow2",
     adapter: Annotated[
-        Path | None, typer.Option(help="LoRA adapter in PEFT's format, e.g. runs/NAME/adapter, to merge before.")
+        Path | None, typer.Option(help="LoRA adapter in PEFT's format, e.g. runs/NAME/adapter, to merge first.")
     ] = None,
     architecture: ArchitectureFile = None,
 ) -> None:

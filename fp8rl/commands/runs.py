@@ -36,7 +36,7 @@ def train(
 
 
 def demo(overrides: Overrides = None) -> None:
-    """Train the tiny MoE of the examples in exact FP8 on this machine, and say what came of it.
+    """Train the tiny MoE of the examples in exact FP8 on this machine, and print the result.
 
     It replaces an earlier runs/demo.
     """
@@ -49,14 +49,14 @@ def submit(
     spec: SpecPath,
     address: Annotated[str, typer.Option(help="The cluster's dashboard, e.g. http://127.0.0.1:8265.")],
     overrides: Overrides = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Show what the job says, and end with it.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the job's output, and end when it ends.")] = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
     accept_changed_data: AcceptChangedData = False,
 ) -> None:
     """Run an experiment as a job of a Ray cluster, whose nodes see this directory.
 
-    Exit code 0, 1 if the job that was waited for did not succeed, 2 for bad input.
+    Exit code 0, 1 if the job failed (with --wait), 2 for bad input.
     """
     with user_errors():
         from fp8rl.rl.experiment import load_experiment
@@ -112,9 +112,9 @@ def runs(
         str | None, typer.Argument(metavar="B", help="The run to compare it with.", autocompletion=complete.run_names)
     ] = None,
     folder: Annotated[Path, typer.Option("--dir", help="Where the runs are.")] = Path("runs"),
-    every: Annotated[bool, typer.Option("--all", help="Compare equal metrics too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show equal metrics too.")] = False,
     page: Annotated[
-        Path | None, typer.Option("--page", help="Write an HTML page of it too, with the curves over each other.")
+        Path | None, typer.Option("--page", help="Also write an HTML page with the curves of both in one chart.")
     ] = None,
 ) -> None:
     """List the runs of a folder, or compare two: where their specs and their metrics at the end differ."""

@@ -27,10 +27,10 @@ Overrides = Annotated[
         autocompletion=complete.overrides,
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")]
 AcceptChangedData = Annotated[
     bool,
-    typer.Option("--accept-changed-data", help="Resume although data, functions or models have other contents."),
+    typer.Option("--accept-changed-data", help="Resume even if data, functions or models have changed."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
 ArchitectureFile = Annotated[

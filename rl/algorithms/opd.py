@@ -37,8 +37,8 @@ class Opd(GroupRelative):
         named = [name for name in ("dynamic_sampling", "whiten_advantages") if getattr(self, name)]
         if named and not self.reward_weight:
             raise ValueError(
-                f"found {named[0]}=true with reward_weight=0, expected false: the teacher teaches alone, and does in "
-                f"every group and on a scale of its own. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
+                f"found {named[0]}=true with reward_weight=0, expected false: only the teacher counts then, in every "
+                f"group and on its own scale. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
             )
         return self
 

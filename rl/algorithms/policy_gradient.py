@@ -216,7 +216,8 @@ class PolicyGradient(AlgorithmConfig):
         if self.ratio == "on_policy" and self.updates > 1:
             raise ValueError(
                 f"found updates_per_batch={self.updates_per_batch} and epochs={self.epochs} with ratio=on_policy, "
-                "expected 1 and 1, as later updates find another policy than has sampled. Set algorithm.ratio=recompute"
+                "expected 1 and 1, because in later updates the policy is no longer the one that sampled. Set "
+                "algorithm.ratio=recompute"
             )
         return self
 
@@ -224,8 +225,8 @@ class PolicyGradient(AlgorithmConfig):
     def _only_tokens_with_rewards_pay(self) -> Self:
         if self.kl.reward.coefficient and not self.token_rewards:
             raise ValueError(
-                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it compares "
-                "whole answers, and has no rewards of tokens that could pay for each token's distance. Set "
+                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it "
+                f"compares whole answers, and has no rewards per token to subtract the penalty from. Set "
                 "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
             )
         return self

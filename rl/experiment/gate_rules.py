@@ -178,9 +178,7 @@ GATE_RULES: tuple[Rule[NumberedGate], ...] = (
         lambda g: g.action,
         lambda g: not g.experiment.algorithm.samples and g.gate.action != "warn",
         lambda g: g.gate.action,
-        lambda g: (
-            f"warn, as the {g.experiment.algorithm.name} algorithm samples nothing that another action could mend"
-        ),
+        lambda g: f"warn, as the {g.experiment.algorithm.name} algorithm samples nothing, so no other action applies",
         "Set it to warn, or remove the gate.",
     ),
     Rule(
@@ -194,22 +192,24 @@ GATE_RULES: tuple[Rule[NumberedGate], ...] = (
         lambda g: f"gates.{g.index}.metric",
         lambda g: metric(g.gate.metric).flat_at_first and g.experiment.algorithm.updates > 1,
         lambda g: f"{g.gate.metric} with {g.experiment.algorithm.updates} updates of a batch",
-        "another: a gate sees the first pass of a step, whose policy is the one that the batch was scored with",
+        "another metric: gates see the first pass of a step, in which the policy still equals the one that scored the "
+        "batch",
         "Choose another metric, such as train/grad_norm, or set algorithm.updates_per_batch=1 and algorithm.epochs=1.",
     ),
     Rule(
         lambda g: g.action,
         lambda g: metric(g.gate.metric).late and g.gate.action not in _MAY_BE_LATE,
         lambda g: f"{g.gate.action} on {g.gate.metric}, which is measured after a step's decision",
-        f"{', '.join(_MAY_BE_LATE[:-1])} or {_MAY_BE_LATE[-1]}, as it may never recover without updates",
+        f"{', '.join(_MAY_BE_LATE[:-1])} or {_MAY_BE_LATE[-1]}, because it may never recover without updates",
         "Choose one of these actions, or a metric that is measured before the update.",
     ),
     Rule(
         lambda g: f"gates.{g.index}",
         lambda g: g.asks_for_equality and _sides_differ(g.experiment) and g.gate.action in ("skip_step", "resync"),
         lambda g: f"{g.gate.action} on {g.said} with {_numbers(g.experiment)}",
-        "a bound that allows for the difference of such a run, which otherwise trains on no batch",
-        "Give one beyond what `fp8rl preflight` measures, or run exact mode with both sides alike.",
+        "a bound above the difference that such a run always has; otherwise no batch is trained on",
+        "Set a bound above the value that `fp8rl preflight` measures, or use exact mode with one precision on both "
+        "sides.",
     ),
     Rule(
         lambda g: f"gates.{g.index}.tis_cap",

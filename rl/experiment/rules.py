@@ -54,7 +54,9 @@ RULES: tuple[Rule[Experiment], ...] = (
     Rule(
         "environment",
         lambda e: _asked_of_environment(e) and e.environment.function == SINGLE_TURN,
-        lambda e: f"{SINGLE_TURN} with the reward {_asked_of_environment(e)[0]}, which is what the environment returns",
+        lambda e: (
+            f"{SINGLE_TURN} with the reward {_asked_of_environment(e)[0]}, which reads the environment's return value"
+        ),
         "an environment that returns numbers",
         "Name one (environment: guess), or another reward.",
     ),
@@ -62,7 +64,7 @@ RULES: tuple[Rule[Experiment], ...] = (
         "sync.pause",
         lambda e: e.sync.pause == "in_place" and e.numerics.mode == "exact",
         "in_place with numerics.mode=exact",
-        "retract or abort: keys of old weights under new ones are of no weights that a trainer could hold",
+        "retract or abort: with old keys under new weights no trainer's weights give the same log-probabilities",
         "Set sync.pause=retract, or numerics.mode=native.",
     ),
     Rule(
@@ -76,15 +78,15 @@ RULES: tuple[Rule[Experiment], ...] = (
         "numerics.router_replay",
         lambda e: e.rollout.staleness and e.numerics.router_replay != "off",
         lambda e: f"{e.numerics.router_replay} with rollout.staleness={e.rollout.staleness}",
-        "off: an answer that goes on under new weights has its experts recorded anew, also for old tokens",
-        "Set numerics.router_replay=off, which exact mode does without, or rollout.staleness=0.",
+        "off: when an answer continues under new weights, its experts are recorded anew, also for old tokens",
+        "Set numerics.router_replay=off (exact mode needs no replay), or rollout.staleness=0.",
     ),
     Rule(
         "rollout.tp",
         lambda e: e.numerics.mode == "exact" and len({1, e.trainer.tp, e.rollout.tp}) == 3,  # both are above 1
         lambda e: f"{e.rollout.tp} with trainer.tp={e.trainer.tp}",
-        "1 or trainer.tp in exact mode: sums of as many parts on both sides",
-        lambda e: f"Set rollout.tp={e.trainer.tp}, or one of both to 1.",
+        "1 or trainer.tp in exact mode, so that both sides add the same partial sums",
+        lambda e: f"Set rollout.tp={e.trainer.tp}, or one of the two to 1.",
     ),
     Rule(
         "algorithm.updates_per_batch",
@@ -97,7 +99,7 @@ RULES: tuple[Rule[Experiment], ...] = (
         "rollout.group_size",
         _compares_a_single_answer,
         lambda e: f"1 with {'algorithm.dynamic_sampling=true' if _dynamic(e) else e.algorithm.name}",
-        "at least 2: a single answer of its prompt has no others to be measured by, and teaches nothing",
+        "at least 2: a single answer has no others to be compared with, and teaches nothing",
         "Raise rollout.group_size, or choose algorithm.name=reinforce++ without dynamic_sampling.",
     ),
     Rule(
@@ -118,29 +120,29 @@ RULES: tuple[Rule[Experiment], ...] = (
         "rollout.sleep",
         lambda e: e.rollout.sleep and e.sync.delta,
         "true with sync.delta=true",
-        "a sync that sends everything: an engine that wakes has nothing that a change could be made to",
+        "a full sync: an engine that wakes has no weights to apply a delta to",
         "Remove sync.delta, or rollout.sleep.",
     ),
     Rule(
         "rollout.sleep",
         lambda e: e.rollout.sleep and e.sync.engines_own_gpus,
         lambda e: f"true with sync.transport={e.sync.transport}",
-        "tensor or disk: with this transport engines have GPUs of their own, where they make room for nobody",
+        "tensor or disk: with this transport engines have GPUs of their own, so sleeping frees no memory for the "
+        "trainer",
         "Set sync.transport=tensor, or remove rollout.sleep.",
     ),
     Rule(
         "rollout.speculation",
         lambda e: e.rollout.speculation is not None and e.numerics.mode != "exact",
         lambda e: f"{_drafts(e)} with numerics.mode=native",
-        "null, or numerics.mode=exact: in native mode the tokens computed beside one change its logits",
+        "null, or numerics.mode=exact: in native mode a token's logits depend on the tokens computed beside it",
         "Remove rollout.speculation, or set numerics.mode=exact.",
     ),
     Rule(
         "rollout.speculation",
         lambda e: e.rollout.speculation is not None and e.carries_supports,
         lambda e: f"{_drafts(e)} with rollout.top_p, top_k or min_p, and tokens of older weights",
-        "null: SGLang does not say what a token was drawn from where it drafts, which a trainer at other weights has "
-        "to know",
+        "null: with drafts SGLang does not report the kept tokens, which a trainer at other weights needs",
         "Remove rollout.speculation; or set rollout.staleness=0 and one update for a batch.",
     ),
     Rule(
@@ -154,7 +156,7 @@ RULES: tuple[Rule[Experiment], ...] = (
         "trainer.router_bias_rate",
         lambda e: e.adapter is not None and e.trainer.router_bias_rate,
         lambda e: f"{e.trainer.router_bias_rate:g} with an adapter",
-        "0: everything but the adapters stays as it is",
+        "0: only the adapters are trained",
         "Set trainer.router_bias_rate=0, or remove the adapter section.",
     ),
     Rule(
@@ -162,27 +164,27 @@ RULES: tuple[Rule[Experiment], ...] = (
         lambda e: e.sync.shared_base and _private_base(e),
         lambda e: f"true, and {_private_base(e)}",
         "separate adapters, one spec on both sides, engines of one rank, and sync.transport=tensor",
-        "Set sync.shared_base=false: engines are sent the weights once, and hold a copy.",
+        "Set sync.shared_base=false: each engine then gets its own copy of the weights, once.",
     ),
     Rule(
         "teacher",
         lambda e: e.algorithm.needs.teacher and e.teacher is None,
         lambda e: f"null with algorithm.name={e.algorithm.name}",
-        "the model that it learns from",
+        "a teacher to learn from",
         "Give teacher.path=DIR, a Hugging Face directory with the tokenizer of model.path.",
     ),
     Rule(
         "teacher",
         lambda e: e.teacher is not None and not e.algorithm.needs.teacher,
-        lambda e: f"{e.teacher and e.teacher.path} with algorithm.name={e.algorithm.name}, which asks no teacher",
-        "null, or an algorithm that does: opd",
+        lambda e: f"{e.teacher and e.teacher.path} with algorithm.name={e.algorithm.name}, which uses no teacher",
+        "null, or an algorithm that uses one: opd",
         "Set algorithm.name=opd, or remove the teacher section (teacher=null).",
     ),
     Rule(
         "rollout.temperature",
         lambda e: e.teacher is not None and e.rollout.temperature != 1.0,
         lambda e: f"{e.rollout.temperature:g} with a teacher",
-        "1: SGLang applies no temperature where it scores given tokens, so policy and teacher would be compared at two",
+        "1: SGLang scores given tokens at temperature 1, so policy and teacher would be compared at two temperatures",
         "Set rollout.temperature=1.0.",
     ),
     Rule(

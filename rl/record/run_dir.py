@@ -307,7 +307,7 @@ def _check_removable(run: RunDir, overwrite: bool, reads: Collection[Path]) -> N
         if path.resolve().is_relative_to(run.path.resolve()) and not _among(run.experiment, [path]):
             raise user_error(
                 "run.name",
-                found=f"{path}, from which this run is made, in the run that it would replace",
+                found=f"{path}, an input of this run, inside the run that it would replace",
                 expected="it elsewhere",
                 remedy="Move it, or choose another run.name.",
             )
@@ -319,7 +319,7 @@ def _refuse(run: RunDir, found: list[Path]) -> None:
         raise user_error(
             "run.name",
             found=f"{names}{f' and {len(found) - 3} more' * (len(found) > 3)} in {run.path}, which no run wrote",
-            expected="a new directory, or only what a run wrote, since nothing else is ever removed",
+            expected="a new directory, or one with nothing but files that a run wrote; no other file is ever removed",
             remedy="Choose another run.name, or move it away.",
         )
 

@@ -177,7 +177,7 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
         lines = [f"{key}: found other contents of {said} than the run was trained with" for key, said in changed]
         raise UserError(
             "; ".join(lines) + f", expected those of the checkpoint of step {step}. Restore them, start a new run "
-            "under another run.name, or go on with --accept-changed-data."
+            "under another run.name, or continue with --accept-changed-data."
         )
     return [f"resuming with other contents of {key}: {said}" for key, said in changed]
 

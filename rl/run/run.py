@@ -296,8 +296,8 @@ def check_directory(path: Path, made: os.stat_result, step: int) -> None:
         same = False
     if not same:
         raise FileNotFoundError(
-            f"run.dir: found {path} deleted or renamed before step {step}, expected it to stay where it is as long as "
-            "the run lasts. What was trained since its last checkpoint is lost"
+            f"run.dir: found {path} deleted or renamed before step {step}, expected it in its place until the run "
+            f"ends. What was trained since its last checkpoint is lost"
         )
 
 

@@ -66,5 +66,7 @@ class RewardsSection(Section):
     def _labels_differ(self) -> RewardsSection:
         labels = [function.label for function in self.functions]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"found two functions called {', '.join(twice)}, expected one. Give them a name each")
+            raise ValueError(
+                f"found two functions called {', '.join(twice)}, expected different names. Give each a name"
+            )
         return self

@@ -55,7 +55,8 @@ def missing_report(log: str) -> HandshakeError:
     said = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
     return HandshakeError(
         "found no report of the plugin, expected one: the plugin did not load, and SGLang serves on its stock ops. "
-        "Install the distribution, so that its entry point sglang.srt.plugins is there, and mend what the log says:\n"
+        "Install the distribution, so that its entry point sglang.srt.plugins is there, and correct the error in the "
+        "log:\n"
         f"{said}"
     )
 

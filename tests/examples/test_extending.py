@@ -98,7 +98,7 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         ("import nowhere", "", "a module that can be imported; this one ends in ModuleNotFoundError"),
         slow(OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
         slow(OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
-        (OWN.replace("rewards - ", "1 / 0 * "), "", "this one ends in ZeroDivisionError"),
+        (OWN.replace("rewards - ", "1 / 0 * "), "", "this one raises ZeroDivisionError"),
         slow(OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
         slow("from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass", "", "NotImplementedError"),
         (

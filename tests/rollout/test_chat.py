@@ -204,7 +204,7 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tokenizers: dict[str,
     tokenizer.chat_template = template
     history = [{"role": "system", "content": "be kind"}, USER]
     again = [{"role": "user", "content": "again"}]
-    with pytest.raises(UserError, match="writes a conversation anew when a user message follows"):
+    with pytest.raises(UserError, match="changes earlier text when a user message follows"):
         continuation_ids(tokenizer, history, tokens(tokenizer, "x<|im_end|>"), again, {})
 
 

@@ -195,7 +195,7 @@ def lower_optimizer(
         raise user_error(
             "trainer.optimizer.offload",
             found="true without TransformerEngine",
-            expected="it installed beside a GPU: Megatron's optimizer asks for it before it takes masters to the host",
+            expected="TransformerEngine beside a GPU: Megatron's optimizer needs it to offload masters to the host",
             remedy="Install requirements/gpu.txt, or set trainer.optimizer.offload=false.",
         )
     # Precision-aware, the optimizer makes the masters itself: else Megatron keeps FP32 ones on the GPU besides.

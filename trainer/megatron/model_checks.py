@@ -180,7 +180,7 @@ ENGINE_RULES: tuple[Rule[Split], ...] = (
         lambda s: s.key,
         lambda s: s.tp > 1 and s.sizes.head_norms == "together",
         lambda s: s.tp,
-        "1 for a model whose norms of queries and keys are over all heads: SGLang does not share them",
+        "1 for a model that norms queries and keys over all heads: SGLang does not shard this norm",
         lambda s: f"Set {s.key}=1, and rollout.engines to use more GPUs.",
     ),
     _divides("num_experts", lambda s: s.sizes.experts),
@@ -206,7 +206,7 @@ def _sent_in(key: str, wire: Callable[[TrainerSection], str], default: str) -> R
         key,
         lambda t: t.alone and wire(t.config) != default,
         lambda t: f"{wire(t.config)} with trainer.dp={t.config.dp}",
-        f"{default} where no two ranks train the same parameters, and nothing is sent",
+        f"{default} where no two ranks train the same parameters, so that nothing is sent",
         f"Set {key}={default}, or trainer.dp=2 or more.",
     )
 
@@ -252,8 +252,8 @@ TRAINING_RULES: tuple[Rule[Trained], ...] = (
         "trainer.weight_gather",
         lambda t: t.config.weight_gather != "bf16" and not (t.spec.quantized and travels_in_fp8(t.spec.weight)),
         lambda t: f"{t.config.weight_gather} with {_weights_in(t.spec)}",
-        "weights that the trainer quantizes to e4m3, block, pow2, nearest; others would not arrive as the forward's "
-        "own",
+        "weights that the trainer quantizes to e4m3, block, pow2, nearest; others would differ from those of the "
+        "forward",
         "Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8.",
     ),
     Rule(
@@ -286,7 +286,7 @@ ROW_RULES: tuple[Rule[Rows], ...] = (
         "trainer.packing",
         lambda r: r.config.packing and r.mode == "native" and not r.transformer_engine,
         "true with numerics.mode=native and without TransformerEngine",
-        "false: Megatron's own attention, which native mode has there, takes rows that are padded",
+        "false: native mode then uses Megatron's own attention, which takes only padded rows",
         "Set trainer.packing=false, or numerics.mode=exact.",
     ),
     Rule(
@@ -300,7 +300,7 @@ ROW_RULES: tuple[Rule[Rows], ...] = (
         "trainer.cp",
         lambda r: r.config.cp > 1 and r.config.packing,
         lambda r: f"{r.config.cp} with trainer.packing=true",
-        "1: ranks share the tokens of rows that are padded",
+        "1: ranks share the tokens of padded rows",
         "Set trainer.packing=false, or trainer.cp=1.",
     ),
     Rule(

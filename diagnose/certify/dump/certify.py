@@ -55,7 +55,7 @@ def certify_dump(
         raise user_error(
             "--model",
             found="none",
-            expected="the Hugging Face directory of the weights that the dump is from",
+            expected="the Hugging Face directory of the weights that sampled the dump",
             remedy="Give --model DIR.",
         )
     default = sampling(dump.sampling or Sampling())

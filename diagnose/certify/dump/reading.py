@@ -180,7 +180,7 @@ def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, P
         found=f"answers of weight version {version}, and checkpoints of versions {kept}",
         expected="the weights that sampled them",
         remedy="Give them with --model DIR, or give rollouts/step_1.jsonl, whose weights are those that the run began "
-        "with, or the step behind a checkpoint.",
+        "with, or the step after a checkpoint.",
     )
 
 

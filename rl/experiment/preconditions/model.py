@@ -168,6 +168,6 @@ def check_algorithm(experiment: Experiment) -> None:
         raise user_error(
             "algorithm.name",
             found=algorithm.name,
-            expected=f"an algorithm that a step can be taken with; this one ends in {type(error).__name__}: {error}",
+            expected=f"an algorithm that can compute a step; this one raises {type(error).__name__}: {error}",
             remedy="Correct it; docs/extending.md says what an algorithm is.",
         ) from error

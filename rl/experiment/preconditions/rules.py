@@ -138,7 +138,7 @@ SLEEPERS: tuple[Rule[Case], ...] = (
         "rollout.sleep",
         lambda c: c.target.gpus and c.experiment.rollout.sleep and c.experiment.rollout.tp > 1,
         lambda c: f"true with rollout.tp={c.experiment.rollout.tp} on GPUs",
-        "engines of one rank: wider ones have GPUs of their own, where they make room for nobody",
+        "engines of one rank: larger ones have GPUs of their own, where sleeping frees no memory for the trainer",
         "Set rollout.sleep=false, or rollout.tp=1.",
     ),
 )
@@ -148,7 +148,7 @@ KERNELS: tuple[Rule[Case], ...] = (
         "numerics.mode",
         lambda c: c.exact_on and c.has_kernels and c.sizes.latent is not None and c.exact_on < HOPPER,
         lambda c: f"exact with latent attention {c.on_gpus}",
-        "9.0 to 11.x: its kernels need 170 KiB of shared memory, and these have 99",
+        "9.0 to 11.x: its kernels need 170 KiB of shared memory, and these GPUs have 99",
         "Set numerics.mode=native, or take other GPUs.",
     ),
     Rule(
@@ -159,7 +159,7 @@ KERNELS: tuple[Rule[Case], ...] = (
             and implementation_for(HOPPER, c.experiment.numerics_config().spec) == "torch"
         ),
         lambda c: f"{c.experiment.numerics.preset} with numerics.mode=exact on GPUs",
-        "weights in blocks of 128, activations and gradients in token groups of 128, which kernels know",
+        "weights in blocks of 128, activations and gradients in token groups of 128, for which there are kernels",
         lambda c: f"Set numerics.preset=fp8_block_pow2, or numerics.mode=native{_bf16_engine(c.experiment)}.",
     ),
     Rule(
@@ -223,7 +223,7 @@ NATIVE_PRODUCTS: tuple[Rule[Case], ...] = (
         "numerics.preset",
         lambda c: c.trains_on_te and c.native_on and c.native_on >= BLACKWELL and c.trains_on_te.weight.scale != "pow2",
         lambda c: f"FP32 scales with numerics.mode=native {c.on_gpus}",
-        "scales that are powers of two, as these multiply blocks of 128 as MX",
+        "scales that are powers of two: these GPUs compute blocks of 128 as MX",
         "Set numerics.preset=fp8_block_pow2.",
     ),
 )
@@ -234,7 +234,7 @@ LAYOUT: tuple[Rule[Case], ...] = (
         "trainer.pp",
         lambda c: c.experiment.trainer.pp > 1 and c.experiment.numerics.router_replay != "off",
         lambda c: f"{c.experiment.trainer.pp} with numerics.router_replay={c.experiment.numerics.router_replay}",
-        "1: a stage sees the routers of its own layers alone",
+        "1: a pipeline stage has only the routers of its own layers",
         "Set trainer.pp=1, or numerics.router_replay=off.",
     ),
     Rule(

@@ -175,7 +175,7 @@ def _check_sleepers(placement: Placement, experiment: Experiment) -> None:
         raise user_error(
             "rollout.sleep",
             found=f"true with {len(own)} engine(s) on GPUs of their own",
-            expected="engines on the trainer's GPUs: elsewhere they make room for nobody",
+            expected="engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
             remedy="Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
             "rollout.sleep.",
         )

@@ -142,7 +142,7 @@ class Seats:
         old = self._place(index)
         tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
         if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
-            raise NoRoomError("with its node the trainer's has left, on which it has to be")
+            raise NoRoomError("the trainer's node has left, and this engine must be on it")
         if index in self._engines:
             remove_placement_group(self._engines.pop(index).group)
         others = [place for other, place in self._places.items() if other != index and self._is_up([place.node])]

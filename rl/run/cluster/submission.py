@@ -84,7 +84,7 @@ def _reached(address: str) -> Iterator[None]:
         raise user_error(
             "--address",
             found=f"{address} ({why})",
-            expected="the dashboard of a Ray cluster that takes jobs",
+            expected="the dashboard of a Ray cluster that accepts jobs",
             remedy="Start one with `ray start --head`, or correct the address. If it asks for a token, put the token "
             "and RAY_AUTH_MODE into this environment too.",
         ) from None

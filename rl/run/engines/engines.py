@@ -308,8 +308,8 @@ class Engines:
             differing = serving.manifest.differences(await call(actor.held.remote()))
             if differing:
                 raise EngineError(
-                    f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; give the "
-                    "run another disk, or this one a look:\n" + "\n".join(differing[:20])
+                    f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; check "
+                    f"this disk, or give the run another one:\n" + "\n".join(differing[:20])
                 )
         slot.endpoint, slot.serving = endpoint, serving.manifest is not None
         self._changed()

@@ -72,7 +72,7 @@ class Conversations:
             self._turn, self._asked = self._background.begin(asyncio.sleep(0)), now
         elif now - self._asked > self._config.timeout_s:
             raise EnvironmentError(
-                f"found an environment ({self._config.label}) that has kept all its other answers from their turn for "
+                f"found an environment ({self._config.label}) that has blocked all its other answers for "
                 f"{self._config.timeout_s:g} s (environment.timeout_s), expected one that awaits what it waits for. "
                 "Use asyncio.sleep, asyncio.to_thread or a subprocess of asyncio in it"
             )
@@ -125,6 +125,6 @@ def _outcome(returned: object) -> Numbers:
         return {name or REWARD: value for name, value in named_numbers(returned).items()}
     except ReturnError:
         raise ReturnError(
-            f"it returned {brief(returned)}, expected nothing, a number or named numbers, finite in FP32: the tokens "
-            "of an answer are those that sample() and tell() have put there, and no others"
+            f"it returned {brief(returned)}, expected nothing, a number or named numbers, finite in FP32; text is "
+            f"added to an answer only by sample() and tell()"
         ) from None

@@ -200,8 +200,8 @@ class SampledFeed:
             if not rewards:
                 raise FilterError(
                     f"found {len(dropped)} groups of which every answer's environment "
-                    f"({self._experiment.environment.label}) failed, expected {self._size} to train on. See above why, "
-                    "and correct it"
+                    f"({self._experiment.environment.label}) failed, expected {self._size} to train on. Correct the "
+                    f"error shown above"
                 )
             raise FilterError(
                 f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "

@@ -95,7 +95,7 @@ class Judge:
             if not self._background.takes_turns():
                 named = ", ".join(function.config.label for function in self._functions if function.is_async)
                 raise RewardError(
-                    f"found an async reward ({named}) that has kept all others from their turn for {patience:g} s, "
+                    f"found an async reward ({named}) that has blocked all others for {patience:g} s, "
                     "expected functions that await what they wait for. Let it await, or make it a plain function"
                 )
         return verdict.result()

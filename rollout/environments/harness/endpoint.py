@@ -100,7 +100,7 @@ class ProgramEndpoint:
             ask = read(body, chat, sampling, self._override, vocabulary)
             if ask.calls and self._tool_parser is None:
                 raise RefusedError(
-                    "tools: found some, expected the format in which the model calls them. Set "
+                    "tools: found some, expected the format of the model's tool calls. Set "
                     "environment.harness.tool_parser",
                     "tools",
                 )
@@ -118,7 +118,7 @@ class ProgramEndpoint:
 
 
 _NO_KEY = RefusedError(
-    "found no key of a conversation that goes on, expected the one in OPENAI_API_KEY",
+    "found no key of an active conversation, expected the one in OPENAI_API_KEY",
     status=401,
     code="invalid_api_key",
 )

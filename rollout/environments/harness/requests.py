@@ -96,7 +96,7 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
             "model_not_found",
         )
     for name in found.keys() - _COMMON - (_OF_CHAT if chat else {"prompt"}):
-        raise RefusedError(f"{name[:80]}: is not served to a program that is trained with. Leave it out", name[:80])
+        raise RefusedError(f"{name[:80]}: is not supported for a program in training. Leave it out", name[:80])
     for name, values in _MEANINGLESS.items():
         if name in found and found[name] not in values:
             raise RefusedError(
@@ -109,7 +109,7 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
             raise RefusedError(
                 f"tool_choice: found {_brief(found['tool_choice'])}, expected 'auto' or 'none', as a forced call would "
                 "be sampled under a grammar. Have the program send 'auto'; or write tool_choice into "
-                "environment.harness.override, and it is taken as 'auto'",
+                "environment.harness.override, and it is treated as 'auto'",
                 "tool_choice",
             )
         found["tool_choice"] = "auto"
@@ -157,7 +157,7 @@ def _check_sampling(found: Mapping[str, Any], sampling: SamplingParams, override
         expected = "none: each conversation has one" if name == "seed" else f"{value:g}, that of the run"
         raise RefusedError(
             f"{name}: found {_brief(found[name])}, expected {expected}. Leave it out; or write {name} into "
-            "environment.harness.override, and what a program says of it is not heard",
+            "environment.harness.override, and the program's value is ignored",
             name,
         )
 

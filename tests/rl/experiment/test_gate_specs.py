@@ -52,7 +52,7 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             ["gates.0.metric", "mismatch/redraw_frac with numerics.mode=exact, guard.redraws=0", "exact mode"],
         ),
         *(
-            ([gate(action, **bound)], {"numerics": numerics}, ["gates.0", f"{action} on", "trains on no batch"])
+            ([gate(action, **bound)], {"numerics": numerics}, ["gates.0", f"{action} on", "no batch is trained on"])
             for action in ("skip_step", "resync")
             for bound in (
                 {"metric": "mismatch/train_rollout_logprob_abs_diff_max", "above": 0.0},

@@ -57,7 +57,7 @@ SPECS: list[tuple[str, list[str], list[str]]] = [
     ("'0.1 with an adapter'", ["adapter={}", "trainer.router_bias_rate=0.1"], []),
     ("'true, and no frozen weights are served", ["sync.shared_base=true"], []),
     ("'null with algorithm.name=opd'", [OPD], []),
-    ("'/t with algorithm.name=grpo, which asks no teacher'", ["teacher={path: /t}"], []),
+    ("'/t with algorithm.name=grpo, which uses no teacher'", ["teacher={path: /t}"], []),
     ("'0.7 with a teacher'", [OPD, "teacher={path: /t}", "rollout.temperature=0.7"], []),
     ("'skip'", [SFT, "guard.nonfinite_loss=skip"], []),
 ]

@@ -133,7 +133,7 @@ def test_the_spec_that_is_trained_from_stays(run: RunDir) -> None:
 
 @pytest.mark.parametrize("name", ["model", "rollouts/step_1.jsonl", "capsules/step_3/spec.yaml"])
 def test_what_a_run_is_made_from_is_not_removed_for_it(run: RunDir, name: str) -> None:
-    with pytest.raises(UserError, match="from which this run is made"):
+    with pytest.raises(UserError, match="an input of this run"):
         opened(run, overwrite=True, reads=[run.path / name])
     assert (run.path / name).exists()
 

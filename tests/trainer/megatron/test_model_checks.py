@@ -104,7 +104,7 @@ SPLITS = [
     ),
 ]
 ENGINES = [
-    (split(OLMOE, 2), "trainer.tp: found 2, expected 1 for a model whose norms", split(OLMOE)),
+    (split(OLMOE, 2), "trainer.tp: found 2, expected 1 for a model that norms", split(OLMOE)),
     (
         split(dataclasses.replace(MOE, experts=6), 4),
         "trainer.tp: found 4, expected a divisor of the model's num_experts = 6",

@@ -157,7 +157,7 @@ def test_a_number_without_a_name_is_the_reward(make: Make) -> None:
         ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
         (
             "tokens",
-            "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32: the tokens",
+            "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32; text is added",
         ),
         ("large", "it returned dict {'won': 3.5e+38}, expected nothing, a number or named numbers, finite in FP32"),
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
@@ -222,7 +222,7 @@ def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(
             conversations.check()
             await asyncio.sleep(0.05)
 
-    with pytest.raises(EnvironmentError, match=r"found an environment \(blocks\) that has kept all its other answers"):
+    with pytest.raises(EnvironmentError, match=r"found an environment \(blocks\) that has blocked all its other ans"):
         asyncio.run(looked())
 
 

@@ -326,7 +326,7 @@ def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
 def test_an_async_function_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make, tokenizer: Any) -> None:
     judge = make({"function": "mine:blocks", "timeout_s": 0.2}, "integer")
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has kept all others from their turn"):
+    with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has blocked all others"):
         judge.wait(judge.begin(*group(tokenizer, "1")))
     judge.close()
     assert time.monotonic() - began < 40

@@ -193,7 +193,7 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
     ("settings", "status", "message"),
     [
         ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
-        ({"extra_body": {"best_of": 2}}, 400, "best_of: is not served"),
+        ({"extra_body": {"best_of": 2}}, 400, "best_of: is not supported"),
         ({"messages": "hello"}, 400, "messages: found 'hello', expected a list of messages"),
         ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages.0: found the role 'poet', expected system"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
@@ -341,7 +341,7 @@ def test_a_forced_call_is_taken_as_one_that_may_be_made_where_the_spec_says_so(f
 
 def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.AuthenticationError, match="found no key of a conversation"):
+        with pytest.raises(openai.AuthenticationError, match="found no key of an active conversation"):
             await say(client.with_options(api_key="another"), [USER])
         await say(client, [USER])
 
