@@ -24,7 +24,7 @@ class AdapterSection(Section):
     rank: int = Field(default=16, ge=1)
     """Rows of each A, and columns of each B."""
     alpha: float = Field(default=32.0, gt=0.0)
-    """What B A is multiplied with, in units of 1 / `rank`."""
+    """The scale of an adapter: B A is multiplied by `alpha` / `rank`."""
     # Strictness would refuse the list that YAML gives.
     targets: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all"
     """Matrices that get an adapter, by the last part of their names in the checkpoint (`q_proj`, ...); `all`: every

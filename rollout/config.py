@@ -24,7 +24,7 @@ class SpeculationSection(Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     drafts: int = Field(default=4, ge=1, le=16)
-    """Most tokens that are drafted for an answer in a forward pass; fewer or none where they would not pay."""
+    """Most tokens that are drafted for an answer in a forward pass; fewer or none if they do not pay."""
     source: Source = Field(default="history", alias="from")
     """The source of drafts. `siblings`: answers to the same prompt at the same weights. `history`: all that the engine
     has answered, to the same prompt first, also at earlier weights."""
@@ -58,22 +58,22 @@ class RolloutSection(Section):
     """Sampling parameters and the size of one SGLang engine."""
 
     engines: int = Field(default=1, ge=1, le=4096)
-    """SGLang server processes. A group goes to the one with the least to do; one that dies or hangs is replaced."""
+    """SGLang server processes. A group goes to the least busy one; one that dies or hangs is replaced."""
     tp: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks of one engine; of the experts each rank holds some, whole. In exact mode, on CPUs, both
-    sides add row-parallel products up in as many parts; on GPUs several ranks run in native mode."""
+    """Tensor-parallel ranks of one engine; each rank holds whole experts. In exact mode several ranks run only on CPUs,
+    and both sides sum row-parallel products in as many parts; on GPUs they run only in native mode."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)
-    """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: at most S + 1 steps' groups are
-    admitted and not trained on yet, and are trained on in their order."""
+    """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: the groups of at most S + 1 steps
+    are admitted and not trained on yet; they are trained on in order."""
     in_flight: bool | None = None
-    """Weights may change while answers are under way, which then carry several versions. False: all that is admitted is
-    answered before the update, so that the spec alone fixes which weights sample what. Null: true from a staleness of 2
-    on, where it cannot be false."""
+    """Weights may change while answers are sampled, which then have several versions. False: all admitted groups are
+    answered before the update, so that the spec fixes which weights sample which token. Null: false with a staleness of
+    1, true from 2 on, where it cannot be false."""
     oversample: float = Field(default=1.0, ge=1.0, le=8.0)
-    """Groups that are admitted for each that a step trains on. Above 1, a step takes the oldest that are answered and
-    waits for no straggler; the rest is carried over and goes on under the new weights, so updates land in flight."""
+    """Groups that are admitted for each that a step trains on. Above 1, a step takes the oldest complete groups and
+    waits for no straggler; the others continue under the new weights, which needs updates in flight."""
     filter_patience: int = Field(default=10, ge=1)
     """A step gives up once the algorithm has dropped this many times `prompts_per_step` groups."""
     group_size: int = Field(default=8, ge=1)
@@ -88,7 +88,7 @@ class RolloutSection(Section):
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
     """Draw from this number of the most probable tokens, and from those as probable as the last of them; -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Draw from tokens at least so probable as this share of the most probable one; 0 is off."""
+    """Draw from tokens with at least this share of the largest probability; 0 is off."""
     context_length: int = Field(default=1024, ge=1)
     """Longest sequence, prompt and answer together."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -105,21 +105,21 @@ class RolloutSection(Section):
     """Numbers of answers for which a decode step is captured as a CUDA graph, on a GPU; 2 MiB for each answer of the
     largest. Null leaves SGLang's own, up to 256."""
     sleep: bool = False
-    """Take turns on the GPUs that engines share with the trainer: while it works they give up weights, KV cache and
-    CUDA graphs, and while they sample its masters and moments are in the host's memory, and it has no gradients. The
-    sync that wakes them is a whole and verified one. Synchronous runs only; [memory.md](memory.md#turns)."""
+    """Take turns on the GPUs that engines share with the trainer. While the trainer works, engines release weights, KV
+    cache and CUDA graphs; while they sample, its masters and moments are offloaded to the host, and it has no
+    gradients. Engines wake by a full, verified sync. Synchronous runs only; [memory.md](memory.md#turns)."""
     chunked_prefill_size: int | None = Field(default=None, ge=1)
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
     speculation: SpeculationSection | None = None
-    """Draft tokens and keep those that are drawn anyway; null: one token of an answer in a forward pass."""
+    """Draft tokens and accept those that are drawn anyway; null: one token per answer in a forward pass."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
     """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
     imports alone take about ten."""
     hung_after_s: float = Field(default=120.0, ge=1.0)
-    """Seconds after which an engine whose process is there and does not answer, not even that it lives, is replaced. It
-    does not answer while it loads weights. One whose schedulers use a processor, as in a long forward pass, is given
+    """Seconds after which an engine is replaced whose process is alive but sends no response, not even to a health
+    check. It sends none while it loads weights. If its schedulers use a processor, as in a long forward pass, it has
     ten times as long."""
     restarts_per_hour: int = Field(default=8, ge=0)
     """Engines that may be lost and replaced within an hour; one more ends the run."""

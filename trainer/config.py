@@ -21,7 +21,7 @@ class RateSection(Section):
     min_lr: float = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay; at most `lr`."""
     warmup_steps: int = Field(default=5, ge=0)
-    """Optimizer steps of linear warm-up from zero; a run with fewer ends before it reaches `lr`."""
+    """Optimizer steps of linear warm-up from zero; a shorter run ends before it reaches `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """The decay of the learning rate from `lr` to `min_lr`; constant: none."""
     decay_steps: int | None = Field(default=None, ge=1)
@@ -85,13 +85,13 @@ class TrainerSection(RateSection):
     optimizer: OptimizerSection = OptimizerSection()
     """The memory of the optimizer on a GPU."""
     recompute: Recompute = "none"
-    """Activations that the forward does not keep and the backward computes once more, with the same bits. `attention`:
-    those between queries, keys and values and the attention's output. `experts`: those inside the routed experts and
-    their router, and inside the MLP of a layer without them. `layer`: all that are inside a layer."""
+    """Activations that the forward does not keep and the backward recomputes, with the same bits. `attention`: those
+    between queries, keys and values and the attention's output. `experts`: those inside the routed experts and their
+    router, and inside the MLP of a layer without them. `layer`: all that are inside a layer."""
     head_chunk_tokens: int = Field(default=4096, ge=1)
-    """Tokens whose logits are there at a time. A micro-batch of more tokens goes through the head in chunks of equal
-    size, and their logits are made once more in the backward. No log-probability changes. The gradient of the head's
-    weight is added up over chunks in FP32."""
+    """Most tokens whose logits exist at a time. A larger micro-batch goes through the head in chunks of equal size, and
+    their logits are computed again in the backward. No log-probability changes. The gradient of the head's weight is
+    added up over chunks in FP32."""
 
     router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
     """The amount that an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens
@@ -109,7 +109,7 @@ class TrainerSection(RateSection):
     weights in FP8 (native mode on a GPU), it sends them so in either case."""
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
-    """Seconds after which a rank whose process is there and does not answer, not even that it lives, counts as lost."""
+    """Seconds without a heartbeat after which a rank whose process is alive counts as lost."""
 
     @property
     def world_size(self) -> int:

@@ -19,26 +19,26 @@ class SyncSection(Section):
     """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
     (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
     pause: Literal["retract", "abort", "in_place"] = "retract"
-    """The treatment of answers that are under way when weights change, so that each token belongs to one weight
-    version. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and retried, which
-    takes a second longer. `in_place`: they go on with the KV cache of the old weights, so that the rest comes from a
-    mixture of weights; native mode only."""
+    """The treatment of unfinished answers when weights change, so that each token belongs to one weight version.
+    `retract`: they wait, and continue after their prefix is prefilled again. `abort`: they are aborted and continued by
+    a new request, which takes a second longer. `in_place`: they continue with the KV cache of the old weights, so that
+    the rest comes from a mixture of weights; native mode only."""
     delta: bool = False
-    """Send only the bytes that have changed, where every engine holds what was sent last; else, and where the proof
-    finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""
+    """Send only the bytes that have changed, if every engine holds the last version; otherwise, and if the proof finds
+    a difference, all of them. Each trainer rank keeps a copy of what it sends."""
     shared_base: bool = False
-    """Engines of the trainer's machine read the frozen weights from the trainer's memory, which nobody can write, in
-    place of copies of their own, and the trainer keeps no BF16 form of what is quantized. It needs `adapter` in mode
-    `separate`. Products then take their weights from the codes in every call, which costs time on a CPU."""
+    """Engines on the trainer's machine read the frozen weights from the trainer's read-only memory instead of copies of
+    their own, and the trainer keeps no BF16 form of quantized weights. It needs `adapter` in mode `separate`. Products
+    then take their weights from the codes in every call, which costs time on a CPU."""
     canary: bool = True
-    """Prove after each sync what each engine computes with, beside what it holds: its log-probabilities of a few tokens
-    that are known beforehand are compared with the trainer's before any answer of it counts. Nothing waits for it but
-    these answers. An engine that differs in exact mode is replaced."""
+    """Prove after each sync that each engine computes with the weights that it holds: its log-probabilities of a few
+    known tokens are compared with the trainer's before any of its answers is used. Nothing else waits for this. In
+    exact mode an engine that differs is replaced."""
     bucket_mib: int = Field(default=256, ge=1)
-    """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
+    """Size of a send buffer in MiB, of which a few exist; a larger tensor gets its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
-    """Seconds that an engine may take to answer one message of a sync. A connection may be gone without a word, while
-    both ends wait."""
+    """Timeout in seconds of an engine's response to one message of a sync. A connection can break silently while both
+    ends wait."""
 
     @property
     def engines_own_gpus(self) -> bool:

@@ -25,11 +25,11 @@ class Opd(GroupRelative):
         "max(-A r, -A clip(r)); A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo"
     )
     teacher_weight: float = Field(default=1.0, gt=0.0)
-    """k, by which the teacher counts."""
+    """The factor of the teacher's part of the advantage."""
     reward_weight: float = Field(default=0.0, ge=0.0)
     """The factor by which the advantage of the answer's reward counts, as `grpo` has it.
 
-    0: the teacher alone teaches.
+    0: only the teacher counts.
     """
 
     @model_validator(mode="after")

@@ -127,11 +127,11 @@ class PolicyGradient(AlgorithmConfig):
     """The answers of a prompt that it takes for any of them to have an advantage."""
 
     dynamic_sampling: bool = False
-    """Sample further groups in place of those of equal rewards, which teach nothing (DAPO, Yu et al. 2025)."""
+    """Replace groups of equal rewards, which teach nothing, by further groups (DAPO, Yu et al. 2025)."""
     whiten_advantages: bool = False
     """Give the advantages of all tokens of a batch mean 0 and variance 1."""
     overlong: OverlongSection | None = None
-    """What becomes of answers that come near the length limit, or are cut by it."""
+    """The treatment of answers that come near the length limit, or are truncated by it."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.28, gt=0.0)
@@ -143,12 +143,12 @@ class PolicyGradient(AlgorithmConfig):
     """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. The entropy is
     that of the tokens which top-p, top-k and min-p leave. 0: no bonus, and the entropy is a metric alone."""
     kl: KlSection = KlSection()
-    """What keeps the policy near the model that the run started from: a term of the loss, or a price in the reward."""
+    """Keep the policy near the model that the run started from: by a term of the loss, or a penalty in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy is
     another than the one that the batch was scored with, and the clip acts."""
     epochs: int = Field(default=1, ge=1)
-    """How often all mini-batches of a batch are gone through."""
+    """Passes over all mini-batches of a batch."""
     ratio: RatioSource | None = None
     """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the first
     update of the batch; where there is only one, the training forward is that pass, and the ratio is 1. `bypass`: the

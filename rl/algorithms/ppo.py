@@ -37,16 +37,15 @@ class Ppo(PolicyGradient):
     token_rewards: ClassVar[bool] = True
 
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
-    """What a reward counts less for each token that it is away."""
+    """The discount of a reward per token."""
     gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
-    """1: advantages are what came less what was expected, 0: by how much the next expectation is another."""
+    """1: an advantage is the return minus the value; 0: the reward plus the next value minus the value."""
     critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Steps of the run in which the critic learns alone."""
+    """Steps at the start in which only the critic learns."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """How far a value may move from what it was before the first update of a batch, before the move stops to pay. Null:
-    no such bound."""
+    """The clip of a value's change since before the first update of a batch. Null: none."""
 
     @property
     def needs(self) -> Needs:

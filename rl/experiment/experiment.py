@@ -52,8 +52,8 @@ class TeacherSection(Section):
     precision: RolloutPrecision | None = None
     """`fp8` or `bf16`. Null: that of `numerics.rollout`."""
     context_length: int | None = Field(default=None, ge=1)
-    """Longest sequence of an engine, which scores what is at least 6 tokens shorter. Null: so much more than
-    `rollout.context_length`."""
+    """Longest sequence of an engine, which scores sequences at least 6 tokens shorter. Null: `rollout.context_length` +
+    6."""
     max_total_tokens: int = Field(default=32768, ge=1)
     """Tokens that the KV cache of one engine holds."""
 

@@ -20,11 +20,11 @@ WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", 
 
 
 class GateSection(Section):
-    """Fires when `metric` stays beyond its bound for `for_steps` steps in a row, and again only after it recovered."""
+    """Fires when `metric` is beyond its bound for `for_steps` steps in a row, and again only after it has recovered."""
 
     metric: str
-    """A name that `rl.record.metrics` describes. Metrics that a step measures after its decision are judged in the step
-    that follows, and cannot withhold an update: without one they would be missing, or never change."""
+    """A metric of [metrics.md](metrics.md). Metrics that a step measures after its decision are judged in the next
+    step, and cannot withhold an update: without updates they would be missing, or never change."""
     above: float | None = None
     """Fires above this value. A gate has either this or `below`."""
     below: float | None = None
@@ -34,11 +34,12 @@ class GateSection(Section):
     for_steps: int = Field(default=1, ge=1)
     """Steps in a row that the metric has to be beyond its bound."""
     cooldown_steps: int = Field(default=0, ge=0)
-    """Steps after a firing in which the gate does not fire again. What it withholds, it withholds all the same."""
+    """Steps after a firing in which the gate does not fire again. It still withholds updates meanwhile."""
     action: Action = "warn"
-    """`warn` says it. `tighten_tis` lowers the cap of the importance weight, `enable_r3` replays the engine's experts,
-    both from this batch to the end of the run. `skip_step`, `resync` (and a verified sync) and `bf16_both` (and both
-    sides fall back to BF16) withhold the update until the metric has recovered. `checkpoint_and_stop` ends the run."""
+    """`warn` reports it. `tighten_tis` lowers the cap of the importance weight, `enable_r3` replays the engine's
+    experts, both from this batch to the end of the run. `skip_step`, `resync` (and a verified sync) and `bf16_both`
+    (and both sides fall back to BF16) withhold the update until the metric has recovered. `checkpoint_and_stop` ends
+    the run."""
     tis_cap: float | None = Field(default=None, ge=1.0)
     """The lower cap of `tighten_tis`; null means 1."""
 
@@ -91,20 +92,20 @@ class GateSection(Section):
 
 
 class GuardSection(Section):
-    """The answer to a loss that is not finite, and what is kept of that and of a gate's firing (a capsule)."""
+    """The reaction to a loss that is not finite, and the capsules that are kept of it and of firing gates."""
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
-    """`stop` writes a checkpoint and ends the run, `skip` goes on with the next batch. Neither trains on this one."""
+    """`stop` writes a checkpoint and ends the run, `skip` continues with the next batch. Neither trains on this one."""
     redraws: int = Field(default=8, ge=0)
     """Answers of a step, spread over it, whose tokens the trainer draws again from its own logits and their seeds, in
     exact mode; 0 turns the audit off."""
     fresh_answers: int = Field(default=24, ge=1)
-    """How many finished answers to later steps the trainer scores before each update with `rollout.staleness`: what it
-    trains on then is older than its weights, and says nothing about whether both sides agree."""
+    """With `rollout.staleness`, how many finished answers of later steps the trainer scores before each update: its own
+    batch is older than its weights, and cannot show whether both sides agree."""
     capsule_sequences: int = Field(default=8, ge=1)
-    """The worst sequences that a capsule keeps. All those that a value which is not finite came from precede them: of a
-    loss the rows of its micro-batch, of a gradient norm the whole batch."""
+    """The number of worst sequences in a capsule. After a value that is not finite, all rows that it came from precede
+    them: of a loss the rows of its micro-batch, of a gradient norm the whole batch."""
     capsules: int = Field(default=5, ge=2)
-    """Capsules that stay on disk: the first of the run and the newest."""
+    """Most capsules on disk: the first of the run and the newest."""
     capsule_weights: bool = True
     """Keep the weights that scored the sequences too; without them, `fp8rl rescore` needs `--model`."""

@@ -55,7 +55,7 @@ RULES: tuple[Rule[Experiment], ...] = (
         "environment",
         lambda e: _asked_of_environment(e) and e.environment.function == SINGLE_TURN,
         lambda e: (
-            f"{SINGLE_TURN} with the reward {_asked_of_environment(e)[0]}, which reads the environment's return value"
+            f"{SINGLE_TURN} with the reward {_asked_of_environment(e)[0]}, which reads what the environment returns"
         ),
         "an environment that returns numbers",
         "Name one (environment: guess), or another reward.",

@@ -27,17 +27,17 @@ class RunSection(Section):
     dir: SpecPath = "runs"
     """Folder of the runs. Left out: `runs` in the current directory."""
     shared: bool = False
-    """A new run's folder is as readable as the umask has it; else its owner alone may enter it (mode 0700)."""
+    """The umask decides who may read a new run's folder; if false, only its owner (mode 0700)."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """What every draw of the run depends on: the order of the problems and each sampled token."""
+    """The seed of every draw of the run: the order of the problems and each sampled token."""
     steps: int = Field(default=60, ge=1)
     """Steps of the run: a batch is sampled, judged, trained on and synced in each."""
     restarts: int = Field(default=2, ge=0)
-    """How often a run goes on from its last checkpoint by itself after it has lost a trainer rank."""
+    """How often a run restarts by itself from its last checkpoint after the loss of a trainer rank."""
 
 
 class ClusterSection(Section):
-    """Nodes of a Ray cluster that compute. A side without a name may use all of them."""
+    """The nodes of a Ray cluster that compute. A side without a name may use all of them."""
 
     placement: Literal["pack", "spread"] = "pack"
     """`pack`: as few nodes as can be, engines beside the trainer. `spread`: evenly over the nodes."""
@@ -72,8 +72,7 @@ class TensorOverride(Section):
     format: Format | None = None
     """The format of the numbers. Null, here and below: as the preset has it."""
     granularity: Granularity | None = None
-    """What shares a scale: the whole tensor, a row of it, so many numbers of a row, or a block of as many rows as
-    columns."""
+    """The numbers that share a scale: the whole tensor, a row, `group` numbers of a row, or a square block."""
     group: int | None = Field(default=None, ge=1)
     """Numbers that share a scale, of a row or along each side of a block."""
     scale: Scale | None = None
@@ -81,7 +80,7 @@ class TensorOverride(Section):
     fixed: float | None = Field(default=None, gt=0.0)
     """A static range, -fixed to fixed, in place of scales by each block's largest value; beyond it values saturate."""
     rounding: Rounding | None = None
-    """`nearest`, or `stochastic`: up or down by chance, in the mean the value itself."""
+    """`nearest`, or `stochastic`: up or down at random, with the value as the mean."""
 
 
 class NumericsSection(Section):
@@ -96,7 +95,7 @@ class NumericsSection(Section):
     scale per row. `mxfp8`: groups of 32 with E8M0 scales; in native mode, beside a BF16 engine. `bf16`: nothing is
     quantized."""
     weight: TensorOverride = TensorOverride()
-    """What differs from the preset for weights."""
+    """Changes of the preset for weights."""
     activation: TensorOverride = TensorOverride()
     """The same for activations."""
     gradient: TensorOverride = TensorOverride()
@@ -110,15 +109,16 @@ class NumericsSection(Section):
     last_layers_bf16: int = Field(default=0, ge=0)
     """The same at the end."""
     trainer: TrainerPrecision = "fp8"
-    """What the trainer computes in: the spec forward and backward, `fp8_forward` (gradients in BF16), or BF16."""
+    """The trainer's precision. `fp8`: the spec, forward and backward. `fp8_forward`: the spec, with gradients in BF16.
+    `bf16`."""
     rollout: RolloutPrecision = "fp8"
-    """What the engines compute in: the spec, or BF16."""
+    """The engines' precision: the spec, or BF16."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
     deepgemm: bool = False
     """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is that of the Triton kernels. Each
-    process compares the bits when it starts, and does not start where they differ."""
+    process compares the bits at its start, and does not start if they differ."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -195,9 +195,9 @@ class DataSource(Section):
     keys: DataKeys = DataKeys()
     """Columns, where they are not those of `data.keys`."""
     system_prompt: str | None = None
-    """The system prompt in place of `data.system_prompt`; empty: none."""
+    """The system prompt instead of `data.system_prompt`; empty: none."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
-    """Arguments beside and before those of `data.chat_template`."""
+    """Arguments that extend and override those of `data.chat_template`."""
 
     @property
     def configuration(self) -> str | None:
@@ -207,7 +207,7 @@ class DataSource(Section):
 
 class TrainSource(DataSource):
     weight: float = Field(default=1.0, gt=0.0)
-    """Its share of the prompts, over the sum of the weights."""
+    """Its share of the prompts, relative to the sum of the weights."""
 
 
 def _listed(value: Any) -> Any:
@@ -222,7 +222,7 @@ class DataSection(Section):
         Field(min_length=1, strict=False),
         BeforeValidator(_listed, json_schema_input_type=TrainSource | list[TrainSource]),
     ]
-    """What is trained on: a path, a source, or a list of them."""
+    """The training problems: a path, a source, or a list of them."""
     eval: DataSource | None = None
     """Held-out problems; needed unless `eval.problems` is 0 or `eval.sets` has some."""
     keys: DataKeys = DataKeys()
@@ -257,22 +257,22 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints, which a run can go on from."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: int = Field(default=20, ge=1)
     """Steps between checkpoints; the last step always gets one."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk."""
     content: Literal["all", "weights"] = "all"
-    """`weights`: without the optimizer, 2 bytes a parameter in place of 14. A run that goes on from one has Adam begin
-    anew, from the BF16 weights: it is not the run that was broken off."""
+    """`weights`: without the optimizer, 2 bytes a parameter instead of 14. A run resumed from one starts Adam anew from
+    the BF16 weights, so it differs from an uninterrupted run."""
 
 
 class EvalSet(DataSource):
     """Held-out problems with a name, rewards and sampling of their own. Its metrics are `eval/NAME/...`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
-    """What its metrics are called by."""
+    """The name in its metrics."""
     subset: str | None = Field(default=None, min_length=1)
     """The configuration, where a data set has several: what other sources call `name`."""
     problems: int | None = Field(default=None, ge=1)
@@ -340,16 +340,16 @@ class EvalSection(Section):
 
 
 class TrackingSection(Section):
-    """Records of a run for others to look at."""
+    """Records of a run, and the trackers that show them."""
 
     rollouts: Literal["all", "shown"] = "all"
-    """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be computed again from it (about 60 bytes
+    """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be recomputed from it (about 60 bytes
     a generated token), or those that the report shows."""
     # Strictness would refuse the list that YAML gives.
     to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(default=("wandb",), strict=False)
-    """Trackers that are told of the run. But for wandb each needs the extra of its name, and is a process beside the
-    run that may be lost without harm. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in
-    `mlflow/`, or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
+    """Trackers that get the run's metrics. Each except wandb needs the extra of its name, and is a process beside the
+    run that may die without harm. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in `mlflow/`,
+    or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
     wandb: WandbSection = WandbSection()
     """The run in wandb; the others take the name of the project from here."""
 

@@ -29,7 +29,7 @@ class HarnessSection(Section):
     directory: SpecPath | None = None
     """The working directory of a command. Null: that of the run."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of environment variables of the run that a command is given beside the usual ones."""
+    """Environment variables of the run that a command gets beside the usual ones, by name."""
     tool_parser: str | None = None
     """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
     override: tuple[
@@ -38,10 +38,10 @@ class HarnessSection(Section):
         ],
         ...,
     ] = Field(default=(), strict=False)
-    """Settings that a program may send without being heard. Of sampling the run's hold, and others that differ are
-    refused. A `tool_choice` that forces a call is taken as `auto`: smolagents sends one in every request."""
+    """Request settings that are ignored; others that differ from the run's are refused. A `tool_choice` that forces a
+    call is treated as `auto`: smolagents sends one in every request."""
     max_requests: int = Field(default=64, ge=1)
-    """Turns of the model that a program may ask for."""
+    """Most turns of the model that a program may request."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
     """Seconds that a program may take from its beginning to its end, the engine's time included. `timeout_s` bounds the
     time between two turns."""

@@ -20,7 +20,7 @@ class RewardSection(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
     """The name in metrics, `rollout/reward/NAME`. Null: that of the function."""
     weight: float = 1.0
-    """The factor of its number in the sum that is the reward."""
+    """The factor of its number in the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
     """A call that takes longer has failed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -59,8 +59,7 @@ class RewardsSection(Section):
     """Calls of a run that may raise, take too long or return no number, before the run ends. Each counts as a reward of
     0 until then."""
     workers: int = Field(default=2, ge=1, le=256)
-    """Processes for plain functions. What waits for something else is better an `async` one: hundreds of these wait at
-    the same time."""
+    """Processes for plain functions. Functions that wait should be `async`: hundreds of them wait at the same time."""
 
     @model_validator(mode="after")
     def _labels_differ(self) -> RewardsSection:

@@ -126,12 +126,12 @@ class OverlongSection(Section):
     """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
 
     buffer: int | None = Field(default=None, ge=1)
-    """Tokens below the limit from which on an answer loses reward, more with each token. Null: a fifth of
+    """The length penalty begins this many tokens below the limit and grows with each token. Null: a fifth of
     `rollout.max_new_tokens`, as in the paper."""
     penalty: float = Field(default=1.0, ge=0.0)
-    """What an answer at the limit loses."""
+    """The penalty of an answer at the limit."""
     filter: bool = False
-    """Answers that the limit has cut teach nothing: their advantage is 0, and the denominators stay."""
+    """Do not learn from truncated answers: their advantage is 0, and the denominators stay."""
     limit: int | None = Field(default=None, ge=1)
     """The longest answer. Null: `rollout.max_new_tokens`."""
 
