@@ -27,7 +27,7 @@ eval: {problems: 5}
 gates: [{metric: mismatch/train_rollout_logprob_abs_diff_max, above: 0.0, action: warn}]
 """,
     "reward.py": '''\
-"""The reward of an answer: what it is asked to be, as a number."""
+"""The reward of an answer: 1 if it ends with the reference, else 0."""
 
 
 def right(answer: str, reference: str) -> float:
@@ -43,19 +43,19 @@ def right(answer: str, reference: str) -> float:
     "README.md": """\
 # A first experiment
 
-    fp8rl doctor spec.yaml     # shows the first prompt and what the reward gives to its reference; starts nothing
+    fp8rl doctor spec.yaml     # shows the first prompt and the reward of its reference; starts nothing
     fp8rl train spec.yaml      # 30 steps, then runs/first/report.html
-    fp8rl runs                 # what there is; fp8rl runs A B compares two
+    fp8rl runs                 # lists the runs; fp8rl runs A B compares two
 
 | to | change |
 |---|---|
-| ask other questions | `data.jsonl`, a question and a reference answer a line |
-| reward something else | `reward.py`; its parameters say what it sees (`answer`, `reference`, `question`, ...) |
+| ask other questions | `data.jsonl`, a question and a reference answer per line |
+| reward something else | `reward.py`; its parameters say what it receives (`answer`, `reference`, `question`, ...) |
 | train another model | `model.path` in `spec.yaml`, a Hugging Face directory |
 | change a setting once | `fp8rl train spec.yaml run.name=second trainer.lr=2e-4` |
 
 `spec.schema.json` has every key: editors with a YAML language server complete and check `spec.yaml` by it.
-`fp8rl --install-completion` teaches the shell the commands, the keys and the names of runs.
+`fp8rl --install-completion` makes the shell complete commands, keys and names of runs.
 """,
 }
 

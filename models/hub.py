@@ -216,11 +216,11 @@ def _unreached(key: str, path: str, of: str, kind: Kind, error: BaseException) -
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
     else:
-        why = f"{constants.ENDPOINT} does not give it ({' '.join(str(error).split())[:100]})"
-    found = f"{path}{of}, which is not here, not whole in the cache {constants.HF_HUB_CACHE}, and {why}"
+        why = f"not available from {constants.ENDPOINT} ({' '.join(str(error).split())[:100]})"
+    found = f"{path}{of}, which is no path here and not complete in the cache {constants.HF_HUB_CACHE}; {why}"
     option = " --repo-type dataset" if kind == "dataset" else ""
-    remedy = f"Fetch it where there is a network (hf download {path}{option}), or correct it to a path of this machine."
-    return _refusal(key, found, "an existing path, or a repository in the cache or within reach", remedy)
+    remedy = f"Correct the path, or download it where there is a network (hf download {path}{option})."
+    return _refusal(key, found, "an existing path, or a repository in the cache or on the hub", remedy)
 
 
 def _refusal(key: str, found: str, expected: str, remedy: str) -> UserError:

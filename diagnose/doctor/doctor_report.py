@@ -91,7 +91,7 @@ def rendered(diagnosis: Diagnosis) -> RenderableType:
     problems += [Text.assemble(("note      ", "bold"), note) for note in diagnosis.notes]
     verdict = "can run here" if diagnosis.ok else "cannot run here yet"
     if diagnosis.ok and not machine.probed:
-        verdict += ", as far as was looked: no op has been tried (--quick)"
+        verdict += ", as far as checked; the ops were not tested (--quick)"
     end = f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}"
     lines = [line for part in parts for line in (part, Text())]
     return Group(*lines, *problems, graded(end, "good" if diagnosis.ok else "bad"))

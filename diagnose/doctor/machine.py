@@ -104,7 +104,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
     if not quick:
         say("trying the ops as a trainer would start them")
     probe = None if quick else _start_probe(numerics)
-    say("looking at libraries, GPUs and compilers")
+    say("checking libraries, GPUs and compilers")
     torch_sees = torch.cuda.is_available()
     driver, shown = _nvidia_smi()
     shown_libraries = {name: _version(name) for name in LIBRARIES}

@@ -59,7 +59,7 @@ def _keys(plan: Plan) -> list[Text]:
         said = f"--fit found no keys with which it fits on {plan.job.layout.world_size} GPUs"
         return [Text(said)] if plan.searched else []
     if not plan.keys:
-        return [Text("nothing has to be set")]
+        return [Text("no key has to be set")]
     lost = "numerics.mode=native" in plan.keys
     why = "; native mode gives up d = 0, as on GPUs an exact engine has one rank" if lost and plan.job.engines else ""
     return [Text(f"with these keys{why}:"), Text("  " + " ".join(plan.keys), style="bold")]
@@ -82,7 +82,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
 
     largest = plan.largest_micro_batch[plan.decides]
     if not largest:
-        yield "no micro-batch fits, of however few tokens"
+        yield "not even the smallest micro-batch fits"
     elif not plan.largest_with_slack:
         yield f"no micro-batch leaves {needed} free; at most {largest:,} tokens fit"
     else:
@@ -90,19 +90,19 @@ def _sentences(plan: Plan) -> Iterator[str]:
 
     look = f"; {plan.gpus} with {' '.join(plan.fits_with)}" if plan.fits_with else ""
     if (layout := plan.fewest) is None:
-        yield f"as it stands no number of {gpu} would do for the trainer, whatever the layout{look}"
+        yield f"with these settings no number of {gpu} suffices for the trainer, whatever the layout{look}"
     else:
         beside = "" if plan.fewest_apart else " beside an engine"
         if plan.fewest_apart and plan.decides == "colocated":
-            beside = ", with engines on GPUs of their own"
+            beside = ", with engines on their own GPUs"
         example = look or f" (for example tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp})"
-        yield f"as it stands {layout.world_size} GPUs would do for the trainer{beside}{example}"
+        yield f"with these settings {layout.world_size} GPUs suffice for the trainer{beside}{example}"
 
     if job.engines:
         sent, in_bf16 = (each / 1e9 for each in plan.sync_bytes)
         yield f"a sync sends {sent:.3g} GB to each engine ({in_bf16:.3g} in BF16)"
     speed = plan.tokens_per_second
-    yield f"a GPU trains {speed.low:,.0f} to {speed.high:,.0f} tokens a second while it trains"
+    yield f"training processes {speed.low:,.0f} to {speed.high:,.0f} tokens per second and GPU"
     if job.fp8:
         yield _of_fp8(plan)
     yield f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB"

@@ -363,7 +363,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
     page = console_text(diagnosis)
     for said in ("3 problems in ", "the first prompt, 10 tokens:", "| <|user|>[b]0+1=?<|assistant|>", "no [/b] such"):
         assert said in page
-    assert "can run here, as far as was looked: no op has been tried (--quick)" in " ".join(page.split())
+    assert "can run here, as far as checked; the ops were not tested (--quick)" in " ".join(page.split())
 
 
 def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends() -> None:

@@ -361,7 +361,7 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
 def test_a_plan_says_how_many_gpus_would_do() -> None:
     small = planned("qwen3_30b_a3b", "trainer.ep=4", gpu="h200", gpus=4)
     assert not small.ok and small.fewest is not None and small.fewest.world_size == 8
-    assert "as it stands 8 GPUs would do for the trainer beside an engine" in page_of(small)
+    assert "with these settings 8 GPUs suffice for the trainer beside an engine" in page_of(small)
     layout = small.fewest
     keys = [f"trainer.{name}={getattr(layout, name)}" for name in ("tp", "pp", "ep", "dp")]
     enough = planned("qwen3_30b_a3b", *keys, gpu="h200")
@@ -371,7 +371,7 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     assert apart.fewest_apart and apart.fewest is not None and "with engines on GPUs of their own" in page_of(apart)
     assert "raise rollout.tp" in apart.remarks[0].remedy.lower() and " GB short; " in page_of(apart)
     never = planned("qwen3_8b", "trainer.micro_batch_tokens=4000000", gpus=8, length=4_000_000)
-    assert never.fewest is None and "no number of H100 SXM would do for the trainer" in page_of(never)
+    assert never.fewest is None and "no number of H100 SXM suffices for the trainer" in page_of(never)
     assert "no micro-batch leaves 10% free; at most 2,422 tokens fit" in page_of(
         replace(small, largest_with_slack=0, largest_micro_batch={"colocated": 2422, "trainer": 2422})
     )
@@ -408,7 +408,7 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(
 def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> None:
     spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
     plan = fitted_plan(spec, [], gpu_named("h200"), assumed)
-    assert plan.keys == () and "nothing has to be set" in page_of(plan)
+    assert plan.keys == () and "no key has to be set" in page_of(plan)
     assert fitted_plan(spec, ["rollout.tp=4"], gpu_named("h200"), assumed).keys == ("rollout.tp=1",)
     adapters = str(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
     assert fitted_plan(adapters, [], gpu_named("4090"), assumed, 1).keys is None

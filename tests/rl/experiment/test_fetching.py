@@ -177,7 +177,9 @@ def test_without_a_network_the_cache_serves_and_what_it_lacks_is_said(
     assert fetched(spec(tmp_path)) == experiment
     shutil.rmtree(experiment.model.directory.parents[1] / "trees")  # as other programs leave the cache
     assert fetched(spec(tmp_path)) == experiment
-    why = "HF_HUB_OFFLINE is set" if offline else "127.0.0.1:9 does not give it"
+    why = "HF_HUB_OFFLINE is set" if offline else "not available from http://127.0.0.1:9"
     for changes in ({"model": {"path": "owner/Other"}}, {"data": {"train": "owner/other"}}):
-        with pytest.raises(UserError, match=f"found owner/[Oo]ther, which is not here.*{why}.*hf download owner/[Oo]t"):
+        with pytest.raises(
+            UserError, match=f"found owner/[Oo]ther, which is no path here.*{why}.*hf download owner/[Oo]t"
+        ):
             fetched(spec(tmp_path, **changes))
