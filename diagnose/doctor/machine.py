@@ -102,7 +102,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
     say: told what is going on. quick: leave that process out.
     """
     if not quick:
-        say("trying the ops as a trainer would start them")
+        say("testing the ops as a trainer would run them")
     probe = None if quick else _start_probe(numerics)
     say("checking libraries, GPUs and compilers")
     torch_sees = torch.cuda.is_available()

@@ -261,7 +261,7 @@ def _left_out(experiment: Experiment) -> Iterator[str]:
     if needs.teacher:
         yield "the engines of the teacher"
     if experiment.trainer.optimizer.offload:
-        yield "what an update on the host takes longer than on a GPU"
+        yield "the extra time of an update on the host"
     yield "evaluations and checkpoints"
 
 

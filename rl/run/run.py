@@ -149,7 +149,7 @@ class LiveRun:
                 stack.wait_for_engines()
                 console.note("the engine is up; its report matches the spec")
                 if experiment.teacher is not None:
-                    console.note(f"the teacher is up; it holds what was quantized of {experiment.teacher.path}")
+                    console.note(f"the teacher is up; it holds the quantized weights of {experiment.teacher.path}")
             tracker = Tracker(
                 files,
                 wandb_run,
@@ -251,7 +251,7 @@ class LiveRun:
         for event in verdict.events:
             self.announce(event)
         if scored is not None and not bool(scored.fresh.any()):
-            text = "no token of the trainer's own weights was there to compare"
+            text = "found no token of the trainer's own weights to compare"
             self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
     def record(self, metrics: Mapping[str, float], samples: Samples, checkpointed: bool) -> dict[str, float]:

@@ -67,7 +67,7 @@ class Syncing:
                 if failed:
                     raise
                 failed = True
-                text = f"a sync failed and is done again: {str(error).splitlines()[0]}"
+                text = f"a sync failed and is retried: {str(error).splitlines()[0]}"
                 self._events.tell(SYNCS_REPEATED, 1, text)
             else:
                 if self.canary is not None:

@@ -197,7 +197,7 @@ def test_a_sync_that_the_way_breaks_is_done_again(
             pass  # the sync has to wake them
         report = stack.syncing.sync()
     assert (report.mismatched_tensors, len(told)) == (0, 1)
-    assert "a sync failed and is done again" in told[0]
+    assert "a sync failed and is retried" in told[0]
     assert ("are not what the trainer sent" in told[0]) == ("bit" in fault)
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
 

@@ -148,15 +148,15 @@ def run() -> dict[str, Outcome]:
 def cut_between_buckets(pair: Pair) -> Found:
     """A proxy closes the connection between two buckets of a sync."""
     said, seconds = pair.sync(wire.cut_between_buckets())
-    expect("a sync failed and is done again" in said, f"found {said!r}")
-    return Found("the sync is done again and verified", {"verified": seconds})
+    expect("a sync failed and is retried" in said, f"found {said!r}")
+    return Found("the sync is retried and verified", {"verified": seconds})
 
 
 def stalled_connection(pair: Pair) -> Found:
     """A proxy swallows a bucket, and leaves the connection open."""
     said, seconds = pair.sync(wire.swallowed())
-    expect("a sync failed and is done again" in said and seconds > STALLED_S, f"found {said!r} after {seconds:.1f} s")
-    return Found(f"given up after sync.answer_within_s ({STALLED_S} s), done again and verified", {"verified": seconds})
+    expect("a sync failed and is retried" in said and seconds > STALLED_S, f"found {said!r} after {seconds:.1f} s")
+    return Found(f"timeout after sync.answer_within_s ({STALLED_S} s), retried and verified", {"verified": seconds})
 
 
 def network_delayed(pair: Pair) -> Found:
@@ -173,7 +173,7 @@ def bit_flipped_in_transit(pair: Pair) -> Found:
     """A bit of the shared memory that a bucket travels in, between trainer and engine."""
     said, seconds = pair.sync(wire.flipped_in_memory(pair.trainer))
     expect("are not what the trainer sent" in said, f"found {said!r}")
-    return Found("the digests differ: the sync is done again and verified", {"verified": seconds})
+    return Found("the digests differ: the sync is retried and verified", {"verified": seconds})
 
 
 def bit_flipped_in_transit_each_time(pair: Pair) -> Found:
@@ -188,7 +188,7 @@ def bits_flipped_in_a_message(pair: Pair) -> Found:
     said, seconds = pair.sync(wire.flipped_in_message())
     expect(said, "found no word of it")
     mended = "the engine refuses it: the sync" if said.startswith("a sync failed") else "the engine dies: another"
-    return Found(f"{mended} is {'done again' if 'sync' in mended else 'started'} and verified", {"verified": seconds})
+    return Found(f"{mended} is {'retried' if 'sync' in mended else 'started'} and verified", {"verified": seconds})
 
 
 def broadcast_flipped(pair: Pair) -> Found:
@@ -208,15 +208,15 @@ def broadcast_flipped(pair: Pair) -> Found:
     with pair.over("distributed"):
         said, seconds = pair.sync(lambda chunk: chunk)
     expect("are not what the trainer sent" in said, f"found {said!r}")
-    return Found("the digests differ: the sync is done again and verified", {"verified": seconds})
+    return Found("the digests differ: the sync is retried and verified", {"verified": seconds})
 
 
 def served_file_flipped(pair: Pair) -> Found:
     """A bit of the weights' file of `sync.transport=disk`, before the engine reads it."""
     with pair.over("disk"):
         said, seconds = pair.sync(wire.flipped_on_disk(pair.stack.folder / "served/sync_checkpoint"))
-    expect("a sync failed and is done again" in said, f"found {said!r}")
-    return Found("the digests differ: the sync is done again and verified", {"verified": seconds})
+    expect("a sync failed and is retried" in said, f"found {said!r}")
+    return Found("the digests differ: the sync is retried and verified", {"verified": seconds})
 
 
 def _open(folder: Path, closing: Closing) -> Pair:

@@ -170,7 +170,7 @@ def test_a_fault_is_told_by_name_and_everything_is_sent_again(run: Run, fault: A
     fault(run)
     assert run.syncing.sync().mismatched == () and not run.engine.paused
     (told,) = run.told
-    assert told.startswith(f"a sync failed and is done again: sync to weight version 3: {said}")
+    assert told.startswith(f"a sync failed and is retried: sync to weight version 3: {said}")
 
 
 def test_another_scale_is_named_and_nothing_is_sampled(run: Run) -> None:

@@ -71,7 +71,7 @@ def test_a_sync_that_fails_although_all_engines_live_is_done_once_more_and_whole
     side = Side(failures=1)
     assert cast(Any, side.syncing.sync()) == "report"
     assert side.syncs == [([FIRST, SECOND], False), ([FIRST, SECOND], True)] and side.serving == [FIRST, SECOND]
-    assert side.said == ["a sync failed and is done again: found something on the way"]
+    assert side.said == ["a sync failed and is retried: found something on the way"]
     twice = Side(failures=2)
     with pytest.raises(SyncError):
         twice.syncing.sync()
