@@ -134,7 +134,7 @@ def test_a_group_gets_a_reward_for_each_answer(module: Path) -> None:
 
 def test_a_list_stands_for_the_functions_and_their_labels_differ() -> None:
     assert RewardsSection.model_validate([{"function": "math"}]).functions[0].function == "math"
-    with pytest.raises(ValidationError, match="found two functions called short, expected one"):
+    with pytest.raises(ValidationError, match="found two functions called short, expected different"):
         RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short"}])
     named = RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short", "name": "other"}])
     assert [function.label for function in named.functions] == ["short", "other"]
