@@ -6,7 +6,7 @@
 # RANK 0 starts Ray's head at the address HEAD, waits until all NODES are there, and submits the run; its exit code is
 # the run's. The other ranks join, and stay until the head is gone. `fp8rl` and `ray` are found by PATH. All nodes see
 # the directory that this is called in, the model, and the token of RAY_AUTH_TOKEN_PATH (docs/cluster.md).
-# What is ended at the end is what was started here, and nothing else.
+# At the end it ends only the processes that it has started.
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
