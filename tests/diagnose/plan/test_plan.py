@@ -368,7 +368,7 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     assert enough.ok and enough.slack >= enough.needed_slack
     light = ("trainer.recompute=layer", "trainer.optimizer.offload=true")
     apart = planned("deepseek_v3", *light, gpu="h200", gpus=8)  # engines of one rank, which takes 680 GB
-    assert apart.fewest_apart and apart.fewest is not None and "with engines on GPUs of their own" in page_of(apart)
+    assert apart.fewest_apart and apart.fewest is not None and "with engines on their own GPUs" in page_of(apart)
     assert "raise rollout.tp" in apart.remarks[0].remedy.lower() and " GB short; " in page_of(apart)
     never = planned("qwen3_8b", "trainer.micro_batch_tokens=4000000", gpus=8, length=4_000_000)
     assert never.fewest is None and "no number of H100 SXM suffices for the trainer" in page_of(never)
@@ -418,7 +418,7 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     never = fitted_plan("deepseek_v3", [], gpu_named("4090"), assumed, 8)
     assert never.keys is None and not never.ok
     small = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
-    assert "64 GPUs would do" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
+    assert "64 GPUs suffice" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypa
     assert {path.rpartition("/")[2] for path in hub.asked if "resolve" in path} == {"config.json"}
     point_to("http://127.0.0.1:9", monkeypatch)
     assert read_subject(MODEL).shape.sizes.layers == 2
-    with pytest.raises(UserError, match="not whole in the cache"):
+    with pytest.raises(UserError, match="not complete in the cache"):
         model_directory(MODEL, None, "model.path")
 
 
