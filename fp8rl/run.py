@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run in `runs/NAME`, read anew each time, so that a run can be watched while it goes on.
+    """A run in `runs/NAME`. It is read at each access, so that a run can be watched while it is training.
 
-    Lines that cannot be used are left out with a warning, as the report does.
+    Damaged lines are left out with a warning, as in the report.
 
     Raises:
         UserError: `path` is not the folder of a run.
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def metrics(self) -> list[Row]:
-        """A dict of names and numbers for each step, in order; step 0 is what was measured before training."""
+        """A dict of names and numbers for each step, in order; step 0 was measured before training."""
         return _whole(self._files.metrics, metrics_found(self._files.metrics))
 
     def metric(self, name: str) -> dict[int, float]:
@@ -88,7 +88,7 @@ class Run:
         return values
 
     def frame(self) -> pandas.DataFrame:
-        """The metrics as a table of pandas, a row for each step; without rows, before the first one."""
+        """The metrics as a pandas table with a row for each step; empty before the first one."""
         import pandas
 
         rows = self.metrics
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """Return what the run did on its own account, such as a gate that fired."""
+        """Actions that the run took by itself, such as those of a gate."""
         return _whole(self._files.events, events_found(self._files.events))
 
     @property
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def stopped(self) -> str:
-        """Return why the last session ended before the last step; empty if it did not, or has no end yet."""
+        """The reason why the last session ended before the last step; empty if it did not, or is still running."""
         return self.sessions[-1].why if self.sessions else ""
 
     @property

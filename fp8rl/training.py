@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RunFailedError(RuntimeError):
-    """A run has failed although its input and its code are right; it can be resumed. The cause says what failed."""
+    """A run has failed although its input and its code are right; it can be resumed. `__cause__` is the failure."""
 
 
 def train(

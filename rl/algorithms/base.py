@@ -66,16 +66,16 @@ class AlgorithmConfig(Section):
     name: SpecFunction
     """One of ours, `package.module:Class`, or `path/to/file.py:Class`."""
     samples: ClassVar[bool] = True
-    """Whether it learns from answers that the engines sample, or from the answers of the data."""
+    """True if it learns from sampled answers, false if from the answers of the data."""
 
     formula: ClassVar[str] = ""
     """What is minimised, in one line, with r = e^(logprob - old) and R the reward."""
 
     compares: ClassVar[bool] = False
-    """Whether an answer is measured by the others of its prompt: in a group of one, by 0."""
+    """True if an answer is compared with the others of its prompt; in a group of one, with 0."""
 
     def resolved(self, rollout: RolloutSection) -> Self:
-        """The same with the settings decided that depend on how answers are sampled."""
+        """The same with the settings resolved that depend on sampling."""
         return self
 
     @property
@@ -89,11 +89,11 @@ class AlgorithmConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        """Return what its batches are given before the first update."""
+        """The scores that a batch needs before its first update."""
         return Needs()
 
     def critic_config(self, trainer: TrainerSection) -> TrainerSection | None:
-        """Return how the critic is trained beside a policy that is trained so; None: there is none."""
+        """The trainer section of the critic beside a policy's; None: there is no critic."""
         return None
 
     def learns(self, step: int) -> bool:
@@ -101,7 +101,7 @@ class AlgorithmConfig(Section):
         return True
 
     def problems_per_step(self, rollout: RolloutSection) -> int:
-        """Return how many problems of the data a step takes."""
+        """The number of the data's problems in a step."""
         return rollout.prompts_per_step
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
@@ -109,12 +109,11 @@ class AlgorithmConfig(Section):
         raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
 
     def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return what a scored batch is to teach, as fields float32 [B, S]."""
+        """The fields that the objective learns from, float32 [B, S] each, made of a scored batch."""
         return {"advantages": self.advantages(outcomes, batch)}
 
     def keeps(self, rewards: Tensor) -> bool:
-        """Return whether a group of these rewards, float [G], is worth training on; another is sampled in place of one
-        that is not."""
+        """Return whether to train on a group with these rewards, float [G]; otherwise another group is sampled."""
         return True
 
     def objective(self, batch: TokenBatch) -> Objective:
@@ -126,7 +125,7 @@ class AlgorithmConfig(Section):
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
-        """Return what somebody should know who comes from another framework, a sentence each."""
+        """Differences from other frameworks that a user should know, one sentence each."""
         return []
 
     @property
@@ -140,7 +139,8 @@ class AlgorithmConfig(Section):
 
     @property
     def measured_cap(self) -> float:
-        """C of the clip fractions: the cap as configured. A gate that tightens it must not fire for its own doing."""
+        """C of the clip fractions: the configured cap, so that a gate that tightens the cap does not change its own
+        metric."""
         return CAP_WITHOUT_TIS
 
 

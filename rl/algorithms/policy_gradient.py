@@ -118,13 +118,13 @@ RatioSource = Literal["recompute", "bypass", "on_policy"]
 
 
 class PolicyGradient(AlgorithmConfig):
-    """Settings that every algorithm has which learns from rewards."""
+    """The settings of all algorithms that learn from rewards."""
 
     token_rewards: ClassVar[bool] = False
-    """Whether tokens have rewards of their own, from which a price can be taken."""
+    """True if tokens have their own rewards, from which a penalty can be subtracted."""
 
     least_group: ClassVar[int] = 1
-    """The answers of a prompt that it takes for any of them to have an advantage."""
+    """The smallest group in which an answer can have an advantage."""
 
     dynamic_sampling: bool = False
     """Replace groups of equal rewards, which teach nothing, by further groups (DAPO, Yu et al. 2025)."""
@@ -284,11 +284,11 @@ class PolicyGradient(AlgorithmConfig):
         return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
-        """The outcomes with the rewards that advantages are measured by."""
+        """The outcomes with the rewards from which advantages are computed."""
         return outcomes if self.overlong is None else self.overlong.shaped(outcomes, batch.loss_mask.sum(dim=1))
 
     def finished(self, advantages: Tensor, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantages as the loss takes them: whitened, and 0 in answers that teach nothing."""
+        """The advantages in the loss: whitened if asked, and 0 in answers that are not learnt from."""
         if self.whiten_advantages:
             advantages = whitened(advantages, used_tokens(batch))
         if self.overlong is not None and self.overlong.filter:

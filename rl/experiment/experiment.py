@@ -126,7 +126,7 @@ class Experiment(Section):
 
     @property
     def redraws(self) -> int:
-        """Answers of a step whose tokens the trainer draws again: those of another sampler would be others."""
+        """Answers of a step whose tokens the trainer draws again; 0 in native mode, where the logits differ."""
         return self.guard.redraws if self.numerics.mode == "exact" else 0
 
     @property

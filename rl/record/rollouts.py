@@ -23,38 +23,46 @@ SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
-    """A trajectory.
-
-    prompt, text: of the question and of the answer. reward: of the answer. abs_diff_mean: mean abs(d) over its tokens,
-    None if none is finite. group: number of its prompt in the step. seed: of its draws. finished: the model ended the
-    answer itself.
-    prompt_ids: [P]. token_ids: [T], what follows. told: spans of it that an environment wrote.
-    rollout_logprobs, train_logprobs, weight_versions: of the other tokens; a log-probability that is not finite is NaN.
-    advantage: of its first token, None before training. reward_parts: what each function said. said: (model or
-    environment, text) by turn, where there was an environment that said something. outcome: what it returned.
-    teacher_logprobs: [T]; None without a teacher. supports: of the other tokens, the ids that each was drawn from under
-    top-p, top-k or min-p; None where these are found in the trainer's own logits.
-    """
+    """A trajectory of a step, with the log-probabilities of both sides."""
 
     prompt: str
+    """The text of the question."""
     text: str
+    """The text of the answer."""
     reward: float
     abs_diff_mean: float | None
+    """The mean abs(d) over its tokens; None if none is finite."""
     group: int
+    """The number of its prompt in the step."""
     seed: int
+    """The seed of its draws."""
     finished: bool
+    """The model ended the answer itself."""
     prompt_ids: list[int]
+    """[P], the tokens of the prompt."""
     token_ids: list[int]
+    """[T], the tokens of the answer, those of an environment included."""
     rollout_logprobs: list[float]
+    """The engine's log-probabilities of the model's tokens; NaN if not finite."""
     train_logprobs: list[float]
+    """The trainer's, likewise."""
     weight_versions: list[int]
+    """The weight versions that sampled the model's tokens."""
     advantage: float | None
+    """The advantage of its first token; None before training."""
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The value of each reward function."""
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Spans of `token_ids` that an environment wrote."""
     said: list[tuple[Literal["model", "environment"], str]] = dataclasses.field(default_factory=list)
+    """The turns as (speaker, text), if an environment wrote any."""
     outcome: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The numbers that the environment returned."""
     teacher_logprobs: list[float] | None = None
+    """[T], the teacher's log-probabilities; None without a teacher."""
     supports: list[list[int]] | None = None
+    """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own logits
+    give them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ class _Talk:
 
 
 class Conversation:
-    """One answer while it comes about. An environment owns it, and decides what happens.
+    """One answer while it is sampled. An environment controls it.
 
     problem: the question that it began with, and the data's answer to it. sampling, tokenizer: its sampling parameters,
     and the tokenizer of its texts.
@@ -143,7 +143,7 @@ class Conversation:
         return Turn(self.tokenizer.decode(text), tuple(said.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
-        """Append a text of the environment's. Raises ConversationOverError: there is no room for it."""
+        """Append a text. Raises ConversationOverError: there is no room for it."""
         self._talk.go_on(len(self._main.tokens))
         self._main.tell(self.tokenizer(text, add_special_tokens=False).input_ids)
         self._talk.cut = False
