@@ -30,6 +30,7 @@ class RolloutRecord:
     text: str
     """The text of the answer."""
     reward: float
+    """The reward of the answer."""
     abs_diff_mean: float | None
     """The mean abs(d) over its tokens; None if none is finite."""
     group: int
@@ -61,8 +62,8 @@ class RolloutRecord:
     teacher_logprobs: list[float] | None = None
     """[T], the teacher's log-probabilities; None without a teacher."""
     supports: list[list[int]] | None = None
-    """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own logits
-    give them."""
+    """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own
+    logits give them."""
 
 
 @dataclasses.dataclass(frozen=True)
