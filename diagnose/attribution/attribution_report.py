@@ -157,12 +157,10 @@ def headline(attribution: Attribution) -> str:
     """Say what was compared."""
     a = attribution
     if a.abs_diff_mean == a.live_abs_diff_mean == 0.0:
-        return (
-            f"d = 0 on {a.tokens:,} sampled tokens, and again on the {a.traced_tokens:,} that both sides computed anew."
-        )
+        return f"d = 0 on {a.tokens:,} sampled tokens, and on the {a.traced_tokens:,} that both sides recomputed."
     mean, again = format_difference(a.abs_diff_mean), format_difference(a.live_abs_diff_mean)
     return (
-        f"Mean |d| is {mean} on {a.tokens:,} sampled tokens. Both sides computed the sequences that differ most anew: "
+        f"Mean |d| is {mean} on {a.tokens:,} sampled tokens. Both sides recomputed the sequences that differ most: "
         f"{again} on their {a.traced_tokens:,} tokens."
     )
 

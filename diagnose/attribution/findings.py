@@ -160,12 +160,12 @@ def _record(clues: Clues) -> list[Finding]:
     if clues.nonfinite:
         said = f"{clues.nonfinite} recorded log-probabilities are not finite"
     elif clues.reproduced > max(clues.live / CLOSER, SELF_FLOOR[clues.numerics.mode]):
-        said = f"the engine does not give the recorded log-probabilities again (mean |d| {clues.reproduced:.3g})"
+        said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {clues.reproduced:.3g})"
     else:
         return []
     text = (
-        f"state: {said}, and trainer and engine agree to {clues.live:.3g} now: what sampled these tokens had other "
-        "weights, or another sampler"
+        f"state: {said}, and trainer and engine agree to {clues.live:.3g} now: other weights or another sampler "
+        f"produced these tokens"
     )
     return [Finding("state", text)]
 

@@ -48,9 +48,10 @@ class AttributionSubject:
         if self.batch is not None:
             return ""
         return (
-            f"Sampled anew, at the weights of now: answers to problems of the run, and to {LONG_PROMPTS} prompts of up "
-            f"to {LONG_TOKENS} tokens made of several of them. Over more tokens attention adds in more pieces, so in "
-            "native mode |d| grows with the length: compare it with the run's at short positions only."
+            f"Sampled for this attribution, at the current weights: answers to problems of the run, and to "
+            f"{LONG_PROMPTS} prompts of up "
+            f"to {LONG_TOKENS} tokens made of several of them. Attention over more tokens merges more splits, so in "
+            f"native mode |d| grows with the length: compare it with the run's only at short positions."
         )
 
 

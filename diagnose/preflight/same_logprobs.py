@@ -41,7 +41,7 @@ def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16:
 
 
 def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Check]:
-    """Each floor as a check: exact mode has none to speak of, in native mode it is what it is."""
+    """Each floor as a check: 0 in exact mode, as measured in native mode."""
     return [
         judged(
             "logprobs",

@@ -89,17 +89,17 @@ SECTIONS: dict[str, dict[str, Look]] = {
         TIME: Look("Other: everything outside the named parts.", "seconds", "floor", bars=True),
         "Throughput": Look("Generated and trained tokens.", "tokens per second", "floor"),
         "Tokens of a forward pass": Look(
-            "Of an answer: drafted for a pass, and what it brought, its own token included.", "tokens", "floor"
+            "Tokens of an answer per pass: drafted, and gained, its own token included.", "tokens", "floor"
         ),
         "Memory by turns": Look(
-            "What one side gives up for the other's turn; what stays behind of engines should not grow.", "MiB", "floor"
+            "What one side releases for the other's turn; what engines keep should not grow.", "MiB", "floor"
         ),
     },
     "Optimization": {
         "Loss": Look("Of the whole batch, before the update.", "loss"),
         "Gradient norm": Look("Before clipping.", "global L2 norm", "floor"),
         "Merged updates": Look(
-            "Of the update and what quantization makes of it; 1 where all survives.", "cosine", "floor"
+            "Of the update before and after quantization; 1 if all of it survives.", "cosine", "floor"
         ),
         "Entropy": Look("Mean over the target tokens.", "nats", "floor"),
         "KL to other models": Look("Of the policy, over the target tokens; the reference's is 0 at first.", "nats"),
