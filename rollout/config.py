@@ -136,8 +136,8 @@ class RolloutSection(Section):
         if self.oversample > 1.0 and not self.updates_in_flight:
             raise ValueError(
                 f"found oversample={self.oversample:g} with staleness={self.staleness} and in_flight=false, expected "
-                f"updates in flight, because groups that are carried over continue during the update. Set "
-                f"rollout.staleness=1 and "
+                "updates in flight, because groups that are carried over continue during the update. Set "
+                "rollout.staleness=1 and "
                 "rollout.in_flight=true"
             )
         return self

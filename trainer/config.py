@@ -48,7 +48,7 @@ class OptimizerSection(Section):
         if self.offload and self.moments != "fp32":
             raise ValueError(
                 f"found moments={self.moments} with offload=true, expected fp32: on the host Adam is torch's, whose "
-                f"moments are FP32. Set only one of the two"
+                "moments are FP32. Set only one of the two"
             )
         return self
 

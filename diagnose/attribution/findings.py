@@ -165,7 +165,7 @@ def _record(clues: Clues) -> list[Finding]:
         return []
     text = (
         f"state: {said}, and trainer and engine agree to {clues.live:.3g} now: other weights or another sampler "
-        f"produced these tokens"
+        "produced these tokens"
     )
     return [Finding("state", text)]
 

@@ -48,10 +48,10 @@ class AttributionSubject:
         if self.batch is not None:
             return ""
         return (
-            f"Sampled for this attribution, at the current weights: answers to problems of the run, and to "
-            f"{LONG_PROMPTS} prompts of up "
-            f"to {LONG_TOKENS} tokens made of several of them. Attention over more tokens merges more splits, so in "
-            f"native mode |d| grows with the length: compare it with the run's only at short positions."
+            "Sampled for this attribution, at the current weights: answers to problems of the run, and to "
+            f"{LONG_PROMPTS} prompts of up to {LONG_TOKENS} tokens made of several of them. Attention over more tokens "
+            "merges more splits, so in native mode |d| grows with the length: compare it with the run's only at short "
+            "positions."
         )
 
 

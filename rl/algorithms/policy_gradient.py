@@ -226,7 +226,7 @@ class PolicyGradient(AlgorithmConfig):
         if self.kl.reward.coefficient and not self.token_rewards:
             raise ValueError(
                 f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it "
-                f"compares whole answers, and has no rewards per token to subtract the penalty from. Set "
+                "compares whole answers, and has no rewards per token to subtract the penalty from. Set "
                 "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
             )
         return self

@@ -297,7 +297,7 @@ def check_directory(path: Path, made: os.stat_result, step: int) -> None:
     if not same:
         raise FileNotFoundError(
             f"run.dir: found {path} deleted or renamed before step {step}, expected it in its place until the run "
-            f"ends. What was trained since its last checkpoint is lost"
+            "ends. What was trained since its last checkpoint is lost"
         )
 
 

@@ -57,7 +57,7 @@ def test_the_page_of_the_interface_is_up_to_date_and_has_every_name() -> None:
     for signature in (
         "shaped(outcomes: Outcomes, batch: TokenBatch) -> Outcomes`: The outcomes",
         "await sample(stop: Sequence[str]=(), max_new_tokens: int | None=None) -> Turn`: ",
-        "needs -> Needs`: Return what its batches are given",
+        "needs -> Needs`: The scores that a batch needs",
     ):
         assert signature in page
     assert "_main" not in page and "_files" not in page

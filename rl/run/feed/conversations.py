@@ -126,5 +126,5 @@ def _outcome(returned: object) -> Numbers:
     except ReturnError:
         raise ReturnError(
             f"it returned {brief(returned)}, expected nothing, a number or named numbers, finite in FP32; text is "
-            f"added to an answer only by sample() and tell()"
+            "added to an answer only by sample() and tell()"
         ) from None

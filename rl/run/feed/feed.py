@@ -201,7 +201,7 @@ class SampledFeed:
                 raise FilterError(
                     f"found {len(dropped)} groups of which every answer's environment "
                     f"({self._experiment.environment.label}) failed, expected {self._size} to train on. Correct the "
-                    f"error shown above"
+                    "error shown above"
                 )
             raise FilterError(
                 f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "
