@@ -137,8 +137,7 @@ class RolloutSection(Section):
             raise ValueError(
                 f"found oversample={self.oversample:g} with staleness={self.staleness} and in_flight=false, expected "
                 "updates in flight, because groups that are carried over continue during the update. Set "
-                "rollout.staleness=1 and "
-                "rollout.in_flight=true"
+                "rollout.staleness=1 and rollout.in_flight=true"
             )
         return self
 
