@@ -57,7 +57,10 @@ def runs_in(folder: Path) -> list[Run]:
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
         raise user_error(
-            "--dir", found=str(folder), expected="a folder with runs", remedy="Give another, or train something."
+            "--dir",
+            found=str(folder),
+            expected="a folder with runs",
+            remedy="Give another folder, or train a run first.",
         )
     return found
 

@@ -135,7 +135,7 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The trained model as a Hugging Face directory, once the run has come to its end."""
+        """The trained model as a Hugging Face directory, once the run is finished."""
         return self._files.model if self._files.model.is_dir() else None
 
     @property

@@ -103,8 +103,8 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
         raise user_error(
             "RUN|MODEL",
             found=f"{subject}, a run without {'model' if beside is None else 'adapter'}/",
-            expected="a run that has come to its end",
-            remedy=f"Let it: fp8rl train {files.experiment} --resume. Or give the directory of a model.",
+            expected="a finished run",
+            remedy=f"Finish it with fp8rl train {files.experiment} --resume, or give the directory of a model.",
         )
     path = files.model if beside is None else experiment.model.directory
     adapter = None if beside is None else StoredAdapter(files.adapter, beside)
@@ -162,7 +162,7 @@ def check_open(host: str, api_key: str | None) -> None:
             "--host",
             found=host,
             expected="an IPv4 address of this machine, or 0.0.0.0 for all that it has",
-            remedy="Correct it, or leave it out: only programs on this machine get in then.",
+            remedy="Correct it, or leave it out: only programs on this machine can connect then.",
         ) from None
     if not loopback and api_key is None:
         raise user_error(

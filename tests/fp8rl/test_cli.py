@@ -134,7 +134,7 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["{run}"], "found {run}, a run without model/, expected a run that has come to its end"),
+        (["{run}"], "found {run}, a run without model/, expected a finished run"),
         (["{nothing}"], "RUN|MODEL: found"),
         (["{model}", "--mode", "fast"], "--mode: found fast, expected exact or native"),
         (["{model}", "--preset", "int4"], "expected one of"),
