@@ -57,10 +57,7 @@ def runs_in(folder: Path) -> list[Run]:
     found = [Run(path.parent) for path in sorted(folder.glob("*/spec.yaml"))]
     if not found:
         raise user_error(
-            "--dir",
-            found=str(folder),
-            expected="a folder with runs",
-            remedy="Give another folder, or train a run first.",
+            "--dir", found=str(folder), expected="a folder with runs", remedy="Give another, or train first."
         )
     return found
 
