@@ -31,8 +31,8 @@ from fp8rl.rl.experiment.sections import NumericsSection
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter, expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.environments.harness.tools import parsers
-from fp8rl.rollout.server import handshake
+from fp8rl.rollout.environments.recording import parsers
+from fp8rl.rollout.protocol import check_report
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
@@ -232,7 +232,7 @@ def _refuse_converted(model: Path) -> None:
 async def _check(endpoint: Endpoint, served: Served) -> None:
     beside = None if served.adapter is None else served.adapter.config
     async with EngineClient(endpoint) as client:
-        handshake.check(expected_report(served.numerics, beside, served.architecture), await client.report())
+        check_report(expected_report(served.numerics, beside, served.architecture), await client.report())
 
 
 # A stored adapter, brought to an engine that was started with the weights which it stands beside.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -105,19 +106,19 @@ def continuation_ids(
     messages: Sequence[Message],
     options: Mapping[str, Any],
     calls: Sequence[Mapping[str, Any]] = (),
-    cut: bool = False,
+    truncated: bool = False,
 ) -> list[int]:
     """Tokenize what follows the model's turn: its end, unless the turn has it, messages, and the next turn's opening.
 
     history: messages before the turn. turn: its tokens. calls: of tools, in it; a template may read their names and
-    ids. cut: its length has ended it, so that none of its tokens ends it. options: see `render`.
+    ids. truncated: its length has ended it, so that none of its tokens ends it. options: see `render`.
 
     Raises:
         RewritingTemplateError: the template changes what stands before the messages, so that no tokens continue it.
         jinja2.TemplateError, TypeError, ValueError: it cannot write them.
     """
     following = _tokens(tokenizer, _following(tokenizer, history, messages, options, calls))
-    return following[0 if cut else _shared(turn, following) :]
+    return following[0 if truncated else _shared(turn, following) :]
 
 
 def answer_ids(
@@ -213,3 +214,28 @@ def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
         f"environment: found a chat template that changes earlier text when a {role} message follows, "
         "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
     )
+
+
+# Bounds on the number of tokens of a text, for texts that would take minutes to tokenize.
+
+TOKENS_PER_BYTE = 4
+"""No tokenizer in use yields more tokens for a byte of text."""
+
+
+def fewest_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
+    """Return the fewest tokens that a text of `size` bytes has."""
+    return -(-size // widest_token(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def widest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the bytes of the longest token."""
+    return max(len(token.encode()) for token in tokenizer.get_vocab())
+
+
+def text_size(value: Any) -> int:
+    """Return the bytes of all texts in a value of JSON; names of keys are not counted."""
+    if isinstance(value, str):
+        return len(value.encode())
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(text_size, parts))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,16 +18,28 @@ from pydantic import ValidationError
 
 from fp8rl.models import load_architecture, read_model
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.errors import EngineDiedError, EngineError
-from fp8rl.rollout.protocol import EngineReport
-from fp8rl.rollout.routes import route_shape
-from fp8rl.rollout.sampler import sample_groups
-from fp8rl.rollout.server import handshake
-from fp8rl.rollout.server.client import EngineClient, PauseMode
+from fp8rl.rollout.protocol import EngineReport, check_report, failed_plugin, missing_report
+from fp8rl.rollout.server.answers import route_shape
+from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import GRACE_S, SGLangServer
-from fp8rl.rollout.types import LOOPBACK, Endpoint, Group, Load, SamplingParams, Trajectory
+from fp8rl.rollout.types import (
+    LOOPBACK,
+    Completion,
+    Endpoint,
+    EngineDiedError,
+    EngineError,
+    Group,
+    Load,
+    SamplingParams,
+    StaleWeightsError,
+    Trajectory,
+)
 
 Result = TypeVar("Result")
+_MOST_ABORTS = 1000
+"""The most aborts of one answer: an engine that aborts more often than it is updated would keep its caller forever."""
+_NOTHING = Completion([], [], [], finished=False, aborted=True)
+"""An answer before it is first asked for."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ class Engine:
             raise
         except EngineDiedError as died:
             # Stock ops may not even load these weights; the plugin's own error is what helps then.
-            if self._expected is not None and (refusal := handshake.failed_plugin(self._log())):
+            if self._expected is not None and (refusal := failed_plugin(self._log())):
                 raise refusal from died
             raise
         self._client = EngineClient(self._server.endpoint, routes=routes)
@@ -114,7 +127,7 @@ class Engine:
         return self._server.endpoint
 
     async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
-        """Sample groups; see `sampler.sample_groups`."""
+        """Sample groups; see `sample_groups`."""
         return await self._call(lambda c: sample_groups(c, groups, sampling))
 
     async def pulse(self) -> Load:
@@ -139,18 +152,13 @@ class Engine:
         """Return digests of the engine's weights, see `EngineClient.manifest`."""
         return (await self._call(lambda c: c.manifest())).entries
 
-    async def pause(self, mode: PauseMode = "abort") -> None:
-        await self._call(lambda c: c.pause(mode))
-
-    async def resume(self) -> None:
-        await self._call(lambda c: c.resume())
-
     async def flush(self) -> None:
+        """Forget every cached prefix; see `EngineClient.flush`."""
         await self._call(lambda c: c.flush())
 
     async def sleep(self) -> Slept:
         """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes the engine."""
-        await self.pause("retract")
+        await self._call(lambda c: c.pause("retract"))
         before = await self._call(lambda c: c.memory())
         await self._call(lambda c: c.release())
         after = await self._call(lambda c: c.memory())
@@ -186,8 +194,8 @@ class Engine:
         except (EngineError, ValidationError) as error:
             if isinstance(error, EngineDiedError):
                 raise
-            raise handshake.missing_report(self._log()) from error
-        handshake.check(self._expected.model_copy(update={"weight_version": str(weight_version)}), found)
+            raise missing_report(self._log()) from error
+        check_report(self._expected.model_copy(update={"weight_version": str(weight_version)}), found)
 
     def _log(self) -> str:
         return self._log_path.read_text(errors="replace")
@@ -196,23 +204,66 @@ class Engine:
         try:
             return await use(self._running()[1])
         except httpx.TransportError as error:
-            raise await self._cause(error) from error
+            server = self._running()[0]
+            for _ in range(20):  # a connection breaks a moment before its process is gone
+                server.check()  # which says why
+                await asyncio.sleep(0.1)
+            raise EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}") from error
 
     def _running(self) -> tuple[SGLangServer, EngineClient]:
         if self._server is None or self._client is None:
             raise EngineError("the engine is not running. Call start() first.")
         return self._server, self._client
 
-    async def _cause(self, error: httpx.TransportError) -> EngineError:
-        """Find out why a connection broke: the process is gone, or something else."""
-        server = self._running()[0]
-        for _ in range(20):  # a connection breaks a moment before its process is gone
-            try:
-                server.check()
-            except EngineDiedError as died:
-                return died
-            await asyncio.sleep(0.1)
-        return EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}")
+
+async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
+    """Sample all groups, in their order; `group` is the index of an answer's group.
+
+    An answer that a pause has aborted is retried from its last token on, with the same seed and the rest of its budget.
+    Each token names the weights that sampled it.
+    """
+    asked = [(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]
+    answers = [_NOTHING for _ in asked]
+    for _ in range(_MOST_ABORTS):
+        aborted = [row for row, answer in enumerate(answers) if answer.aborted]
+        if not aborted:
+            return [
+                Trajectory(
+                    prompt_ids=prompt_ids,
+                    token_ids=answer.token_ids,
+                    logprobs=answer.logprobs,
+                    finished=answer.finished,
+                    weight_versions=answer.weight_versions,
+                    group=group,
+                    seed=seed,
+                    routed_experts=answer.routed_experts,
+                    supports=answer.supports,
+                    decoding=answer.decoding,
+                )
+                for (prompt_ids, seed, group), answer in zip(asked, answers, strict=True)
+            ]
+        completions = await client.complete(
+            [asked[row][0] + answers[row].token_ids for row in aborted],
+            sampling,
+            [asked[row][1] for row in aborted],
+            [len(answers[row].token_ids) for row in aborted],
+        )
+        for row, completion in zip(aborted, completions, strict=True):
+            answers[row] = answers[row].then(completion)
+    raise EngineError(f"found answers that were cut {_MOST_ABORTS} times, expected the engine to end them")
+
+
+def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int) -> None:
+    """Raise StaleWeightsError, with counts, if a token was sampled at a weight version out of `oldest` to `newest`."""
+    found = Counter(version for trajectory in trajectories for version in trajectory.weight_versions)
+    wrong = sum(count for version, count in found.items() if not oldest <= version <= newest)
+    if wrong:
+        counts = ", ".join(f"{count} at version {version}" for version, count in sorted(found.items()))
+        expected = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        raise StaleWeightsError(
+            f"{wrong} of {found.total()} tokens were sampled at other weights than expected: found {counts}, "
+            f"expected all at {expected}. Sync the weights before sampling."
+        )
 
 
 def _see_own_gpus_first() -> None:

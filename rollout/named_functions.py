@@ -47,7 +47,12 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
             )
         where, _, function = built_in[name].rpartition(":")
     try:
-        module = module_of_file(where, key) if where.endswith(".py") else _module(where)
+        if where.endswith(".py"):
+            module = module_of_file(where, key)
+        else:
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            module = importlib.import_module(where)
         call = getattr(module, function, None)
     except (UserError, KeyboardInterrupt):
         raise
@@ -120,25 +125,7 @@ def _not_imported(name: str, key: str, why: str) -> UserError:
     )
 
 
-def _module(name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
-
-
-def main() -> None:
-    """Import what the first argument names, and say so on a line of its own when it is done."""
-    try:
-        inspect.signature(named_object(sys.argv[1], "", {}))
-    except Exception:
-        pass  # which the asking process meets itself, and explains
-    print(f"\n{_FOUND}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
-
-# What a user's function has returned: a number, or named numbers.
+# The numbers that a user's function returns: one, or some with names.
 
 Numbers = dict[str, float]
 """Numbers by name; the name is empty where a function returned a plain number."""
@@ -181,3 +168,16 @@ def _number(value: Any) -> float:
     if not is_finite(number):
         raise ReturnError(f"found {number}, expected a finite number in FP32")
     return number
+
+
+def main() -> None:
+    """Import what the first argument names, and say so on a line of its own when it is done."""
+    try:
+        inspect.signature(named_object(sys.argv[1], "", {}))
+    except Exception:
+        pass  # which the asking process meets itself, and explains
+    print(f"\n{_FOUND}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,62 @@
-"""The requests of an engine and their results."""
+"""Problems, the requests of an engine, their results and their errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import GREEDY
-from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout import chat
+from fp8rl.rollout.chat import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EngineError(RuntimeError):
+    """The engine refused or failed a request, or did not come up."""
+
+
+class EngineDiedError(EngineError):
+    """The engine's process is gone. The message ends with the last lines of its log."""
+
+
+class StaleWeightsError(EngineError):
+    """Tokens were sampled at other weights than the trainer expects."""
+
+
+class HandshakeError(EngineError):
+    """The engine does not run what the experiment says it runs."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result."""
+
+    question: str
+    """The text; of a conversation, its last user turn."""
+    answer: str
+    """The reference answer."""
+    messages: Sequence[Message] = ()
+    """The conversation that the model is to answer, a system prompt included; empty: the question as one user turn."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The data's further columns, as JSON values."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the tokenizer's chat template."""
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the turns that the model is to answer."""
+        return [dict(message) for message in self.messages] or [{"role": "user", "content": self.question}]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """Tokenize the problem's conversation by the chat template, up to where the assistant begins."""
+    return chat.prompt_ids(tokenizer, problem.conversation, problem.chat_template)
 
 
 @dataclass(frozen=True)
@@ -127,7 +173,7 @@ class Completion:
     routed_experts: Tensor | None = field(default=None, repr=False)
     """int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers in order;
     None if they were not requested."""
-    cut: bool = False
+    aborted: bool = False
     """A pause for an update ended it."""
     supports: KeptTokens | None = field(default=None, repr=False)
     """Of the T tokens; None if they were not requested."""
@@ -135,7 +181,7 @@ class Completion:
     """Of an engine that drafts."""
 
     def then(self, rest: Completion) -> Completion:
-        """Join this answer, which was cut, with the engine's continuation from its last token on."""
+        """Join this answer, which was aborted, with the engine's continuation from its last token on."""
         return replace(
             rest,
             token_ids=self.token_ids + rest.token_ids,
@@ -166,7 +212,7 @@ class Trajectory:
     """The seed of its draws."""
     routed_experts: Tensor | None = field(default=None, repr=False)
     """As in a Completion, int16 [P + T - 1, L, K]."""
-    told: tuple[tuple[int, int], ...] = ()
+    environment_spans: tuple[tuple[int, int], ...] = ()
     """Spans of `token_ids`, (begin, end) in order, that an environment wrote; the model has sampled the others."""
     stopped: bool = True
     """Of a finished one: its last token is a stop token."""

@@ -25,7 +25,7 @@ REMOVALS = {
     "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "rl/run/cluster/nodes.py": {"unlink"},  # `.seen-RANDOM`
     "rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
-    "rollout/environments/python.py": {"TemporaryDirectory"},  # where a program runs
+    "rollout/environments/builtin.py": {"TemporaryDirectory"},  # where a program runs
     "rollout/server/scratch.py": {
         "mkdtemp",
         "rename",
@@ -147,7 +147,7 @@ PRINTS = {
     "rollout/environments/verifiers.py": "JSON",
     "rollout/environments/warden.py": "JSON",
     "rollout/named_functions.py": "a line of ours",
-    "rollout/rewards/worker.py": "JSON",
+    "rollout/rewards/workers.py": "JSON",
     "lab/studies/prototypes/gated_delta.py": "numbers",
     "lab/studies/prototypes/gated_delta_engine.py": "numbers",
 }

@@ -31,10 +31,9 @@ from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.plugin.op_probe import ANSWER
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.types import Endpoint
+from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.weight_sync.frozen import would_hold

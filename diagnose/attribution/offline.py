@@ -21,7 +21,7 @@ from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.environments.config import EnvironmentSection
-from fp8rl.rollout.rewards.config import RewardsSection
+from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 

@@ -16,7 +16,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.stack import Stack, open_pair
-from fp8rl.rollout.errors import HandshakeError
+from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
 
 

@@ -18,7 +18,7 @@ from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, Role, TensorSpec
-from fp8rl.rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
+from fp8rl.rollout.plugin.state import DERIVED, KV_CACHE, SCALES
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver

@@ -14,11 +14,10 @@ from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.experiment.preconditions.data import evaluated
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.data.sources import Source, load_problems
-from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardsSection
-from fp8rl.rollout.rewards.functions import EACH, RewardFunction, load_function
+from fp8rl.rollout.rewards.functions import EACH, RewardFunction, RewardsSection, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
+from fp8rl.rollout.types import Problem, prompt_ids
 
 OF_ENVIRONMENT = "environment"
 """The reward of ours that repeats what the environment returns."""

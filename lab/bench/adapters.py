@@ -22,9 +22,8 @@ from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.data.sources import Source, load_problems
-from fp8rl.rollout.data.tasks import prompt_ids
 from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.types import Prompt, SamplingParams
+from fp8rl.rollout.types import Prompt, SamplingParams, prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share

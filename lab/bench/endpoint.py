@@ -16,11 +16,10 @@ import aiohttp
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from fp8rl.rollout.data.tasks import Problem, prompt_ids
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.harness.endpoint import ProgramEndpoint
-from fp8rl.rollout.environments.harness.recording import Recording
-from fp8rl.rollout.types import LOOPBACK, Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.environments.endpoint import ProgramEndpoint
+from fp8rl.rollout.environments.recording import Recording
+from fp8rl.rollout.types import LOOPBACK, Group, Problem, Prompt, SamplingParams, Trajectory, prompt_ids
 from lab.bench.measure import Result
 from lab.bench.rollout import MODEL
 

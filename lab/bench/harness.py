@@ -13,12 +13,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.harness.harness import Harness
-from fp8rl.rollout.environments.harness.tools import parsers
-from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.environments.harness import Harness
+from fp8rl.rollout.environments.recording import parsers
+from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from lab.bench.measure import Result
 
 CONVERSATIONS, TURNS, TOKENS = 64, 6, 200

@@ -21,7 +21,7 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import Mode, NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.data.sources import Source, load_problems
-from fp8rl.rollout.data.tasks import prompt_ids
+from fp8rl.rollout.types import prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch

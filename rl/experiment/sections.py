@@ -15,7 +15,7 @@ from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from fp8rl.rl.record.wandb_run import WandbSection
 from fp8rl.rollout.data.sources import Source
-from fp8rl.rollout.rewards.config import RewardsSection
+from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.rollout.types import some_or_all
 
 

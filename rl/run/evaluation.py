@@ -24,8 +24,8 @@ from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.data.sources import load_problems
-from fp8rl.rollout.rewards.config import RewardsSection
-from fp8rl.rollout.sampler import check_versions
+from fp8rl.rollout.engine import check_versions
+from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 

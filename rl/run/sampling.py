@@ -18,8 +18,7 @@ from fp8rl.rl.run.syncing import Syncing
 from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.errors import StaleWeightsError
-from fp8rl.rollout.types import Group, SamplingParams, Trajectory
+from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError, Trajectory
 
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a new engine waits for weights."""

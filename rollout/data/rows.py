@@ -55,9 +55,7 @@ class JsonLines(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._parse(self._data[self._starts[index] : self._starts[index + 1]], index + 1)
-
-    def _parse(self, line: bytes, number: int) -> Row:
+        line, number = self._data[self._starts[index] : self._starts[index + 1]], index + 1
         where = f"{self._key}: line {number} of {self._path}"
         remedy = f"Correct or remove line {number}."
         _check_size(len(line), where, remedy)
@@ -156,11 +154,12 @@ def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
     try:
         return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), name)
     except Exception as error:  # as above
-        if name is not None and name not in (names := datasets.get_dataset_config_names(str(path))):
+        missing = "Config name is missing" in str(error)  # of several `datasets` takes none by itself
+        names = datasets.get_dataset_config_names(str(path)) if missing or name is not None else []
+        if missing or (name is not None and name not in names):
             expected = f"one of {', '.join(names)}, the configurations of {path}"
-            raise user_error(f"{key}.name", found=name, expected=expected, remedy="Correct or remove it.") from error
-        if "Config name is missing" in str(error):
-            raise _several(datasets.get_dataset_config_names(str(path)), path, key) from error
+            remedy = f"Set it: {{path: {path}, name: {names[0]}}}." if missing else "Correct or remove it."
+            raise user_error(f"{key}.name", found=name, expected=expected, remedy=remedy) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
 
@@ -195,16 +194,6 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
             remedy=f"Set it: {{path: {path}, split: {next(iter(found))}}}.",
         )
     return found[split]
-
-
-def _several(names: list[str], path: Path, key: str) -> Exception:
-    """The error for a directory with several configurations, of which `datasets` takes none by itself."""
-    return user_error(
-        f"{key}.name",
-        found=None,
-        expected=f"one of {', '.join(names)}, the configurations of {path}",
-        remedy=f"Set it: {{path: {path}, name: {names[0]}}}.",
-    )
 
 
 def _unreadable(path: Path, key: str, error: Exception, expected: str = _EXPECTED) -> Exception:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rollout.data.rows import Row, Rows, open_rows
-from fp8rl.rollout.data.tasks import Message, Problem
+from fp8rl.rollout.types import Message, Problem
 
 _ABSENT = object()
 

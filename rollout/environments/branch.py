@@ -28,17 +28,17 @@ class Branch:
     """[T], the tokens after the prompt."""
     turns: int = 0
     """The number of the model's turns."""
-    cut: bool = False
+    truncated: bool = False
     """Its tokens are used up."""
     _logprobs: list[float] = field(default_factory=list)
     _weight_versions: list[int] = field(default_factory=list)
-    _told: list[tuple[int, int]] = field(default_factory=list)
+    _environment_spans: list[tuple[int, int]] = field(default_factory=list)
     _routes: Tensor | None = None
     _supports: KeptTokens | None = None
     _stopped: bool = False
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens that are left."""
         return self.limit - len(self.tokens)
 
@@ -47,59 +47,59 @@ class Branch:
         """All its tokens, [P + T]."""
         return self.prompt_ids + self.tokens
 
-    def add(self, said: Trajectory, *, length: int | None = None, stops: tuple[int, ...] = ()) -> None:
+    def append_turn(self, turn: Trajectory, *, length: int | None = None, stops: tuple[int, ...] = ()) -> None:
         """Append the model's turn as the engine gave it.
 
         length: append only the first `length` tokens. stops: last tokens that do not end the answer.
         """
-        count = len(said.token_ids) if length is None else length
-        finished = said.finished and count == len(said.token_ids)
-        self.tokens += said.token_ids[:count]
-        self._logprobs += said.logprobs[:count]
-        self._weight_versions += said.weight_versions[:count]
+        count = len(turn.token_ids) if length is None else length
+        finished = turn.finished and count == len(turn.token_ids)
+        self.tokens += turn.token_ids[:count]
+        self._logprobs += turn.logprobs[:count]
+        self._weight_versions += turn.weight_versions[:count]
         # An expert is chosen for every token but the last.
-        self._routes = said.routed_experts if said.routed_experts is None else said.routed_experts[: len(self.ids) - 1]
-        if said.supports is not None:
-            supports = said.supports.first(count)
+        self._routes = turn.routed_experts if turn.routed_experts is None else turn.routed_experts[: len(self.ids) - 1]
+        if turn.supports is not None:
+            supports = turn.supports.first(count)
             self._supports = supports if self._supports is None else self._supports.then(supports)
         self.turns += 1
-        self._stopped = finished and said.token_ids[-1] not in stops
-        self.cut = not finished and self.room < 1
+        self._stopped = finished and turn.token_ids[-1] not in stops
+        self.truncated = not finished and self.remaining < 1
 
-    def tell(self, ids: list[int], at: int | None = None) -> None:
+    def append_environment(self, ids: list[int], at: int | None = None) -> None:
         """Append the environment's tokens. at: position from which they replace the environment's earlier ones.
 
         Raises ConversationOverError: there is no room for them.
         """
         if at is not None:
             del self.tokens[at:]
-            self._told = [(begin, min(end, at)) for begin, end in self._told if begin < at]
-        if len(ids) >= self.room:  # with one token left there is nothing to answer with
-            self.cut = True
+            self._environment_spans = [(begin, min(end, at)) for begin, end in self._environment_spans if begin < at]
+        if len(ids) >= self.remaining:  # with one token left there is nothing to answer with
+            self.truncated = True
             raise ConversationOverError
-        begin = len(self.tokens)
-        if self._told and self._told[-1][1] == begin:
-            begin = self._told.pop()[0]
+        spans, begin = self._environment_spans, len(self.tokens)
+        if spans and spans[-1][1] == begin:
+            begin = spans.pop()[0]
         self.tokens += ids
-        self._told.append((begin, len(self.tokens)))
+        spans.append((begin, len(self.tokens)))
 
     def trajectory(self, outcome: dict[str, float], *, failed: bool = False, number: int = 0) -> Trajectory:
         """Return the row as a trajectory. The environment's last tokens, which nobody answered, are left out."""
-        length, told = len(self.tokens), list(self._told)
-        if told and told[-1][1] == length:
-            length = told.pop()[0]
+        length, spans = len(self.tokens), list(self._environment_spans)
+        if spans and spans[-1][1] == length:
+            length = spans.pop()[0]
         return Trajectory(
             prompt_ids=self.prompt_ids,
             token_ids=self.tokens[:length],
             logprobs=self._logprobs,
-            finished=not self.cut,
+            finished=not self.truncated,
             stopped=self._stopped,
             weight_versions=self._weight_versions,
             group=0,
             seed=self.seed,
             routed_experts=self._routes,
             supports=self._supports,
-            told=tuple(told),
+            environment_spans=tuple(spans),
             outcome=outcome,
             failed=failed,
             branch=number,

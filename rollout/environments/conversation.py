@@ -22,7 +22,7 @@ from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fp8rl.rollout.data.tasks import Problem
+    from fp8rl.rollout.types import Problem
 
 Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
 """One answer to a prompt."""
@@ -50,18 +50,18 @@ class _Talk:
     """Tokens of the prompt, before messages were put behind it."""
     begin: int = 0
     """The turn's first token in the row."""
-    said: list[Mapping[str, Any]] = field(default_factory=list)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages after it, whose tokens begin at `end`."""
     end: int = 0
-    cut: bool = False
+    truncated: bool = False
     """The turn was ended by its length."""
 
     def go_on(self, length: int) -> None:
         """Begin the model's next turn, at `length` tokens of the row, if messages have been put after the last one."""
-        if self.said:
+        if self.messages:
             turn = [{"role": "assistant", "content": ""}] if self.end or self.begin else []
-            self.history += [*turn, *self.said]
-            self.begin, self.said = length, []
+            self.history += [*turn, *self.messages]
+            self.begin, self.messages = length, []
 
 
 class Conversation:
@@ -98,7 +98,7 @@ class Conversation:
     @property
     def room(self) -> int:
         """Tokens that are left, for the model and the environment together."""
-        return self._main.room
+        return self._main.remaining
 
     @property
     def turns(self) -> int:
@@ -133,20 +133,25 @@ class Conversation:
             ConversationOverError: no room is left.
             ValueError: a stop is not one token.
         """
-        stops = tuple(self._one_token(text) for text in stop)
+        stops = []
+        for text in stop:
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+            if len(ids) != 1:
+                raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
+            stops += ids
         self._talk.go_on(len(self._main.tokens))
-        said = await self.ask(self._main, stops, max_new_tokens)
-        self._main.add(said, stops=stops)
-        self._talk.cut = not said.finished
-        text = said.token_ids[:-1] if said.finished else said.token_ids
-        ended_by = self.tokenizer.decode(said.token_ids[-1:]) if said.finished else None
-        return Turn(self.tokenizer.decode(text), tuple(said.token_ids), ended_by)
+        turn = await self.ask(self._main, tuple(stops), max_new_tokens)
+        self._main.append_turn(turn, stops=tuple(stops))
+        self._talk.truncated = not turn.finished
+        text = turn.token_ids[:-1] if turn.finished else turn.token_ids
+        ended_by = self.tokenizer.decode(turn.token_ids[-1:]) if turn.finished else None
+        return Turn(self.tokenizer.decode(text), tuple(turn.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
         """Append a text. Raises ConversationOverError: there is no room for it."""
         self._talk.go_on(len(self._main.tokens))
-        self._main.tell(self.tokenizer(text, add_special_tokens=False).input_ids)
-        self._talk.cut = False
+        self._main.append_environment(self.tokenizer(text, add_special_tokens=False).input_ids)
+        self._talk.truncated = False
 
     def message(self, role: str, content: str, **further: Any) -> None:
         """Append a message as the chat template writes one after the model's turn, up to where the model's next begins.
@@ -159,14 +164,14 @@ class Conversation:
             UserError: the chat template does not continue what is there.
         """
         talk, tokens, options = self._talk, self._main.tokens, self.problem.chat_template
-        if not talk.said:
+        if not talk.messages:
             talk.end = len(tokens)
-        talk.said.append({"role": role, "content": content, **further})
+        talk.messages.append({"role": role, "content": content, **further})
         if talk.end == talk.begin == 0:
-            return self._open(opening_ids(self.tokenizer, talk.opened, talk.history, talk.said, options))
+            return self._open(opening_ids(self.tokenizer, talk.opened, talk.history, talk.messages, options))
         turn = tokens[talk.begin : talk.end]
-        ids = continuation_ids(self.tokenizer, talk.history, turn, talk.said, options, cut=talk.cut)
-        self._main.tell(ids, at=talk.end)
+        ids = continuation_ids(self.tokenizer, talk.history, turn, talk.messages, options, truncated=talk.truncated)
+        self._main.append_environment(ids, at=talk.end)
 
     def branch(self, prompt_ids: list[int]) -> Branch:
         """Open a row of its own. Its seed follows from its prompt, not from the time.
@@ -182,20 +187,21 @@ class Conversation:
         return branch
 
     async def ask(self, branch: Branch, stops: tuple[int, ...] = (), max_new_tokens: int | None = None) -> Trajectory:
-        """Sample the engine's continuation of a branch, which `Branch.add` appends. stops: tokens that end it, as the
-        end of turn does.
+        """Sample the engine's continuation of a branch, for `Branch.append_turn`.
+
+        stops: tokens that end it, as the end of turn does.
 
         Raises ConversationOverError: no room is left.
         """
-        if branch.cut or branch.room < 1:
-            branch.cut = True
+        if branch.truncated or branch.remaining < 1:
+            branch.truncated = True
             raise ConversationOverError
-        count = branch.room if max_new_tokens is None else min(max_new_tokens, branch.room)
+        count = branch.remaining if max_new_tokens is None else min(max_new_tokens, branch.remaining)
         sampling = replace(self.sampling, max_new_tokens=count, stop_token_ids=(*self.sampling.stop_token_ids, *stops))
         self._under_way += 1
         self._give(None)  # the engine's time is not the environment's
         try:
-            said = await self._sampler(Group(Prompt(self.problem, branch.ids), (branch.seed,)), sampling)
+            turn = await self._sampler(Group(Prompt(self.problem, branch.ids), (branch.seed,)), sampling)
         except Exception as error:
             self._lost = error  # an environment that catches everything must not hide it
             raise
@@ -204,7 +210,7 @@ class Conversation:
         if not self._under_way:
             self._give(self._timeout_s)
         self._last = branch
-        return said
+        return turn
 
     async def run(self, environment: Callable[[Conversation], Awaitable[object]]) -> object:
         """Let an environment own the conversation from its beginning to its end. Return its result, None if room ran
@@ -263,12 +269,6 @@ class Conversation:
         with suppress(RuntimeError):  # what a program has asked for, and ended without
             self._scope.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
-    def _one_token(self, text: str) -> int:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) != 1:
-            raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
-        return ids[0]
-
 
 # A trajectory as text: who said what.
 
@@ -280,7 +280,7 @@ def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> li
     ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
     turns: list[Said] = []
     at = 0
-    for first, after in trajectory.told:
+    for first, after in trajectory.environment_spans:
         turns += [("model", tokenizer.decode(ids[at:first])), ("environment", tokenizer.decode(ids[first:after]))]
         at = after
     return [*turns, ("model", tokenizer.decode(ids[at:]))]

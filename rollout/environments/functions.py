@@ -13,8 +13,8 @@ from typing import Any
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.harness.harness import Harness
-from fp8rl.rollout.environments.harness.tools import parsers
+from fp8rl.rollout.environments.harness import Harness
+from fp8rl.rollout.environments.recording import parsers
 from fp8rl.rollout.environments.verifiers import Verifiers
 from fp8rl.rollout.named_functions import named_object, signature_of
 
@@ -23,9 +23,9 @@ Environment = Callable[[Conversation], Awaitable[Any]]
 BUILT_IN = {
     "single_turn": "fp8rl.rollout.environments.builtin:single_turn",
     "calculator": "fp8rl.rollout.environments.builtin:calculator",
-    "python": "fp8rl.rollout.environments.python:python",
+    "python": "fp8rl.rollout.environments.builtin:python",
     "guess": "fp8rl.rollout.environments.builtin:guess",
-    "openenv": "fp8rl.rollout.environments.openenv:openenv",
+    "openenv": "fp8rl.rollout.environments.builtin:openenv",
 }
 
 
@@ -47,10 +47,9 @@ def load_environment(config: EnvironmentSection, key: str = "environment") -> En
             expected=f"function={HARNESS}, which runs it",
             remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
         )
-    call = named_object(config.function, f"{key}.function", BUILT_IN | {HARNESS: "", VERIFIERS: ""})
-    return partial(
-        _callable(call, config.function, f"{key}.function", ["a conversation"], config.kwargs), **config.kwargs
-    )
+    built_in = BUILT_IN | {HARNESS: "", VERIFIERS: ""}
+    environment = _coroutine(config.function, f"{key}.function", built_in, ["a conversation"], config.kwargs)
+    return partial(environment, **config.kwargs)
 
 
 def _harness(config: EnvironmentSection, key: str) -> Harness:
@@ -65,9 +64,8 @@ def _harness(config: EnvironmentSection, key: str) -> Harness:
         )
     _check_parser(harness, key)
     if harness.program is not None:
-        name, where = harness.program, f"{key}.harness.program"
-        call = named_object(name, where, {})
-        return Harness(harness, _callable(call, name, where, ["a base URL", "a key", "the problem"], {}))
+        given = ["a base URL", "a key", "the problem"]
+        return Harness(harness, _coroutine(harness.program, f"{key}.harness.program", {}, given, {}))
     _check_command(harness, key)
     return Harness(harness, None)
 
@@ -138,11 +136,11 @@ def _check_command(harness: HarnessSection, key: str) -> None:
         )
 
 
-def _callable(
-    call: Callable[..., Any], name: str, key: str, given: list[str], kwargs: dict[str, Any]
+def _coroutine(
+    name: str, key: str, built_in: dict[str, str], given: list[str], kwargs: dict[str, Any]
 ) -> Callable[..., Awaitable[Any]]:
-    """Return the async function itself, once it is known to take its arguments."""
-    label = name.rpartition(":")[2]
+    """Load an async function that takes these arguments. Raises UserError, as `load_environment` does."""
+    call, label = named_object(name, key, built_in), name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(call):
         raise user_error(
             key,

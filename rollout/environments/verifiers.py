@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.data.tasks import Problem
+    from fp8rl.rollout.types import Problem
 
-_LEASH = Path(__file__).with_name("harness") / "leash.py"
+_WARDEN = Path(__file__).with_name("warden.py")
 _KEPT = 40
 """Last lines of the process's errors that a message has."""
 _MOST_BYTES = 1 << 26
@@ -34,7 +34,7 @@ class Verifiers:
 
     def __init__(self, env: Mapping[str, Any], python: str = sys.executable) -> None:
         """env: the `env` block of verifiers' own configuration. python: the interpreter that has verifiers."""
-        self._command = (sys.executable, "-I", "-S", str(_LEASH), python, "-P", __file__, "play", json.dumps(env))
+        self._command = (sys.executable, "-I", "-S", str(_WARDEN), python, "-P", __file__, "play", json.dumps(env))
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading: list[asyncio.Task[None]] = []

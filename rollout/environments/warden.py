@@ -1,7 +1,9 @@
-"""The main program of the process that runs a model's Python code; see `rollout.environments.python`.
+"""The main program of a process that runs other people's code, and ends all that this has started.
 
-It imports the standard library alone. Its standard input is one JSON object: the code, its limits of time and memory,
-and the length of output that is wanted. Its standard output is the result.
+It imports the standard library alone. With a command as its arguments it runs that, ends it when it is asked to or its
+owner dies, and exits with the command's status, or 128 and the number of the signal that ended it. Without arguments it
+runs a model's Python code (`rollout.environments.builtin`): standard input is one JSON object with the code, its limits
+of time and memory and the length of output that is wanted, standard output the result.
 """
 
 from __future__ import annotations
@@ -29,8 +31,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     _prctl(_PDEATHSIG, signal.SIGTERM)
-    _prctl(_SUBREAPER, 1)  # what the code leaves behind becomes a child of this process
-    request = json.load(sys.stdin)
+    _prctl(_SUBREAPER, 1)  # what is left behind becomes a child of this process
+    if command := sys.argv[1:]:
+        _run_command(command)
+    else:
+        _run_code(json.load(sys.stdin))
+
+
+def _run_command(command: list[str]) -> None:
+    child = os.fork()
+    if not child:
+        os.setsid()
+        _prctl(_PDEATHSIG, signal.SIGKILL)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+    signal.signal(signal.SIGTERM, lambda *_: (_kill_all(child), os._exit(1)))
+    _, status = os.waitpid(child, 0)
+    _kill_all(child)
+    sys.exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+
+
+def _run_code(request: dict[str, Any]) -> None:
     with open(_SCRIPT, "w", encoding="utf-8", errors="replace") as file:
         file.write(request["code"])
     output, end = os.pipe()
@@ -38,9 +62,9 @@ def main() -> None:
     if not child:
         _become(request, end)
     os.close(end)
-    signal.signal(signal.SIGTERM, lambda *_: (_end_all(child), os._exit(1)))
+    signal.signal(signal.SIGTERM, lambda *_: (_kill_all(child), os._exit(1)))
     printed, in_time = _read(output, request["timeout_s"], request["longest"])
-    status = _end_all(child)
+    status = _kill_all(child)
     text = printed.decode("utf-8", "replace")
     if not in_time:
         text += f"\nit took more than {request['timeout_s']:g} s"
@@ -111,8 +135,8 @@ def _read(output: int, seconds: float, longest: int) -> tuple[bytes, bool]:
     return printed, False
 
 
-def _end_all(child: int) -> int:
-    """Kill the code and all that it has started, also what has left its session; return the exit status of the code."""
+def _kill_all(child: int) -> int:
+    """Kill a child and all that it has started, also what has left its session; return its exit status."""
     status = 0
     try:
         os.killpg(child, signal.SIGKILL)

@@ -3,7 +3,7 @@
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
 variable FP8RL_PLUGIN, which `rollout.server.server` sets, it does nothing: an SGLang that merely shares the environment
 stays stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner
-asks for the report (`rollout.server.handshake`) before it uses the engine.
+asks for the report (`rollout.protocol`) before it uses the engine.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def register() -> None:
     state.configure(
         numerics,
         config.get("role", "policy"),
-        AdapterSection.model_validate(adapter) if adapter is not None else None,
-        config.get("shared_base", False),
-        config.get("base_name"),
-        architecture,
+        adapter=AdapterSection.model_validate(adapter) if adapter is not None else None,
+        waits=config.get("shared_base", False),
+        base_name=config.get("base_name"),
+        architecture=architecture,
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
     if (drafts := config.get("speculation")) is not None:

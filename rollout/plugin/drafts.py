@@ -24,7 +24,7 @@ CONTEXT = max(LENGTHS)
 STRENGTHS = 4
 _SLOTS_LOG2 = 21
 _KEPT = 0.998
-"""What a count is worth after one more forward pass."""
+"""The share of a count that is left after one more forward pass."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -11,10 +11,9 @@ import inspect
 import pkgutil
 from collections.abc import Sequence
 
-from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.rollout.plugin import lifecycle, sampling, sleeping
-from fp8rl.rollout.plugin.families import Hook, families, sides
+from fp8rl.rollout.plugin import lifecycle, sleeping
+from fp8rl.rollout.plugin.families import Hook, families, nothing, sides
 from fp8rl.rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
@@ -24,31 +23,12 @@ _FP8 = "layers.quantization.fp8."
 _MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
 
-# A checkpoint's FP8 weights, as they are.
+# FP8 weights stay as they are in the checkpoint, so that what is served can be compared byte for byte.
 _FP8_LAYOUT: tuple[Hook, ...] = (
-    Hook(
-        _FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"
-    ),
-    Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
+    Hook(_FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", nothing, "layer"),
+    Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", nothing, "layer"),
 )
 
-# Log-probabilities by the shared op, which the draws go with.
-_EXACT_LOGPROBS: tuple[Hook, ...] = (
-    Hook(
-        "layers.sampler.Sampler.forward",
-        "around",
-        sampling.of_samples,
-        "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
-        (ops.token_logprobs,),
-    ),
-    Hook(
-        "layers.logprob_processor.InputLogprobProcessor.forward",
-        "around",
-        sampling.of_prompts,
-        "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
-        "skip_chunking_for_dp_attn",
-    ),
-)
 _UNPADDED: tuple[Hook, ...] = (
     Hook(
         "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
@@ -57,20 +37,9 @@ _UNPADDED: tuple[Hook, ...] = (
         "model_config load_config tp_size",
     ),
 )
-# A kernel that a CPU lacks, for drafts in trees.
+# A kernel that a CPU lacks, for drafts in trees: entries of the KV cache stay where they are.
 _EVERY_CPU: tuple[Hook, ...] = (
-    Hook("mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", "replace", lifecycle.no_moves, ""),
-)
-
-
-# Where the logprobs are SGLang's own.
-_NATIVE_DRAW: tuple[Hook, ...] = (
-    Hook(
-        "layers.sampler.Sampler._sample_from_probs",
-        "around",
-        sampling.draw_from_probabilities,
-        "probs sampling_info positions simple_sampling_case",
-    ),
+    Hook("mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", "replace", nothing, ""),
 )
 
 
@@ -108,13 +77,6 @@ _EVERY_MODE: tuple[Hook, ...] = (
     # sleep
     Hook(_MEMORY + "release_memory_occupation", "around", sleeping.release, "recv_req"),
     Hook(_MEMORY + "resume_memory_occupation", "around", sleeping.resume, "recv_req"),
-    # seeds
-    Hook(
-        "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
-        "after",
-        sampling.seeds_of_batch,
-        "batch vocab_size",
-    ),
     # routes
     Hook(
         "state_capturer.base.BaseHostCache.__init__",
@@ -134,9 +96,9 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     of_families = tuple(hook for family in families() for hook in family.hooks(numerics, cuda))
     every = (*_EVERY_MODE, *(() if cuda else _EVERY_CPU))
     if numerics.mode == "exact":
-        return (*of_families, *_EXACT_LOGPROBS, *(() if cuda else _UNPADDED), *_FP8_LAYOUT, *every)
+        return (*of_families, *(() if cuda else _UNPADDED), *_FP8_LAYOUT, *every)
     layout = _FP8_LAYOUT if numerics.rollout_spec.quantized else ()
-    return (*of_families, *_NATIVE_DRAW, *layout, *every)
+    return (*of_families, *layout, *every)
 
 
 def provided(hooks: Sequence[Hook]) -> tuple[str, ...]:

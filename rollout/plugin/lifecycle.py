@@ -19,27 +19,9 @@ from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles
 from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.rollout import protocol
 from fp8rl.rollout.plugin import op_probe, sleeping
-from fp8rl.rollout.plugin.adapters import AdaptedRows
 from fp8rl.rollout.plugin.families import check_forms
-from fp8rl.rollout.plugin.inventory import inventory
-from fp8rl.rollout.plugin.state import report, state
-from fp8rl.rollout.protocol import (
-    Commit,
-    EngineReport,
-    Held,
-    Inventory,
-    MapBase,
-    Mapped,
-    Memory,
-    Ping,
-    Pong,
-    Probe,
-    ProbeAnswer,
-    ReadInventory,
-    ReadManifest,
-    ReadMemory,
-    ReadReport,
-)
+from fp8rl.rollout.plugin.parameters import AdaptedRows
+from fp8rl.rollout.plugin.state import inventory, report, state
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,10 +52,14 @@ def after_load_model(self: Any) -> None:
                 "Set numerics.mode to native"
             )
         enable_compiler()
-    _number_routers(self.model)
+    for name, module in self.model.named_modules():
+        if name.endswith(".topk") and module.layer_id is None:  # SGLang's OLMoE leaves it out
+            module.layer_id = int(name.split(".")[-3])  # by which the router's choice is kept for replay
     definition = read_model(Path(self.server_args.model_path), served=True).adapted(current.adapter)
     if current.numerics.mode == "exact":
-        _leave_factor_to_routers(self.model)
+        for module in self.model.modules():
+            if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
+                module.routed_scaling_factor = 1.0  # of the rounded sum of experts: it is in their probabilities
         allow_short_tiles(device)
         if current.numerics.deepgemm:
             current.without_deepgemm = allow_deepgemm(device)
@@ -83,20 +69,6 @@ def after_load_model(self: Any) -> None:
     rows = AdaptedRows(self.server_args.max_total_tokens, device) if current.base_name is not None else None
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank, of_base, rows)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
-
-
-def _number_routers(model: Any) -> None:
-    """Tell each router its layer, by which its choice is kept for replay: SGLang's OLMoE leaves it out."""
-    for name, module in model.named_modules():
-        if name.endswith(".topk") and module.layer_id is None:
-            module.layer_id = int(name.split(".")[-3])
-
-
-def _leave_factor_to_routers(model: Any) -> None:
-    """Set the factor to 1 by which SGLang would multiply the rounded sum of experts: it is in their probabilities."""
-    for module in model.modules():
-        if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
-            module.routed_scaling_factor = 1.0
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
@@ -128,33 +100,33 @@ def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: Held | Mapped | ProbeAnswer | EngineReport | Inventory | Memory | Pong
+    answer: protocol.Message
     match protocol.from_action(action):
         case None:
             return original(self, action=action, allow_quant_error=allow_quant_error)
-        case Commit(version=version):
-            answer = Held(entries=state().weights.commit(version))
-        case MapBase(address=address):
+        case protocol.Commit(version=version):
+            answer = protocol.Held(entries=state().weights.commit(version))
+        case protocol.MapBase(address=address):
             answer = map_base(self, address)
-        case ReadManifest():
-            answer = Held(entries=state().weights.manifest())
-        case Probe(recording=recording):
-            answer = ProbeAnswer(sha256=op_probe.answer(self, recording))
-        case ReadReport():
+        case protocol.ReadManifest():
+            answer = protocol.Held(entries=state().weights.manifest())
+        case protocol.Probe(recording=recording):
+            answer = protocol.ProbeAnswer(sha256=op_probe.answer(self, recording))
+        case protocol.ReadReport():
             answer = report(self)
-        case ReadInventory():
-            answer = Inventory(held=inventory(state().weights, self))
-        case ReadMemory():
+        case protocol.ReadInventory():
+            answer = protocol.Inventory(held=inventory(state().weights, self))
+        case protocol.ReadMemory():
             answer = sleeping.memory(self)
-        case Ping():
-            answer = Pong(weight_version=state().weights.version)
+        case protocol.Ping():
+            answer = protocol.Pong(weight_version=state().weights.version)
     own = state().weights.rank
     parallelism = {"tp_rank": own.rank, "tp_size": own.ranks, "rank": own.rank, "size": own.ranks}
     parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
     return {"checksums": protocol.to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 
-def map_base(runner: Any, address: str) -> Mapped:
+def map_base(runner: Any, address: str) -> protocol.Mapped:
     """Compute with the weights at this address from the next commit on. runner: SGLang's ModelRunner."""
     current = state()
     flat = mapped(address)
@@ -162,7 +134,7 @@ def map_base(runner: Any, address: str) -> Mapped:
     give_back()
     if current.weights.device.type == "cuda":
         runner.init_decode_cuda_graph()  # those that there are read the memory of before
-    return Mapped(bytes=flat.nbytes)
+    return protocol.Mapped(bytes=flat.nbytes)
 
 
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
@@ -174,11 +146,3 @@ def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int,
     self.buffer = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
     self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
     self._log_allocation()
-
-
-def no_moves(self: Any) -> None:
-    """Entries of the KV cache stay where they are."""
-
-
-def no_repacking(self: Any, layer: Any) -> None:
-    """FP8 weights stay as they are in the checkpoint, so that what is served can be compared byte for byte."""

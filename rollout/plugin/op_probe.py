@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,8 @@ def answer(runner: Any, recording: Path) -> str:
         outputs |= recorded(place, (), engine.run(place, read))
         if (each := engine.sides[place.op.form].each) is not None:
             outputs[place.key(EACH)] = each(engine.probed, engine.module(place), *read)
-    outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(_tokens(record, engine.places)).items()}
+    tokens = next(record[place.key(f"in.{TOKENS}")] for place in engine.places if TOKENS in place.op.reads)
+    outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(tokens).items()}
     path = recording.with_name(ANSWER)
     save_file(
         {name: t.cpu().contiguous().clone() for name, t in outputs.items()},
@@ -66,10 +66,6 @@ def answer(runner: Any, recording: Path) -> str:
         {"settings": json.dumps(engine.settings())},
     )
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _tokens(record: dict[str, Tensor], places: Sequence[OpSite]) -> Tensor:
-    return next(record[place.key(f"in.{TOKENS}")] for place in places if TOKENS in place.op.reads)
 
 
 class EngineOps:

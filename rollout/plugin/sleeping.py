@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.core.memory import give_back
-from fp8rl.rollout.plugin.inventory import cache_buffers
-from fp8rl.rollout.plugin.state import state
+from fp8rl.rollout.plugin.state import cache_buffers, state
 from fp8rl.rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory
 
 
@@ -64,7 +63,7 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     if CACHE in recv_req.tags:
         runner = self.tp_worker.model_runner
         runner.req_to_token_pool.req_to_token.zero_()
-        for buffer in cache_buffers(runner.token_to_kv_pool):
+        for _, buffer in cache_buffers(runner.token_to_kv_pool):
             buffer.zero_()
     if WEIGHTS in recv_req.tags:
         state().weights.occupy()
@@ -83,31 +82,26 @@ def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
 
 
 def memory(runner: Any) -> Memory:
-    """Return what a rank of the engine holds. runner: SGLang's ModelRunner."""
-    device = state().weights.device
+    """Return what a rank of the engine holds. runner: SGLang's ModelRunner.
+
+    CUDA graphs, of which torch knows no size, count in `in_use` alone.
+    """
+    device, held = state().weights.device, dict.fromkeys((WEIGHTS, CACHE), 0)
+    for tag in held.keys() - state().released.keys():
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(runner, tag)}
+        held[tag] = sum(storage.nbytes() for storage in storages.values())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(in_use=total - free, **_held(runner))
+        return Memory(in_use=total - free, **held)
     give_back()  # what was freed is nobody's
-    return Memory(in_use=psutil.Process().memory_info().rss, **_held(runner))
-
-
-def _held(runner: Any) -> dict[str, int]:
-    """Bytes of what can be released, by tag; CUDA graphs, of which torch knows no size, are not among them."""
-    released = state().released
-    return {tag: 0 if tag in released else _bytes(_tensors(runner, tag)) for tag in (WEIGHTS, CACHE)}
+    return Memory(in_use=psutil.Process().memory_info().rss, **held)
 
 
 def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
     if tag == WEIGHTS:
         yield from state().weights.everything()
     elif tag == CACHE:
-        yield from cache_buffers(runner.token_to_kv_pool)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+        yield from (buffer for _, buffer in cache_buffers(runner.token_to_kv_pool))
 
 
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from fp8rl.rollout.config import SpeculationSection
-from fp8rl.rollout.plugin import ranks
 from fp8rl.rollout.plugin.drafts import CONTEXT, Drafts, Ints, Price
 from fp8rl.rollout.plugin.state import state
 
 NAME = "FP8RL"
-"""What SGLang's command line calls the algorithm."""
+"""The name of the algorithm on SGLang's command line."""
 
 
 def accepted(drafts: Tensor, drawn: Tensor) -> Tensor:
@@ -135,17 +134,18 @@ def _worker(speculation: SpeculationSection) -> type:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a pass: of each of B answers the last token and its drafts, one answer's after the other's.
-
-    tokens, positions, owner: int64 [rows]; owner is the number of a row's answer. lengths: int64 [B], rows of each.
-    real: bool [B, W], which of W places of each answer have a row.
-    """
+    """The rows of a pass: of each of B answers the last token and its drafts, one answer's after the other's."""
 
     tokens: Tensor
+    """int64 [rows]"""
     positions: Tensor
+    """int64 [rows]"""
     owner: Tensor
+    """int64 [rows], the number of a row's answer."""
     lengths: Tensor
+    """int64 [B], the rows of each answer."""
     real: Tensor
+    """bool [B, W], the places of each answer, out of W, that have a row."""
 
     @classmethod
     def of(cls, batch: Any, drafts: Sequence[Sequence[int]], width: int) -> Rows:
@@ -206,7 +206,7 @@ class Drafter:
             most = min(most, self._most_rows // len(requests) - 1)
         left = [request.sampling_params.max_new_tokens - len(request.output_ids) - 1 for request in requests]
         room = np.minimum(left, most if _by_logits_alone(batch.sampling_info) else 0)
-        least = ranks.agreed(self._price.of(len(requests)))
+        least = _agreed(self._price.of(len(requests)))
         return self._drafts.draft(self._contexts, self._numbers, self._version, room, least)
 
     def saw(self, drawn: Tensor, kept: Tensor, rows: int, seconds: float) -> None:
@@ -223,3 +223,15 @@ def _by_logits_alone(info: Any) -> bool:
     """Return whether nothing else counts in the draw of a batch, such as penalties, which the tokens before change."""
     others = info.acc_additive_penalties, info.acc_scaling_penalties, info.logit_bias, info.grammars or None
     return not any(other is not None for other in others)
+
+
+def _agreed(number: float) -> float:
+    """Rank 0's number, on every rank."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return number
+    shared = torch.tensor([number], dtype=torch.float64)
+    torch.distributed.broadcast(shared, group.ranks[0], group.cpu_group)
+    return shared.item()

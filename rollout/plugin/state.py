@@ -1,19 +1,23 @@
-"""State of the plugin in the engine's scheduler process: the numerics, the weights, and the report on both."""
+"""State of the plugin in the engine's scheduler process, the report on it, and the inventory of what it holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
+from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
+from fp8rl.numerics.core.memory import Holding, format_of, holding
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 
@@ -27,9 +31,9 @@ class EngineState:
     weights: ServedWeights
     adapter: AdapterSection | None = None
     waits: bool = False
-    """Whether it has placeholders for weights, until a base arrives."""
+    """It has placeholders for weights, until a base arrives."""
     base_name: str | None = None
-    """What clients call the base beside the adapters; None: it is not served."""
+    """The name by which clients ask for the base without the adapters; None: it is not served."""
     architecture: str | None = None
     """The user's file that has the model's; None: it is one of ours."""
     hooks: tuple[str, ...] = ()
@@ -38,25 +42,16 @@ class EngineState:
     row_variant: tuple[str, ...] | None = None
     without_deepgemm: str | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
-    """What sleeps, by tag, and where it was done here the memory that was freed for it, with its bytes."""
+    """The memory that was freed here for each tag that sleeps, with its bytes; none where SGLang's saver did it."""
 
 
 _state: EngineState | None = None
 
 
-def configure(
-    numerics: NumericsConfig,
-    role: Role = "policy",
-    adapter: AdapterSection | None = None,
-    waits: bool = False,
-    base_name: str | None = None,
-    architecture: str | None = None,
-) -> None:
-    """Called once per process, before any hook is installed. adapter: that stands beside the weights. waits, base_name,
-    architecture: see `EngineState`."""
+def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) -> None:
+    """Make this process's state, before any hook is installed. settings: further ones of `EngineState`."""
     global _state
-    weights = ServedWeights(numerics.rollout_spec.weight)
-    _state = EngineState(numerics, role, weights, adapter, waits, base_name, architecture)
+    _state = EngineState(numerics, role, ServedWeights(numerics.rollout_spec.weight), **settings)
 
 
 def state() -> EngineState:
@@ -89,3 +84,34 @@ def report(runner: Any) -> EngineReport:
         adapter=current.adapter.model_dump(mode="json") if current.adapter else None,
         kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
     )
+
+
+# The inventory: weights by their names in the checkpoint, what is made of them, and the KV cache.
+#
+# What a forward holds for a moment is not in it, nor what SGLang keeps beside: requests, tables of slots, CUDA graphs.
+
+WEIGHTS, SCALES, DERIVED, KV_CACHE = "weights", "scales", "derived", "kv_cache"
+"""Kinds of what an engine holds. `derived`: what products multiply with in place of the weights, in further memory."""
+
+
+def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
+    """Return what a rank holds. runner: SGLang's ModelRunner."""
+    held = list(weights.tensors())
+    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in held]
+    own = {parameter.untyped_storage().data_ptr() for _, parameter, _ in held}
+    for name, tensors in weights.operands():
+        # An operand may be the weights themselves, as kernels take them.
+        if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own]:
+            found.append(holding(name, DERIVED, *made))
+    pool = runner.token_to_kv_pool
+    for name, buffer in cache_buffers(pool):
+        # The pool's own dtype: where it is an FP8 one, its buffers are uint8.
+        found.append(Holding(name, KV_CACHE, format_of(pool.dtype), tuple(buffer.shape), buffer.nbytes))
+    return tuple(found)
+
+
+def cache_buffers(pool: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold keys and values, with their names."""
+    for kind in ("k", "v", "kv"):  # `kv` of latent attention
+        for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
+            yield f"{kind} of layer {layer}", buffer

@@ -7,7 +7,7 @@ import re
 from itertools import product
 from typing import Any
 
-from fp8rl.rollout.rewards.rules import final_integer
+from fp8rl.rollout.rewards.builtin import final_integer
 
 # Texts as math-verify reads them: without Markdown, currency, and separators of digits.
 #

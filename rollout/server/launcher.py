@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from setproctitle import setproctitle
 
 from fp8rl.rollout.server import public
@@ -45,7 +46,13 @@ sync."""
 
 def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
-    request = json.loads(_read_line(0))
+    with open(0, "rb", buffering=0, closefd=False) as lifeline:  # so that nothing after the line is buffered away
+        line = lifeline.readline()
+    if not line.endswith(b"\n"):
+        raise SystemExit(
+            "The launcher is started by fp8rl.rollout.server.server, which writes one JSON line to its input"
+        )
+    request = json.loads(line)
     host = request["arguments"][request["arguments"].index("--host") + 1]
     if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
         raise SystemExit(
@@ -66,9 +73,9 @@ def main() -> None:
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", _exit_promptly, HookType.AROUND
     )
-    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _remember_shared_memory, HookType.AFTER)
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _note_shared_memory, HookType.AFTER)
     if request["fork"]:
-        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
     if request["openai"]:
         from fp8rl.rollout.plugin.hooks import register
 
@@ -94,19 +101,6 @@ def main() -> None:
         remove_scratch(Path(os.environ["TMPDIR"]))
 
 
-def _read_line(descriptor: int) -> bytes:
-    """Read one line byte by byte, so that nothing after it is buffered away."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            raise SystemExit(
-                "The launcher is started by fp8rl.rollout.server.server, which writes one JSON line to its input"
-            )
-        line += byte
-    return line
-
-
 def start_watch() -> None:
     """Fork a watch that kills this process group, and removes its scratch directory, once the lifeline or this process
     ends."""
@@ -118,25 +112,18 @@ def start_watch() -> None:
         while os.getppid() == server:
             if select.select([0], [], [], WATCH_S)[0] and not os.read(0, 1):
                 break
-        remove_queues(_group())
+        group = []
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError):
+                if os.getpgid(pid) == os.getpgrp():
+                    group.append(pid)
+        remove_queues(group)
         remove_scratch(Path(os.environ["TMPDIR"]))
     finally:
         os.killpg(0, signal.SIGKILL)
 
 
-def _group() -> list[int]:
-    """Return the processes of this one's group."""
-    import psutil
-
-    found = []
-    for pid in psutil.pids():
-        with suppress(ProcessLookupError):
-            if os.getpgid(pid) == os.getpgrp():
-                found.append(pid)
-    return found
-
-
-def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+def _note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
     """Note the one file that SGLang makes outside its scratch directory, and never removes."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
@@ -168,7 +155,7 @@ async def _exit_promptly(original: Any, manager: Any) -> None:
         os._exit(int(ended.code or 0))
 
 
-def _fork_workers(result: None, *_: Any) -> None:
+def _fork(result: None, *_: Any) -> None:
     """Fork the scheduler and the detokenizer: spawned, each would import SGLang again. Only without CUDA."""
     multiprocessing.set_start_method("fork", force=True)
 

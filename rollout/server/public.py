@@ -16,8 +16,8 @@ from typing import Any
 
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
-from fp8rl.rollout.chat import end_ids, read_arguments, template_arguments
-from fp8rl.rollout.lengths import fewest_tokens, text_size
+from fp8rl.rollout.chat import end_ids, fewest_tokens, read_arguments, template_arguments, text_size
+from fp8rl.rollout.openai import CHAT_SETTINGS, SETTINGS, error_body
 from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
 
@@ -25,17 +25,13 @@ ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
 """The endpoints that are opened besides those of the engine's owner, and besides the list of models (`open_models`)."""
 MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
 MOST_BYTES, LONGEST_SALT = 32 << 20, 256
-_COMMON = {
-    "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim",
-    "skip_special_tokens", "spaces_between_special_tokens", "logprobs", "stream", "stream_options", "return_token_ids",
-    "user", "metadata", "store", "service_tier", "cache_salt",
+_COMMON = SETTINGS | {
+    "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens",
+    "spaces_between_special_tokens", "return_token_ids", "cache_salt",
 }  # fmt: skip
-SETTINGS = {
+SERVED = {
     "/v1/completions": _COMMON | {"prompt", "echo"},
-    "/v1/chat/completions": _COMMON
-    | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"}
-    | {"tools", "tool_choice", "parallel_tool_calls", "response_format"},
+    "/v1/chat/completions": _COMMON | CHAT_SETTINGS | {"continue_final_message"},
 }
 """The settings that a request may have. SGLang takes a hundred more: some would be ignored in silence, some let a
 client run code or take another's answer, and some end the engine."""
@@ -134,9 +130,7 @@ def error_response(
     """Return an error in OpenAI's form (`OpenAIServingBase.create_error_response`)."""
     from fastapi.responses import JSONResponse
 
-    kind = "invalid_request_error" if status_code < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status_code)
+    return JSONResponse(error_body(message, status_code, param, code), status_code)
 
 
 class ObjectsOnly:
@@ -146,7 +140,7 @@ class ObjectsOnly:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SETTINGS:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SERVED:
             return await self._app(scope, receive, send)
         body, message = bytearray(), {"more_body": True}
         while message.get("more_body") and len(body) <= MOST_BYTES:
@@ -160,7 +154,7 @@ class ObjectsOnly:
                 raise ValueError("another value")
         except ValueError as error:
             return await error_response(None, f"body: found {error}, expected a JSON object")(scope, receive, send)
-        for parameter, why in _not_served(found, SETTINGS[scope["path"]]):
+        for parameter, why in _not_served(found, SERVED[scope["path"]]):
             return await error_response(None, f"{parameter}: {why}", param=parameter)(scope, receive, send)
         read = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -269,10 +263,12 @@ def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[st
     vocabulary = manager.model_config.vocab_size
     if "model" not in request.model_fields_set:
         yield "model", f"found none, expected {_said(names)}"
-    if not 1 <= request.n <= MOST_ANSWERS:
-        yield "n", f"found {request.n}, expected 1 to {MOST_ANSWERS}"
-    if request.seed is not None and not 0 <= request.seed <= LARGEST_SEED:
-        yield "seed", f"found {request.seed}, expected 0 to {LARGEST_SEED}"
+    bounds = {"n": (1, MOST_ANSWERS), "seed": (0, LARGEST_SEED)}
+    bounds |= dict.fromkeys(("logprobs", "top_logprobs"), (0, MOST_LOGPROBS))
+    for parameter, (least, most) in bounds.items():
+        found = getattr(request, parameter, None)
+        if found is not None and not least <= found <= most:
+            yield parameter, f"found {found}, expected {least} to {most}"
     if request.top_k is not None and not (request.top_k == -1 or 1 <= request.top_k <= LARGEST_TOP_K):
         yield "top_k", f"found {request.top_k}, expected 1 to {LARGEST_TOP_K}, or -1 for all"
     if "" in ([request.stop] if isinstance(request.stop, str) else request.stop or ()):
@@ -282,10 +278,6 @@ def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[st
             yield "stop_token_ids", f"found {token}, expected 0 to {vocabulary - 1}"
     if not isinstance(request.cache_salt, str | None) or len(request.cache_salt or "") > LONGEST_SALT:
         yield "cache_salt", f"found another value, expected a text of at most {LONGEST_SALT} characters"
-    for parameter in ("logprobs", "top_logprobs"):
-        found = getattr(request, parameter, None)
-        if found is not None and not 0 <= found <= MOST_LOGPROBS:
-            yield parameter, f"found {found}, expected 0 to {MOST_LOGPROBS}"
     prompt = getattr(request, "prompt", "")
     if isinstance(prompt, list) and ([] in prompt or "" in prompt):
         yield "prompt", "found an empty one in the list, expected at least one token in each"

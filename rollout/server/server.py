@@ -24,10 +24,9 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
 from fp8rl.rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
-from fp8rl.rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint
+from fp8rl.rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint, EngineDiedError, EngineError
 
 GRACE_S = 4.0
 """Time for an orderly exit before the remaining processes are killed."""
@@ -249,31 +248,23 @@ def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _claim_port(port: int | None, host: str) -> int:
-    """Return `port` if nobody listens there, or a free one for None."""
-    if port is None:
-        return _free_port(host)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            raise user_error(
-                "rollout.port",
-                found=port,
-                expected="a free port, but another program listens there",
-                remedy="Choose another one, or null for any free one.",
-            ) from None
-    return port
+    """Return `port` if nobody listens there.
 
-
-def _free_port(host: str) -> int:
-    """Return a port that stays free while the server imports: outgoing connections get theirs from above these."""
+    None: a free one that stays free while the server imports: outgoing connections get theirs from above these.
+    """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise EngineError(f"found 100 ports from {_FIRST_PORT} on taken, expected a free one. Set rollout.port")
+    drawn = random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100)
+    for number in drawn if port is None else [port]:
+        with socket.socket() as probe, suppress(OSError):
+            if port is not None:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, number))
+            return number
+    if port is None:
+        raise EngineError(f"found 100 ports from {_FIRST_PORT} on taken, expected a free one. Set rollout.port")
+    raise user_error(
+        "rollout.port",
+        found=port,
+        expected="a free port, but another program listens there",
+        remedy="Choose another one, or null for any free one.",
+    )

@@ -29,9 +29,8 @@ from fp8rl.numerics.spec import PRESETS
 from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.errors import StaleWeightsError
 from fp8rl.rollout.protocol import ADAPTER_SCALE
-from fp8rl.rollout.types import Group, SamplingParams
+from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import SyncReport

@@ -12,7 +12,7 @@ import pytest
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.errors import HandshakeError
+from fp8rl.rollout.types import HandshakeError
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.rig import make_engine
 

@@ -21,11 +21,10 @@ from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.protocol import EngineReport
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.types import Prompt, SamplingParams
+from fp8rl.rollout.types import Problem, Prompt, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch

@@ -10,7 +10,7 @@ import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
 from fp8rl.rollout.data.sources import Source, load_problems
-from fp8rl.rollout.rewards.rules import integer
+from fp8rl.rollout.rewards.builtin import integer
 from tests.support.paths import EXAMPLES
 
 

@@ -13,8 +13,8 @@ from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rl.run.evaluation import held_out
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rollout.data.sources import load_problems
-from fp8rl.rollout.data.tasks import prompt_ids
-from fp8rl.rollout.rewards.rules import integer
+from fp8rl.rollout.rewards.builtin import integer
+from fp8rl.rollout.types import prompt_ids
 from tests.support.paths import EXAMPLES
 
 SAMPLE = EXAMPLES / "data/gsm8k_sample.jsonl"

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.data.tasks import Problem, prompt_ids
+from fp8rl.rollout.types import Problem, prompt_ids
 
 
 @pytest.fixture(scope="module")

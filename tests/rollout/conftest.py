@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fp8rl.rollout.server.server import SGLangServer
-from tests.support.servers import EOS, VOCABULARY, small_config
+from tests.support.servers import EOS, VOCABULARY, group_members, shared_memory, small_config
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +33,13 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         running = SGLangServer.start(tiny_model, small_config(), log_path=folder / "engine.log", weight_version=3)
+    traces = [running._scratch, *shared_memory(group_members(running.pid))]
     yield running
+    began = time.monotonic()
     running.stop()
+    running.stop()
+    assert time.monotonic() - began < 15 and not running.alive()
+    assert group_members(running.pid) == [] and not any(path.exists() for path in traces), "it leaves nothing"
 
 
 def _make_model(folder: Path, seed: int) -> Path:

@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.chat import answer_ids, continuation_ids, end_ids, prompt_ids, render
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.chat_templates import KINDS, Kind, with_template
 from tests.support.conversations import Model
 from tests.support.paths import EXAMPLES
@@ -222,7 +221,9 @@ def test_a_message_without_room_ends_the_conversation_and_leaves_whole_messages_
         conversation.message("user", "c" * 4000)
 
     answer = played(tokenizer, environment, Model(tokenizer, "x<|im_end|>"), [USER])
-    assert tokenizer.decode(answer.token_ids) == "x<|im_end|>" and answer.told == () and not answer.finished
+    assert (
+        tokenizer.decode(answer.token_ids) == "x<|im_end|>" and answer.environment_spans == () and not answer.finished
+    )
 
 
 def test_what_was_asked_of_the_engine_is_what_the_row_has(tokenizers: dict[str, Any]) -> None:
@@ -246,4 +247,4 @@ def test_what_was_asked_of_the_engine_is_what_the_row_has(tokenizers: dict[str, 
     assert [row[: len(prompt)] for prompt in asked] == asked and row[len(asked[1]) :] == tokens(
         tokenizer, "y<|im_end|>"
     )
-    assert answer.told == ((2, len(answer.token_ids) - 2),)
+    assert answer.environment_spans == ((2, len(answer.token_ids) - 2),)

@@ -18,9 +18,8 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.engine import Engine, EngineActor
-from fp8rl.rollout.errors import EngineDiedError, EngineError, HandshakeError
 from fp8rl.rollout.server.scratch import sweep
-from fp8rl.rollout.types import SamplingParams
+from fp8rl.rollout.types import EngineDiedError, EngineError, HandshakeError, SamplingParams
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))

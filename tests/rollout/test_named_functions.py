@@ -9,8 +9,7 @@ import pytest
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout import named_functions
 from fp8rl.rollout.named_functions import check_importable, named_object
-from fp8rl.rollout.rewards.config import RewardSection
-from fp8rl.rollout.rewards.functions import load_function
+from fp8rl.rollout.rewards.functions import RewardSection, load_function
 
 RAISING_SIGNATURE = """
 class Reward:
@@ -51,12 +50,10 @@ def test_a_module_that_does_not_let_go_is_refused(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("def __getattr__(name):\n    raise RuntimeError(name)", "RuntimeError: reward"),
         (RAISING_SIGNATURE, "RuntimeError: no signature"),
-        ("reward = 3", "expected a function of"),
     ],
-    ids=["exits", "getattr", "signature", "no-function"],
+    ids=["getattr", "signature"],
 )
 def test_what_a_module_raises_is_said(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "own.py").write_text(text)

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fp8rl.rollout.errors import EngineError, StaleWeightsError
-from fp8rl.rollout.sampler import check_versions, sample_groups
+from fp8rl.rollout.engine import check_versions, sample_groups
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
-from fp8rl.rollout.types import Completion, SamplingParams, Trajectory
+from fp8rl.rollout.types import Completion, EngineError, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.servers import EOS, groups, use
 
 SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(EOS,))
@@ -38,7 +37,7 @@ class ScriptedClient:
         tokens = [100 * ids[0] + begun + index for index in range(length)]
         whole = begun + length == 3
         routes = torch.full((len(ids) + length - 1, 1, 1), version, dtype=torch.int16)
-        return Completion(tokens, [-0.5] * length, [version] * length, whole, routes, cut=not whole)
+        return Completion(tokens, [-0.5] * length, [version] * length, whole, routes, aborted=not whole)
 
 
 def test_groups_come_in_their_order_with_their_seeds() -> None:

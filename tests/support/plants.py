@@ -15,10 +15,10 @@ PLANT = "FP8RL_TEST_PLANT"
 def stale_operands() -> None:
     """Products multiply with what was made of the first weights for good, and every commit says that it was made anew.
     Parameters, their digests and versions are right."""
-    refresh = ServedWeights._refresh
+    make = ServedWeights._make_operands
 
-    def pretended(self: ServedWeights, parameters: Set[Tensor]) -> None:
-        refresh(self, parameters - self._operands.keys())
-        self._made |= parameters & self._operands.keys()
+    def pretended(self: ServedWeights, parameters: Set[Tensor]) -> set[Tensor]:
+        stale = {parameter for parameter in parameters if self._held[parameter].operand is not None}
+        return make(self, parameters - stale) | stale
 
-    ServedWeights._refresh = pretended  # type: ignore[method-assign]
+    ServedWeights._make_operands = pretended  # type: ignore[method-assign]

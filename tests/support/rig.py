@@ -32,12 +32,10 @@ from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection, SpeculationSection
-from fp8rl.rollout.data.tasks import Problem
-from fp8rl.rollout.engine import Engine
+from fp8rl.rollout.engine import Engine, check_versions
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.sampler import check_versions
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat

@@ -12,10 +12,9 @@ from typing import TypeVar
 import psutil
 
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
-from fp8rl.rollout.types import Endpoint, Group, Prompt
+from fp8rl.rollout.types import Endpoint, Group, Problem, Prompt
 
 Result = TypeVar("Result")
 

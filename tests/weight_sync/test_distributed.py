@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.server.arguments import server_environment
+from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.trainer.device import LOOPBACK
 from fp8rl.weight_sync.buckets import Packer

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.types import EngineError
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport

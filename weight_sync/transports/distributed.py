@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rl.rollout.errors import EngineError
 from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.distributed.parallel import in_turn, open_store
 from fp8rl.weight_sync.buckets import Bucket, Named, Packer
 

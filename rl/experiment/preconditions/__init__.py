@@ -22,8 +22,7 @@ from fp8rl.rl.record.wandb_run import check_wandb
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.named_functions import check_importable
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardSection
-from fp8rl.rollout.rewards.functions import load_function
+from fp8rl.rollout.rewards.functions import RewardSection, load_function
 
 __all__ = ["check", "read_model"]
 

@@ -23,7 +23,7 @@ from fp8rl.rollout.chat import (
     template_arguments,
 )
 from fp8rl.rollout.data.sources import Source
-from fp8rl.rollout.data.tasks import Problem, prompt_ids
+from fp8rl.rollout.types import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

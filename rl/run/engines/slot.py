@@ -16,8 +16,7 @@ from fp8rl.rl.run.engines.canary import Expected
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine import Slept
-from fp8rl.rollout.errors import EngineDiedError, EngineError
-from fp8rl.rollout.types import Decoding, Endpoint, Load
+from fp8rl.rollout.types import Decoding, Endpoint, EngineDiedError, EngineError, Load
 from fp8rl.trainer.actor import TrainerDiedError
 
 Result = TypeVar("Result")

@@ -19,8 +19,7 @@ from fp8rl.rl.run.cluster.seats import Seats
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_config, engine_maker
 from fp8rl.rl.run.events import Events
-from fp8rl.rollout.errors import EngineError
-from fp8rl.rollout.types import Trajectory
+from fp8rl.rollout.types import EngineError, Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.served import convert_checkpoint

@@ -53,7 +53,7 @@ def batch_from_trajectories(
         ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
     """
     for row, trajectory in enumerate(trajectories):
-        told = sum(end - begin for begin, end in trajectory.told)
+        told = sum(end - begin for begin, end in trajectory.environment_spans)
         if len(trajectory.logprobs) != len(trajectory.token_ids) - told:
             raise ValueError(
                 f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
@@ -61,7 +61,7 @@ def batch_from_trajectories(
             )
     batch = _pad([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
     for row, trajectory in enumerate(trajectories):
-        for begin, end in trajectory.told:  # nothing is learnt from an environment's words
+        for begin, end in trajectory.environment_spans:  # nothing is learnt from an environment's words
             batch.loss_mask[row, len(trajectory.prompt_ids) + begin : len(trajectory.prompt_ids) + end] = False
     rollout_logprobs = torch.zeros(batch.tokens.shape)
     # Row-major, so the mask lists each row's sampled tokens in order, row after row.

@@ -16,10 +16,9 @@ from fp8rl.rl.run.events import Failures
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.environments.harness.harness import Harness
-from fp8rl.rollout.errors import EngineError, StaleWeightsError
+from fp8rl.rollout.environments.harness import Harness
 from fp8rl.rollout.named_functions import Numbers, ReturnError, brief, named_numbers
-from fp8rl.rollout.types import Group, SamplingParams, Trajectory
+from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 
 ENVIRONMENT_FAILURES = "rollout/environment_failures"
 REWARD = "reward"

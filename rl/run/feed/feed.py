@@ -26,8 +26,7 @@ from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
 from fp8rl.rollout.chat import answer_ids
-from fp8rl.rollout.data.tasks import Problem, prompt_ids
-from fp8rl.rollout.types import Group, Prompt, Trajectory
+from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
 from fp8rl.trainer.step.batch import TokenBatch
 
 Meanwhile = Callable[[], object]
@@ -364,9 +363,9 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     for trajectory in trajectories:
         for name, value in trajectory.outcome.items():
             outcomes.setdefault(name, []).append(value)
-    told = [sum(end - begin for begin, end in trajectory.told) for trajectory in trajectories]
+    told = [sum(end - begin for begin, end in trajectory.environment_spans) for trajectory in trajectories]
     return {
-        "rollout/turns_mean": sum(len(trajectory.told) + 1 for trajectory in trajectories) / len(trajectories),
+        "rollout/turns_mean": sum(len(each.environment_spans) + 1 for each in trajectories) / len(trajectories),
         "rollout/environment_tokens_mean": sum(told) / len(told),
         "rollout/branches": float(sum(trajectory.branch > 0 for trajectory in trajectories)),
         **{f"{OUTCOMES}{name}": sum(values) / len(values) for name, values in outcomes.items()},

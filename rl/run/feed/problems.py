@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rollout.data.sources import load_problems
-from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.types import Problem
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from fp8rl.rl.run.lifecycle.interrupts import Closing
 from fp8rl.rl.run.lifecycle.stopping import STOPPED, bounded
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
-from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.weight_sync.manifest import SyncError
 

@@ -49,18 +49,21 @@ class Hook:
         return f"sglang.{self.target}" if self.target.startswith("kernels.") else f"sglang.srt.{self.target}"
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """Leave out what SGLang does at a hook."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Probed:
-    """An engine whose ops are run on the tokens of some sequences, end to end.
-
-    runner: SGLang's ModelRunner. lengths: int64 [sequences]. targets: int64 [T], the tokens whose log-probabilities are
-    asked for at `temperature`.
-    """
+    """An engine whose ops are run on the tokens of some sequences, end to end."""
 
     runner: Any
+    """SGLang's ModelRunner."""
     sizes: ModelSizes
     lengths: Tensor
+    """int64 [sequences]"""
     targets: Tensor
+    """int64 [T], the tokens whose log-probabilities are computed."""
     temperature: float
 
     @cached_property
@@ -74,7 +77,7 @@ class EngineSide:
     """One form of op in the engine."""
 
     run: Callable[..., tuple[Tensor, ...]]
-    """What a module of it writes, of the engine, the module and what it reads."""
+    """Returns the outputs of one of its modules, given the engine, the module and its inputs."""
     each: Callable[..., Tensor] | None = None
     """[T, k, H], what each of a token's experts adds to the output; None where there are no experts."""
     constants: Callable[[Any], tuple[float, ...]] | None = None
@@ -93,23 +96,15 @@ class Copies(Protocol):
         """Say whether they are, bit for bit, what the weight is or, quantized by `spec`, dequantizes to."""
 
 
-def _nothing_hooked(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    return ()
-
-
-def _no_copies(model: nn.Module) -> dict[Tensor, Copies]:
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineFamily:
     """One family of ops in the engine."""
 
     sides: Mapping[OpForm, EngineSide]
     """Of each of its forms."""
-    hooks: Callable[[NumericsConfig, bool], tuple[Hook, ...]] = _nothing_hooked
+    hooks: Callable[[NumericsConfig, bool], tuple[Hook, ...]] = lambda numerics, cuda: ()
     """Hooked with these numerics, on a GPU (True) or a CPU."""
-    copies: Callable[[nn.Module], Mapping[Tensor, Copies]] = _no_copies
+    copies: Callable[[nn.Module], Mapping[Tensor, Copies]] = lambda model: {}
     """Copies that SGLang's model has of its weights, by weight."""
 
 

@@ -44,16 +44,11 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def rotary_embedding(
-    self: Any,
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    fused_set_kv_buffer_arg: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    self: Any, positions: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
     where = positions.reshape(1, -1)
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: Tensor) -> Tensor:
         heads = x.reshape(1, x.shape[0], -1, self.head_size)
         return ops.rope(heads, where, self.base, self.rotary_dim).reshape(x.shape)
 
@@ -61,123 +56,65 @@ def rotary_embedding(
 
 
 def attention_extend(
-    self: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    extend_prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    scaling: Any = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
-    sliding_window_size: int | None = None,
-) -> torch.Tensor:
+    self: Any, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, requests: Tensor,
+    lengths: Tensor, prefixes: Tensor, new: Tensor, *_: Any, scaling: float, **__: Any
+) -> Tensor:  # fmt: skip
     """Prefill, whole or in chunks: query [tokens, heads, D] holds the new tokens of every sequence, end to end."""
-    new, keys = extend_seq_lens, seq_lens
-    return output.copy_(
-        ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, new, keys, scaling)
-    )
+    return output.copy_(ops.paged_attention(query, k_cache, v_cache, slots, requests, new, lengths, scaling))
 
 
 def attention_decode(
-    self: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    scaling: Any = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
-    sliding_window_size: int | None = None,
-) -> torch.Tensor:
+    self: Any, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, requests: Tensor,
+    lengths: Tensor, *_: Any, scaling: float, **__: Any
+) -> Tensor:  # fmt: skip
     """One new token of every sequence: query [sequences, heads, D]."""
-    new, keys = torch.ones_like(seq_lens), seq_lens
-    return output.copy_(
-        ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, new, keys, scaling)
-    )
+    new = torch.ones_like(lengths)
+    return output.copy_(ops.paged_attention(query, k_cache, v_cache, slots, requests, new, lengths, scaling))
 
 
 def attention_backend_extend(
-    self: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool = True,
-    sinks: torch.Tensor | None = None,
-    score_mod: Any = None,
-    aux_tensors: Any = None,
-) -> torch.Tensor:
+    self: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **extras: Any
+) -> Tensor:
     """Prefill on a GPU: q [tokens, heads * D] of the new tokens of every sequence, end to end."""
-    new = forward_batch.extend_seq_lens
-    return _attend(self, q, k, v, layer, forward_batch, save_kv_cache, new, (sinks, score_mod, aux_tensors))
+    return _attend(self, q, k, v, layer, batch, batch.extend_seq_lens, save_kv_cache, extras)
 
 
 def attention_backend_decode(
-    self: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool = True,
-    sinks: torch.Tensor | None = None,
-    score_mod: Any = None,
-    aux_tensors: Any = None,
-) -> torch.Tensor:
+    self: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, **extras: Any
+) -> Tensor:
     """One new token of every sequence on a GPU: q [sequences, heads * D].
 
     In a captured CUDA graph, the batch's lengths and the table of slots are the buffers that each replay fills.
     """
-    new = torch.ones_like(forward_batch.seq_lens)
-    return _attend(self, q, k, v, layer, forward_batch, save_kv_cache, new, (sinks, score_mod, aux_tensors))
+    return _attend(self, q, k, v, layer, batch, torch.ones_like(batch.seq_lens), save_kv_cache, extras)
 
 
 def _attend(
     backend: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool,
-    new: torch.Tensor,
-    extras: tuple[Any, ...],
-) -> torch.Tensor:
-    """The new keys and values into their slots, then attention over the slots."""
+    batch: Any,
+    new: Tensor,
+    save: bool,
+    extras: dict[str, Any],
+) -> Tensor:
+    """Put the new keys and values into their slots, then attend over the slots."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    if layer.sliding_window_size not in (None, -1) or layer.logit_cap or any(extra is not None for extra in extras):
+    beyond = any(extra is not None for extra in extras.values())
+    if layer.sliding_window_size not in (None, -1) or layer.logit_cap or beyond:
         raise NotImplementedError("exact mode: found attention with more than a causal mask; use another model")
     pool = backend.token_to_kv_pool
-    if save_kv_cache:
-        metadata = backend.forward_metadata
-        slots = KVWriteLoc(
-            forward_batch.out_cache_loc, metadata.swa_out_cache_loc, full_loc=metadata.out_cache_loc_full_physical
-        )
-        pool.set_kv_buffer(layer, slots, k, v)
-    return ops.paged_attention(
-        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        pool.get_key_buffer(layer.layer_id),
-        pool.get_value_buffer(layer.layer_id),
-        backend.req_to_token_pool.req_to_token,
-        forward_batch.req_pool_indices,
-        new,
-        forward_batch.seq_lens,
-        layer.scaling,
-    ).view(q.shape)
+    if save:
+        places = backend.forward_metadata
+        written = KVWriteLoc(batch.out_cache_loc, places.swa_out_cache_loc, full_loc=places.out_cache_loc_full_physical)
+        pool.set_kv_buffer(layer, written, k, v)
+    heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    slots, requests = backend.req_to_token_pool.req_to_token, batch.req_pool_indices
+    return ops.paged_attention(heads, keys, values, slots, requests, new, batch.seq_lens, layer.scaling).view(q.shape)
 
 
 def _qkv(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -199,20 +136,11 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     requests = torch.arange(len(lengths), device=q.device)
     k, v, out = k.to(runner.kv_cache_dtype), v.to(runner.kv_cache_dtype), torch.empty_like(q)
     if q.device.type == "cpu":
+        grouped, none = attn.tp_q_head_num != attn.tp_k_head_num, torch.zeros_like(lengths)
         runner.attn_backend._run_sdpa_forward_extend(
-            q,
-            out,
-            k,
-            v,
-            slots,
-            requests,
-            lengths,
-            torch.zeros_like(lengths),
-            lengths,
-            scaling=attn.scaling,
-            enable_gqa=attn.tp_q_head_num != attn.tp_k_head_num,
-            causal=True,
-        )
+            *(q, out, k, v, slots, requests, lengths, none, lengths),
+            scaling=attn.scaling, enable_gqa=grouped, causal=True
+        )  # fmt: skip
     elif state().numerics.mode == "exact":
         out = ops.paged_attention(q, k, v, slots.int(), requests, lengths, lengths, attn.scaling)
     else:

@@ -1,4 +1,4 @@
-"""Ops that all models have in the engine: embedding, norms, products, the head and log-probabilities.
+"""Ops that all models have in the engine: embedding, norms, products and the head.
 
 Exact mode replaces SGLang's norms and products by the shared ops. Native mode has SGLang's own FP8, on a GPU with the
 run's scales, and on a CPU, where it has none, our products.
@@ -6,18 +6,19 @@ run's scales, and on a CPU, where it has none, our products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR, LOGPROBS, NORM
+from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR, NORM
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
-from fp8rl.numerics.sampling import GREEDY
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.rollout.plugin import ranks
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.plugin.state import state
 
@@ -59,9 +60,9 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 def rms_norm(
     self: Any,
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    post_residual_addition: torch.Tensor | None = None,
+    x: Tensor,
+    residual: Tensor | None = None,
+    post_residual_addition: Tensor | None = None,
     quant_linear: Any = None,
 ) -> Any:
     if post_residual_addition is not None:
@@ -71,42 +72,69 @@ def rms_norm(
     return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
 
-def linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    low_rank = state().weights.low_rank(layer.weight)
-    if ranks.splits(layer):
-        return ops.add_bias(ranks.merged(ops.linear_partial(x, layer.weight), x, low_rank), bias)
-    splits = _k_splits(layer)
-    plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
-    return ops.add_bias(ops.linear(x, layer.weight, splits, plus), bias)
+def linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _product(layer, x, bias, partial(ops.linear_partial, x, layer.weight), partial(ops.linear, x, layer.weight))
 
 
-def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     current = state()
-    operand, low_rank = current.weights.operand(layer.weight), current.weights.low_rank(layer.weight)
-    spec = current.numerics.rollout_spec
-    if ranks.splits(layer):
-        partial = ops.fp8_linear_partial(x, layer.weight, operand, spec, "bf16")
-        return ops.add_bias(ranks.merged(partial, x, low_rank), bias)
-    splits = _k_splits(layer)
+    given = x, layer.weight, current.weights.operand(layer.weight), current.numerics.rollout_spec, "bf16"
+    return _product(layer, x, bias, partial(ops.fp8_linear_partial, *given), partial(ops.fp8_linear, *given))
+
+
+def _product(
+    layer: Any, x: Tensor, bias: Tensor | None, of_rank: Callable[[], Tensor], whole: Callable[..., Tensor]
+) -> Tensor:
+    """Return a product with the adapter of its weight and its bias.
+
+    of_rank: this rank's FP32 partial, where ranks share the K of the product. whole: the product in a number of splits
+    of K, with a term; the trainer cuts the K of its row-parallel products over its tensor-parallel ranks, and only
+    theirs.
+    """
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    low_rank, row_parallel = state().weights.low_rank(layer.weight), isinstance(layer, RowParallelLinear)
+    if row_parallel and layer.tp_size > 1:
+        return ops.add_bias(_merged(of_rank(), x, low_rank), bias)
+    splits = state().numerics.k_splits if row_parallel else 1
     plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
-    return ops.add_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", splits, plus), bias)
+    return ops.add_bias(whole(splits, plus), bias)
 
 
-def lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: Any = None) -> torch.Tensor:
+def lm_head(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Any = None) -> Tensor:
     return ops.linear(hidden_states, lm_head.weight)
 
 
-def _k_splits(layer: Any) -> int:
-    """The trainer cuts the K of its row-parallel products over its tensor-parallel ranks, and only theirs."""
-    from sglang.srt.layers.linear import RowParallelLinear
+# An engine of several tensor-parallel ranks in exact mode: what one rank alone would compute, to the bit.
+#
+# SGLang has each rank round its part of a sum to BF16 and then adds the parts up. Here the ranks exchange what is not
+# rounded yet, each makes the whole result in the trainer's order, and rank 0 alone hands it to SGLang's sum. The others
+# add -0, which changes nothing, not even the sign of a zero.
 
-    return state().numerics.k_splits if isinstance(layer, RowParallelLinear) else 1
+
+def _merged(own: Tensor, x: Tensor, low_rank: LowRank | None = None) -> Tensor:
+    """The sum of all ranks' FP32 partials [T, N] of x [T, K], in rank order, and the term of the product's adapter,
+    rounded once: on rank 0."""
+    from sglang.srt.distributed import get_tp_group
+
+    width = own.shape[-1]
+    if low_rank is not None:
+        own = torch.cat((own, ops.linear_partial(x, low_rank.a)), -1)
+    parts, plus = get_tp_group().all_gather(own.contiguous()[None], dim=0), None
+    if low_rank is not None:
+        h = ops.merge_partials(list(parts[..., width:]), x.dtype)
+        plus = low_rank.on_rows(ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
+    return on_rank_0(ops.merge_partials(list(parts[..., :width]), x.dtype, plus))
+
+
+def on_rank_0(result: Tensor) -> Tensor:
+    return result if state().weights.rank.rank == 0 else torch.full_like(result, -0.0)
 
 
 def quantize_groups(
-    x: torch.Tensor,
-    x_q: torch.Tensor,
-    x_s: torch.Tensor,
+    x: Tensor,
+    x_q: Tensor,
+    x_s: Tensor,
     group_size: int,
     eps: float,
     fp8_min: float,
@@ -114,7 +142,7 @@ def quantize_groups(
     *,
     scale_ue8m0: bool,
     fuse_silu_and_mul: bool,
-    masked_m: torch.Tensor | None,
+    masked_m: Tensor | None,
 ) -> None:
     """`_run_per_token_group_quant_8bit_kernel`: the activations x [T, K] of every FP8 product, dense or routed.
 
@@ -130,7 +158,7 @@ def quantize_groups(
     quantize(x, spec, QuantizedTensor(x_q, x_s, spec))
 
 
-def quantize_only_group(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_only_group(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """`sglang_per_token_quant_fp8`, which SGLang takes where K is one group: x [T, 128] -> codes, scales [T, 1]."""
     spec = state().numerics.rollout_spec.activation
     if x.shape[-1] != spec.group:
@@ -155,33 +183,6 @@ def _linear(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return (model.logits_processor._compute_lm_head(x, module)[:, : engine.sizes.vocab_size],)
 
 
-def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
-    """Through the engine's sampler, as if each target had been asked for."""
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-    count, device = len(logits), logits.device
-    one = torch.ones(count, device=device)
-    info = SamplingBatchInfo(
-        temperatures=torch.full((count, 1), engine.temperature, device=device),
-        top_ps=one,
-        top_ks=one,
-        min_ps=one,
-        is_all_greedy=False,
-        is_any_greedy=False,
-        need_top_p_sampling=False,
-        need_top_k_sampling=False,
-        need_min_p_sampling=False,
-        sampling_seed=torch.full((count,), GREEDY, device=device),
-        vocab_size=logits.shape[1],
-        device=str(device),
-    )
-    output = LogitsProcessorOutput(next_token_logits=logits.float().clone())
-    targets = [[token] for token in engine.targets.tolist()]
-    engine.runner.sampler(output, info, True, [0] * count, targets, engine.positions)
-    return (torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float(),)
-
-
 def epsilon(module: Any) -> tuple[float, ...]:
     return (module.variance_epsilon,)
 
@@ -192,7 +193,6 @@ FAMILY = EngineFamily(
         NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon),
         ADD_NORM: EngineSide(_add_norm, constants=epsilon),
         LINEAR: EngineSide(_linear),
-        LOGPROBS: EngineSide(_logprobs),
     },
     hooks=_hooks,
 )

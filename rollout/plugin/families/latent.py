@@ -21,7 +21,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.rollout.plugin.families import OF_ITS_SCHEDULER, Copies, EngineFamily, EngineSide, Hook, Probed
+from fp8rl.rollout.plugin.families import OF_ITS_SCHEDULER, Copies, EngineFamily, EngineSide, Hook, Probed, nothing
 from fp8rl.rollout.plugin.families.ends import never
 from fp8rl.rollout.plugin.state import state
 
@@ -40,11 +40,11 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
             Hook(_MODEL + "DeepseekV2AttentionMLA.forward", "replace", attention, _MLA, computed),
             # A BF16 product of few rows that goes around the hook of products.
             Hook(_MODEL + "fused_a_gemm_weight_eligible", "replace", never, "layer"),
-            # Copies of kv_b_proj for SGLang's own attention.
+            # Copies of kv_b_proj for SGLang's own attention, by which exact mode does not multiply.
             Hook(
                 _LOADER + "DeepseekV2WeightLoaderMixin.post_load_weights",
                 "replace",
-                no_copies,
+                nothing,
                 "is_nextn weight_names",
             ),
             *found,
@@ -63,7 +63,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 @dataclass(frozen=True)
 class Where:
-    """The slots of some sequences' rows, as `ops.paged_latent_attention` is told."""
+    """The slots of some sequences' rows, in the form of `ops.paged_latent_attention`."""
 
     table: Tensor
     requests: Tensor
@@ -146,10 +146,6 @@ def attend(
     return of_heads(out, plain, value).flatten(1)
 
 
-def no_copies(self: Any, is_nextn: bool = False, weight_names: Any = None) -> None:
-    """`post_load_weights`, which makes w_kc and w_vc: what exact mode does not multiply by."""
-
-
 def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
     """`block_quant_to_tensor_quant`: kv_b_proj for the copies, in BF16 as on a GPU, and no scale."""
     spec = state().numerics.rollout_spec.weight
@@ -224,14 +220,14 @@ def rope_on_cpu(
 
 @dataclass(frozen=True)
 class CopiesOfKvB:
-    """w_kc [heads, N, R] and w_vc [heads, R, V] of one layer: its kv_b_proj [heads * (N + V), R], a head's keys first.
-
-    model: SGLang's, which makes them. attention: the layer's module, which has them. name: its kv_b_proj's.
-    """
+    """w_kc [heads, N, R] and w_vc [heads, R, V] of one layer: kv_b_proj [heads * (N + V), R], a head's keys first."""
 
     model: Any
+    """SGLang's model, which makes them."""
     attention: Any
+    """The layer's module, which has them."""
     name: str
+    """The name of its kv_b_proj."""
 
     def refresh(self) -> None:
         self.model.post_load_weights(weight_names=[self.name])

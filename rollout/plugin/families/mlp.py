@@ -13,8 +13,8 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.grouped import grouped_linear
-from fp8rl.rollout.plugin import ranks
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
+from fp8rl.rollout.plugin.families.ends import on_rank_0
 from fp8rl.rollout.plugin.state import state
 
 _BF16 = "layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
@@ -37,7 +37,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     router, rows = (ops.linear_partial,), "hidden_states"
     deepseek = "hidden_states gemm_output_zero_allocator forward_batch"
     return (
-        Hook(f"layers.activation.SiluAndMul.{forward}", "replace", silu_and_mul, "x", (ops.swiglu,)),
+        Hook(f"layers.activation.SiluAndMul.{forward}", "replace", lambda _, x: ops.swiglu(x), "x", (ops.swiglu,)),
         Hook(f"layers.moe.topk.{choice}", "replace", fused_topk, f"{_TOPK} {_FUSED}" if cuda else _TOPK, (ops.route,)),
         Hook("layers.moe.topk.biased_grouped_topk", "replace", biased_grouped_topk, _GROUPED, (ops.route_sigmoid,)),
         Hook(_BF16, "replace", moe, _ARGUMENTS, (ops.experts,)),
@@ -48,19 +48,15 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     )
 
 
-def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return ops.swiglu(x)
-
-
 def fused_topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
+    hidden_states: Tensor,
+    gating_output: Tensor,
     topk: int,
     renormalize: bool,
-    correction_bias: torch.Tensor | None = None,
+    correction_bias: Tensor | None = None,
     scoring_func: str = "softmax",
     **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """others: of SGLang's routers on a GPU; none of them is for a softmax router without shared experts."""
     if correction_bias is not None or scoring_func != "softmax" or any(others.values()):
         raise NotImplementedError("exact mode: found a router with more than a softmax; use another model")
@@ -68,15 +64,15 @@ def fused_topk(
     return probs, experts.int()
 
 
-def router_logits(self: Any, hidden_states: torch.Tensor, *others: Any, **unused: Any) -> torch.Tensor:
+def router_logits(self: Any, hidden_states: Tensor, *others: Any, **unused: Any) -> Tensor:
     """A router's weight is BF16 in the checkpoint, and held in FP32 by some models."""
     return ops.linear_partial(hidden_states, self.weight.to(hidden_states.dtype))
 
 
 def biased_grouped_topk(
-    hidden_states: torch.Tensor,
-    gating_output: torch.Tensor,
-    correction_bias: torch.Tensor,
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    correction_bias: Tensor,
     topk: int,
     renormalize: bool,
     num_expert_group: int | None = None,
@@ -84,7 +80,7 @@ def biased_grouped_topk(
     num_fused_shared_experts: int = 0,
     routed_scaling_factor: float | None = None,
     apply_routed_scaling_factor_on_output: bool | None = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The factor is in the probabilities, and nowhere else (`lifecycle.after_load_model`)."""
     if num_fused_shared_experts:
         raise NotImplementedError("exact mode: found shared experts among the routed ones, expected them by themselves")
@@ -117,19 +113,40 @@ def _moe(layer: Any, dispatch_output: Any, operand_of: Callable[[Any], Any]) -> 
     probs, experts, _ = dispatch_output.topk_output
     spec, low_rank = state().numerics.rollout_spec, state().weights.low_rank
 
-    def weights_of(parameter: Any, rows: torch.Tensor) -> ExpertWeights:
+    def weights_of(parameter: Any, rows: Tensor) -> ExpertWeights:
         beside = low_rank(parameter)
         return ExpertWeights(parameter, operand_of(parameter), beside and beside.of_rows(rows))
 
-    def outputs_of(choices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def outputs_of(choices: Tensor, counts: Tensor) -> Tensor:
         rows = choices // experts.shape[1]
         w13, w2 = weights_of(layer.w13_weight, rows), weights_of(layer.w2_weight, rows)
         return ops.experts(x[rows], counts, w13, w2, spec if spec.quantized else None, "bf16")
 
     if state().weights.rank.ranks > 1:
-        return StandardCombineInput(hidden_states=ranks.experts(outputs_of, experts.long(), probs, layer, x.dtype))
+        return StandardCombineInput(hidden_states=_experts_of_ranks(outputs_of, experts.long(), probs, layer, x.dtype))
     order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
     return StandardCombineInput(hidden_states=ops.combine(outputs_of(order, counts), probs, order, x.dtype))
+
+
+def _experts_of_ranks(
+    outputs_of: Callable[[Tensor, Tensor], Tensor], chosen: Tensor, probs: Tensor, layer: Any, dtype: torch.dtype
+) -> Tensor:
+    """The weighted sum [T, H] over each token's experts, of which this rank has some: on rank 0.
+
+    chosen: int64 [T, k], an expert's index on this rank, or -1 if another has it. outputs_of: what the experts make of
+    (token, choice) pairs [n], sorted by expert, with the number of pairs of each.
+    """
+    from sglang.srt.distributed import get_tp_group
+
+    held = layer.w13_weight.shape[0]
+    order, counts = ops.group_by_expert(chosen + 1, held + 1)
+    here = order[int(counts[0]) :]  # behind the pairs of other ranks
+    outputs = outputs_of(here, counts[1:])
+    choices = outputs.new_full((chosen.numel(), outputs.shape[-1]), -0.0)
+    choices[here] = outputs
+    choices = get_tp_group().all_reduce(choices)  # of each only one rank has more than -0
+    whole = torch.arange(chosen.numel(), device=chosen.device)
+    return on_rank_0(ops.combine(choices, probs, whole, dtype))
 
 
 def native_fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -153,7 +170,7 @@ def native_fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     return StandardCombineInput(hidden_states=combined)
 
 
-def _product(parameter: torch.nn.Parameter, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _product(parameter: torch.nn.Parameter, x: Tensor, counts: Tensor) -> Tensor:
     current = state()
     operand = current.weights.operand(parameter)
     return grouped_linear(x, counts, parameter.unbind(0), operand, current.numerics.rollout_spec, "bf16")

@@ -9,7 +9,7 @@ from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import GateState, RuleState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
-from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
 from tests.support.checkpoints import NOTHING, Describing, save

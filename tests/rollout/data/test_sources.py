@@ -14,7 +14,7 @@ import pytest
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.data import rows
 from fp8rl.rollout.data.sources import Source, load_problems
-from fp8rl.rollout.data.tasks import Problem
+from fp8rl.rollout.types import Problem
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.environments.conversation import Conversation, Turn, transcript
-from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Stage
 
 
@@ -32,7 +31,7 @@ def test_a_conversation_is_the_models_tokens_and_the_environments_in_their_order
 
     answer = play(environment, "(9+4=99", ",77", "8" + EOS)
     assert answer.token_ids == ids(tokenizer, "(9+4=13),7.8" + EOS)
-    assert answer.told == ((5, 8), (10, 11))
+    assert answer.environment_spans == ((5, 8), (10, 11))
     sampled = ids(tokenizer, "(9+4=,78" + EOS)
     assert answer.logprobs == [-float(token) for token in sampled], "those that the engine gave"
     assert answer.weight_versions == [1] * 5 + [2] * 2 + [3] * 2
@@ -68,7 +67,7 @@ def test_an_answer_ends_where_its_tokens_do_whoever_would_speak(
             conversation.tell("13)")
 
     answer = play(environment, "(9+4=", ",,", max_new_tokens=room)
-    assert answer.token_ids == ids(tokenizer, tokens) and answer.told == told
+    assert answer.token_ids == ids(tokenizer, tokens) and answer.environment_spans == told
     assert not answer.finished and len(answer.token_ids) <= room
 
 

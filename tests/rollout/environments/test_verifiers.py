@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.environments.harness.harness import Harness
+from fp8rl.rollout.environments.harness import Harness
 from fp8rl.rollout.environments.verifiers import VerifiersError
-from fp8rl.rollout.types import Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
 
 PACKAGE = """

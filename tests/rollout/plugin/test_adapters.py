@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics import ops
 from fp8rl.numerics.ops import LowRank
-from fp8rl.rollout.plugin.adapters import AdaptedRows
+from fp8rl.rollout.plugin.parameters import AdaptedRows
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ADAPTER_SCALE
 from fp8rl.weight_sync.frozen import HeldBase

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8rl.numerics.core.memory import Holding
-from fp8rl.rollout.plugin.inventory import inventory
+from fp8rl.rollout.plugin.state import inventory
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import Inventory, from_checksums, to_checksums
 from tests.support.holdings import total_bytes

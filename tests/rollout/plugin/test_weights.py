@@ -18,7 +18,7 @@ from fp8rl.numerics.core.memory import ZEROS, placeholders
 from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.rollout.plugin import weights as plugin_weights
-from fp8rl.rollout.plugin.held import hf_tensors
+from fp8rl.rollout.plugin.parameters import hf_tensors
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.served import served_tensors
@@ -113,7 +113,7 @@ def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, mo
     with pytest.raises(RuntimeError, match=r"version None.*version None.*not committed"):
         served.operand(w13)
     assert not any("@" in entry for entry in served.manifest().values()), "no operand counts before its commit"
-    place = served._operands[w13].value.data_ptr()
+    place = served._held[w13].operand.data_ptr()
     assert sent(NEW, "1").differences(served.commit("1")) == []
     assert torch.equal(served.operand(w13), dequantized_w13(NEW))
     assert served.operand(w13).data_ptr() == place, "new memory takes longer to get than to fill"

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.named_functions import ReturnError
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.config import RewardSection, RewardsSection
-from fp8rl.rollout.rewards.functions import RewardFunction, load_function
+from fp8rl.rollout.rewards.functions import RewardFunction, RewardSection, RewardsSection, load_function
 
 ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
 MODULE = """

@@ -115,6 +115,8 @@ RIGHT = {
         r"$\boldsymbol{42}$",
     ],
     "24": ["2*3*4", "2 * 3 * 4"],
+    "#### 0.5": [r"so it is $\frac{1}{2}$"],
+    "4+4\n#### 10": ["13,18,10\n#### 10"],
     "8": ["2**3"],
 }
 WRONG = {
@@ -146,6 +148,8 @@ WRONG = {
     "x > 1": [r"\boxed{x < 1}"],
     "x=2,y=3": [r"\boxed{x=3,y=2}"],
     r"\text{Monday}": [r"\boxed{\text{Tuesday}}"],
+    "#### 1/2": [r"\boxed{0.25}"],
+    "#### 10": ["#### 11", ""],
     "#### 72": [r"First \$72, then \$22, so \$50.", r"\boxed{\$73}", "**#### 73**"],
     r"\$18.90": [r"\boxed{\$18.91}"],
     r"5\text{ cm}": [r"\boxed{6\text{ cm}}"],
@@ -165,3 +169,8 @@ def test_right_answers_are_right_however_they_are_written(reference: str, answer
 @pytest.mark.parametrize(("reference", "answer"), [(each, own) for each, answers in WRONG.items() for own in answers])
 def test_wrong_answers_are_wrong_however_near_they_are(reference: str, answer: str) -> None:
     assert math(answer, reference, finished=True) == 0.0
+
+
+def test_a_reference_without_an_expression_is_named() -> None:
+    with pytest.raises(ValueError, match="expected a reference with an expression"):
+        math("3", "#### ", finished=True)

@@ -1,4 +1,4 @@
-"""Our rewards but for `integer`, called as a run calls them."""
+"""Our rewards, called as a run calls them."""
 
 import asyncio
 import json
@@ -19,36 +19,46 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from fp8rl.rollout.rewards.config import RewardSection
-from fp8rl.rollout.rewards.functions import load_function
-from fp8rl.rollout.rewards.mathematics import math
-from fp8rl.rollout.rewards.rules import format, length
+from fp8rl.rollout.rewards.builtin import format, integer, length
+from fp8rl.rollout.rewards.functions import RewardSection, load_function
 from fp8rl.rollout.server.launcher import _import_one_model_only
-from fp8rl.rollout.server.server import _free_port
+from fp8rl.rollout.server.server import _claim_port
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("answer", "reference", "reward"),
+    ("text", "reward"),
     [
-        (r"so it is $\frac{1}{2}$", "#### 0.5", 1.0),
-        (r"\boxed{x^2+2x+1}", r"#### (x+1)^2", 1.0),
-        (r"\boxed{0.25}", "#### 1/2", 0.0),
-        ("#### 11", "#### 10", 0.0),
-        ("13,18,10\n#### 10", "4+4\n#### 10", 1.0),
-        ("", "#### 10", 0.0),
+        ("13,18,10\n#### 10", 1.0),
+        ("####10", 1.0),
+        ("#### 9 no\n#### 10", 1.0),
+        ("#### 010", 1.0),
+        ("10", 0.0),
+        ("#### 10\n", 0.0),
+        ("#### 10 ", 0.0),
+        ("#### 10.0", 0.0),
+        ("#### 10 #### 9", 0.0),
+        ("#### 10 ####", 0.0),
+        ("#### 1_0", 0.0),
+        ("#### 110", 0.0),
+        ("#### -10", 0.0),
+        ("#### " + "1" * 100_000, 0.0),
+        ("", 0.0),
     ],
 )
-def test_math_compares_values(answer: str, reference: str, reward: float) -> None:
-    assert math(answer, reference, finished=True) == reward
-    assert math(answer, reference, finished=False) == 0.0
+def test_the_exact_integer_at_the_very_end_is_wanted(text: str, reward: float) -> None:
+    assert integer(text, "13,18,10\n#### 10", finished=True) == reward
 
 
-def test_math_says_which_reference_it_cannot_read() -> None:
-    with pytest.raises(ValueError, match="expected a reference with an expression"):
-        math("3", "#### ", finished=True)
+def test_signs_and_thousands_are_read() -> None:
+    assert integer("#### -2125", "#### -2,125", finished=True) == 1.0
+    assert integer("#### 21,25", "#### 2,125", finished=True) == 0.0
+
+
+def test_an_unfinished_answer_and_a_reference_without_an_integer_earn_nothing() -> None:
+    assert integer("#### 10", "#### 10", finished=False) == 0.0
+    assert integer("one half", "one half", finished=True) == 0.0
 
 
 def test_format_wants_all_of_a_finished_answer() -> None:
@@ -114,9 +124,9 @@ FORKING = """
 import runpy
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from fp8rl.rollout.server.launcher import _fork_workers
+from fp8rl.rollout.server.launcher import _fork
 
-HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
 load_plugins()
 runpy.run_module("sglang.launch_server", run_name="__main__")
 """
@@ -125,7 +135,7 @@ runpy.run_module("sglang.launch_server", run_name="__main__")
 @contextmanager
 def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
     """As a user starts it, beside a run: a stock server of its own, on the CPU."""
-    port = str(_free_port("127.0.0.1"))
+    port = str(_claim_port(None, "127.0.0.1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")
         _import_one_model_only("Qwen3ForSequenceClassification")  # it takes a third of the time

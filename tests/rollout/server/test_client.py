@@ -1,102 +1,22 @@
-"""The client: answers parsed without a server, keys and administration against a real one."""
+"""The client against a real server: keys, administration, updates, pauses."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 
-from fp8rl.rollout.errors import EngineError
-from fp8rl.rollout.server.client import EngineClient, expand_versions, parse_completion
+from fp8rl.diagnose.certify import certify_server
+from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
-from fp8rl.rollout.types import Completion, Endpoint, SamplingParams
+from fp8rl.rollout.types import Completion, Endpoint, EngineError, SamplingParams
+from tests.support.planted_server import ask_little
 from tests.support.servers import EOS, VOCABULARY, use, use_endpoint
-
-Result = TypeVar("Result")
-
-
-def span(version: str, start: int, end: int) -> dict[str, Any]:
-    return {"version": version, "start": start, "end": end}
-
-
-def answer(**meta: Any) -> dict[str, Any]:
-    return {
-        "output_ids": [5, 7],
-        "meta_info": {
-            "id": "r",
-            "finish_reason": {"type": "stop", "matched": 7},
-            "output_token_logprobs": [[-0.25, 5, None], [-1.5, 7, None]],
-            "weight_versions": [span("2", 0, 2)],
-            **meta,
-        },
-    }
-
-
-def test_versions_expand_to_one_per_token() -> None:
-    spans = [span("1", 0, 2), span("4", 2, 3), span("5", 3, 6)]
-    assert expand_versions(spans, 6) == [1, 1, 4, 5, 5, 5]
-
-
-def test_no_tokens_have_no_versions() -> None:
-    assert expand_versions([span("1", 0, 0)], 0) == []
-    assert expand_versions([], 0) == []
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [],
-        [span("1", 0, 2)],
-        [span("1", 1, 3)],
-        [span("1", 0, 1), span("2", 2, 3)],
-        [span("1", 0, 2), span("2", 1, 3)],
-        [span("1", 0, 4)],
-    ],
-)
-def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[dict[str, Any]]) -> None:
-    with pytest.raises(EngineError, match="cover the 3 generated tokens"):
-        expand_versions(spans, 3)
-
-
-def test_a_version_that_is_no_number_is_refused() -> None:
-    with pytest.raises(EngineError, match="'default'"):
-        expand_versions([span("default", 0, 3)], 3)
-
-
-def test_an_answer_is_parsed() -> None:
-    completion = parse_completion(answer())
-    assert completion.token_ids == [5, 7]
-    assert completion.logprobs == [-0.25, -1.5]
-    assert completion.weight_versions == [2, 2]
-    assert completion.finished
-    assert not parse_completion(answer(finish_reason={"type": "length", "length": 2})).finished
-
-
-def test_an_answer_that_the_engine_gives_up_is_an_error_and_one_that_a_pause_cuts_is_not() -> None:
-    abort = {"type": "abort", "message": "too long", "status_code": 400}
-    with pytest.raises(EngineError, match="aborted: too long"):
-        parse_completion(answer(finish_reason=abort))
-    cut = parse_completion(answer(finish_reason={**abort, "status_code": None}))
-    assert cut.cut and not cut.finished and cut.token_ids == [5, 7]
-    assert not parse_completion(answer()).cut
-
-
-@pytest.mark.parametrize("logprobs", [[[-0.25, 5, None]], [[-1.5, 7, None], [-0.25, 5, None]]])
-def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
-    with pytest.raises(EngineError, match="logprobs"):
-        parse_completion(answer(output_token_logprobs=logprobs))
-
-
-def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
-    """orjson writes NaN and infinity as null; the loop drops and counts such tokens."""
-    completion = parse_completion(answer(output_token_logprobs=[[None, 5, None], [-1.5, 7, None]]))
-    assert math.isnan(completion.logprobs[0]) and completion.logprobs[1] == -1.5
 
 
 def test_an_endpoint_does_not_show_its_keys() -> None:
@@ -231,7 +151,7 @@ def test_pausing_cuts_what_runs_and_holds_what_comes(server: SGLangServer) -> No
         running = asyncio.create_task(client.complete([[8, 9]] * 64, sampling))
         await until_it_runs(client)
         await client.pause()
-        assert any(completion.cut for completion in await asyncio.wait_for(running, 10))
+        assert any(completion.aborted for completion in await asyncio.wait_for(running, 10))
         waiting = asyncio.create_task(client.complete([[8, 9]], replace(sampling, max_new_tokens=2)))
         await client.flush()
         await asyncio.sleep(0.3)
@@ -267,3 +187,12 @@ async def until_it_runs(client: EngineClient) -> None:
     async with asyncio.timeout(30):
         while not (await client.load()).running:
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.e2e
+def test_a_stock_engine_is_broken_by_how_it_computes(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without our ops it is not exact, and `fp8rl certify` says so."""
+    ask_little(monkeypatch)
+    report = certify_server(server.endpoint.url, api_key=server.endpoint.api_key)
+    assert report.verdict == "broken" and "prefill" in report.breaks, [(w.name, w.outcome, w.why) for w in report.ways]
+    assert report.isolates and "not reached" not in {way.outcome for way in report.ways}

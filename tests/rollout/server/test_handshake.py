@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fp8rl.rollout.errors import HandshakeError
-from fp8rl.rollout.protocol import EngineReport
-from fp8rl.rollout.server.handshake import check, failed_plugin, missing_report
+from fp8rl.rollout.protocol import EngineReport, check_report, failed_plugin, missing_report
+from fp8rl.rollout.types import HandshakeError
 
 NUMERICS = {"mode": "exact", "k_splits": 2, "spec": {"weight": {"format": "e4m3", "block": [128, 128]}}}
 EXPECTED = EngineReport(
@@ -33,7 +32,7 @@ def reported(**changes: Any) -> EngineReport:
 
 
 def test_a_report_as_expected_passes() -> None:
-    check(EXPECTED, reported())
+    check_report(EXPECTED, reported())
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_report_as_expected_passes() -> None:
 )
 def test_a_difference_is_named_with_both_values(changes: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(HandshakeError) as caught:
-        check(EXPECTED, reported(**changes))
+        check_report(EXPECTED, reported(**changes))
     message = str(caught.value)
     assert message.count("\n- ") == 1, message
     for part in said:
@@ -83,7 +82,7 @@ def test_an_absent_item_is_no_report(key: str) -> None:
 
 def test_all_differences_are_listed_at_once() -> None:
     with pytest.raises(HandshakeError) as caught:
-        check(EXPECTED, reported(spec_digest="ffff", threads=8, hooks=[]))
+        check_report(EXPECTED, reported(spec_digest="ffff", threads=8, hooks=[]))
     assert str(caught.value).count("\n- ") == 3
 
 

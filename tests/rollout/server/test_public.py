@@ -26,6 +26,7 @@ ODD = [b'{"model": "it", "prompt": "1", "temperature": %s}' % number for number 
 ODD.append(rb'{"model": "it", "prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}')
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 KEY = "secret"
+pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")  # of SGLang, to a wrong key
 
 
 def _of(path: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.errors import EngineDiedError, EngineError
 from fp8rl.rollout.server import scratch as scratch_module
 from fp8rl.rollout.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
 from fp8rl.rollout.server.server import SGLangServer, log_tail
+from fp8rl.rollout.types import EngineDiedError, EngineError
 from tests.support.servers import group_members, shared_memory, small_config, wait_until
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
@@ -135,46 +135,31 @@ def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
 
 
 @pytest.mark.e2e
-def test_the_configured_port_is_used_and_stop_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("warm_engines")
+def test_the_configured_port_is_used_and_death_is_detected_with_the_log_quoted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = SGLangServer.start(tiny_model, small_config(port=port), log_path=tmp_path / "engine.log")
     try:
+        server.check()
         assert server.endpoint.url == f"http://127.0.0.1:{port}"
         members = group_members(server.pid)
-        assert {p.pid for p in members} == {p.pid for p in server.processes()}
-        assert len(members) >= 3
+        assert {p.pid for p in members} == {p.pid for p in server.processes()} and len(members) >= 3
         listening = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}
-        scratch = server._scratch
-        shared = shared_memory(members)
-        assert scratch.is_dir() and shared
-    finally:
-        began = time.monotonic()
-        server.stop()
-    assert time.monotonic() - began < 15
-    assert group_members(server.pid) == []
-    assert not server.alive()
-    assert not any(path.exists() for path in [scratch, *shared])
-    server.stop()
-
-
-@pytest.mark.e2e
-def test_death_is_detected_and_the_log_quoted(tiny_model: Path, tmp_path: Path) -> None:
-    server = SGLangServer.start(tiny_model, small_config(), log_path=tmp_path / "engine.log")
-    try:
-        server.check()
-        shared = shared_memory(server.processes())
-        scheduler = next(p for p in server.processes() if "scheduler" in " ".join(p.cmdline()))
-        scheduler.kill()
+        traces = [server._scratch, *shared_memory(members)]
+        assert len(traces) > 1 and server._scratch.is_dir()
+        next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
         assert wait_until(lambda: not server.alive(), 30)
         with pytest.raises(EngineDiedError, match=r"engine\.log:\n(.|\n)*scheduler"):
             server.check()
     finally:
         server.stop()
     assert group_members(server.pid) == []
-    assert shared and not any(path.exists() for path in shared)
+    assert not any(path.exists() for path in traces)
 
 
 @pytest.mark.e2e

@@ -26,8 +26,16 @@ from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Health, Slept
-from fp8rl.rollout.errors import EngineDiedError, EngineError, StaleWeightsError
-from fp8rl.rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
+from fp8rl.rollout.types import (
+    Endpoint,
+    EngineDiedError,
+    EngineError,
+    Group,
+    Load,
+    SamplingParams,
+    StaleWeightsError,
+    Trajectory,
+)
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.servers import groups, wait_until

@@ -19,11 +19,9 @@ import fp8rl.rollout.environments.conversation as conversation_module
 from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import Conversations, EnvironmentError
 from fp8rl.rl.run.sampling import done
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.environments.config import EnvironmentSection
-from fp8rl.rollout.errors import EngineError
-from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.paths import EXAMPLES
 
 ENVIRONMENTS = """
@@ -140,7 +138,7 @@ def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Mak
     answers = begun(make("talks"), 1, 3, 2).result(timeout=20)
     assert [answer.seed for answer in answers] == [1, 3, 2]
     assert [answer.outcome for answer in answers] == [{"turns": 1.0}, {"turns": 3.0}, {"turns": 2.0}]
-    assert [len(answer.told) for answer in answers] == [0, 2, 1]
+    assert [len(answer.environment_spans) for answer in answers] == [0, 2, 1]
     assert [answer.weight_versions for answer in answers] == [[3] * 2, [3] * 6, [3] * 4]
     assert all(len(places) == 1 for places in engines.near.values()) and len(set.union(*engines.near.values())) == 3
 

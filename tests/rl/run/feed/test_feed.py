@@ -23,7 +23,7 @@ from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.records import rollout_records
 from fp8rl.rl.run.sampling import Sampling
-from fp8rl.rollout.rewards.config import RewardsSection
+from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of

@@ -18,10 +18,8 @@ from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout import deadlines
-from fp8rl.rollout.data.tasks import Problem
-from fp8rl.rollout.errors import EngineError
-from fp8rl.rollout.rewards.config import RewardsSection
-from fp8rl.rollout.types import Prompt, Trajectory
+from fp8rl.rollout.rewards.functions import RewardsSection
+from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
 from tests.rollout.rewards.test_ours import service
 from tests.support.paths import EXAMPLES
 from tests.support.servers import group_members, wait_until

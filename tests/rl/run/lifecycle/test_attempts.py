@@ -15,7 +15,7 @@ import fp8rl.rl.run.lifecycle.attempts as attempts_module
 from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.lifecycle.attempts import attempted
-from fp8rl.rollout.errors import EngineError
+from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, new_run

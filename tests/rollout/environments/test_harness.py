@@ -23,17 +23,18 @@ import openai
 import psutil
 import pytest
 
-import fp8rl.rollout.environments.harness.harness as harness_module
+import fp8rl.rollout.environments.endpoint as endpoint_module
+import fp8rl.rollout.environments.harness as harness_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.environments.config import EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.endpoint import ProgramEndpoint
 from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.environments.harness.harness import Harness, ProgramError
-from fp8rl.rollout.environments.harness.requests import RefusedError, read
-from fp8rl.rollout.types import Prompt, SamplingParams, Trajectory
+from fp8rl.rollout.environments.harness import Harness, ProgramError
+from fp8rl.rollout.openai import Refusal, read_request
+from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -107,7 +108,9 @@ def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(
     assert row.prompt_ids == ids(tokenizer, "<|user|>1+2=?<|assistant|>")
     between = "<|tool|>3<|assistant|>"
     assert row.token_ids == ids(tokenizer, CALL + EOS + between + CALL + EOS + between + "#### 3" + EOS)
-    assert len(row.told) == 2 and all(tokenizer.decode(row.token_ids[a:b]) == between for a, b in row.told)
+    assert len(row.environment_spans) == 2 and all(
+        tokenizer.decode(row.token_ids[a:b]) == between for a, b in row.environment_spans
+    )
     assert row.logprobs == [-float(t) for t in ids(tokenizer, CALL + EOS + CALL + EOS + "#### 3" + EOS)]
     assert (
         row.weight_versions == [1] * (len(ids(tokenizer, CALL)) + 1) + [2] * (len(ids(tokenizer, CALL)) + 1) + [3] * 7
@@ -183,7 +186,7 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
         await client.completions.create(model="policy", prompt=text + "!", max_tokens=2)
 
     _, (other, row), _ = played(tokenizer, agent, "12++77" + EOS, "345", "67")
-    assert tokenizer.decode(row.prompt_ids + row.token_ids) == "1+2=12++?34" and len(row.told) == 1
+    assert tokenizer.decode(row.prompt_ids + row.token_ids) == "1+2=12++?34" and len(row.environment_spans) == 1
     assert row.logprobs == [-float(t) for t in ids(tokenizer, "12++34")], "what follows a stop was never said"
     assert (tokenizer.decode(other.prompt_ids), tokenizer.decode(other.token_ids)) == ("1+2=12!", "67")
 
@@ -252,8 +255,8 @@ def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
     ],
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
-        read(body, False, SamplingParams(8), (), vocabulary=128)
+    with pytest.raises(Refusal, match=message):
+        read_request(body, False, SamplingParams(8), (), vocabulary=128)
 
 
 ASKED = json.dumps({"model": "policy", "messages": [USER]}).encode()
@@ -336,7 +339,7 @@ def test_a_long_text_is_tokenized_beside_the_other_conversations(tokenizer: Any)
 def test_a_forced_call_is_taken_as_one_that_may_be_made_where_the_spec_says_so(forced: Any) -> None:
     """smolagents sends `required` in every request."""
     body = {"model": "policy", "messages": [USER], "tools": [TOOL], "tool_choice": forced}
-    assert read(json.dumps(body).encode(), True, SamplingParams(8), ("tool_choice",), vocabulary=128).calls
+    assert read_request(json.dumps(body).encode(), True, SamplingParams(8), ("tool_choice",), vocabulary=128).may_call
 
 
 def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
@@ -557,3 +560,36 @@ def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_i
             load_environment(loaded(f"environment.harness.command=[{command}]"))
     kwargs = loaded("environment={function: verifiers, kwargs: {python: vf/bin/python}, harness: null}").kwargs
     assert kwargs["python"] == str(tmp_path / "vf/bin/python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_headers_that_drip_end_the_connection(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "_HEADERS_S", 0.3)
+
+    async def dripped() -> float:
+        endpoint = ProgramEndpoint(None, ())
+        await endpoint.open()
+        port = int(endpoint.url.rpartition(":")[2].removesuffix("/v1"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        if first:
+            writer.write(first)
+            assert b"401" in await reader.readline()
+            await reader.readuntil(b"}}")
+        begun = asyncio.get_running_loop().time()
+        for drip in b"GET / HTTP/1.1\r\nX: " + b"x" * 100:
+            writer.write(bytes([drip]))
+            try:
+                if await asyncio.wait_for(reader.read(1), 0.05) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            raise AssertionError("the connection goes on")
+        writer.close()
+        await endpoint.close()
+        return asyncio.get_running_loop().time() - begun
+
+    assert asyncio.run(dripped()) > 0.15

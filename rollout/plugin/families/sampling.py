@@ -1,4 +1,7 @@
-"""Seeded draws in place of SGLang's: a token is a function of its answer's seed, its position and its logits."""
+"""Seeded draws in place of SGLang's, and log-probabilities by the trainer's op.
+
+A token is a function of its answer's seed, its position and its logits.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.models.forms import LOGPROBS
 from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import GREEDY
+from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -102,15 +108,15 @@ NEVER = -9999.0
 
 
 def of_samples(
-    original: Callable[..., torch.Tensor],
+    original: Callable[..., Tensor],
     self: Any,
     logits_output: Any,
     sampling_info: Any,
     return_logprob: bool,
     top_logprobs_nums: list[int],
     token_ids_logprobs: list[list[int] | None],
-    positions: torch.Tensor,
-) -> torch.Tensor:
+    positions: Tensor,
+) -> Tensor:
     """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them.
 
     All are of the distribution that is drawn from, without what top-p, top-k and min-p leave out.
@@ -142,12 +148,12 @@ def of_samples(
 def of_prompts(
     original: Callable[..., Any],
     self: Any,
-    pruned_states: torch.Tensor,
-    sample_indices: torch.Tensor,
-    input_logprob_indices: torch.Tensor,
+    pruned_states: Tensor,
+    sample_indices: Tensor,
+    input_logprob_indices: Tensor,
     token_to_seq_idx: list[int],
     lm_head: Any,
-    get_logits_fn: Callable[..., torch.Tensor],
+    get_logits_fn: Callable[..., Tensor],
     logits_metadata: Any,
     skip_chunking_for_dp_attn: bool = False,
 ) -> Any:
@@ -155,12 +161,12 @@ def of_prompts(
 
     input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
     """
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     likely: list[tuple[list[Any], list[Any]]] = []  # of each row, log-probabilities and ids
     most = max(logits_metadata.top_logprobs_nums) if logits_metadata.extend_return_top_logprob else 0
     seen = 0
 
-    def get_logits(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def get_logits(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         nonlocal seen
         logits = get_logits_fn(states, *args, **kwargs)
         here = (input_logprob_indices >= seen) & (input_logprob_indices < seen + len(states))
@@ -196,12 +202,70 @@ def of_prompts(
     return result, sampled_logits
 
 
-def _most_probable(
-    logits: torch.Tensor, temperatures: float | torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _most_probable(logits: Tensor, temperatures: float | Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities and the ids of the `count` most probable tokens of each row of logits [B, V]: [B, count].
 
     The op is asked once for each, so that a token has the same bits here as where it is drawn or given.
     """
     ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
     return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids
+
+
+def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
+    """Through the engine's sampler, as if each target had been asked for."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    count, device = len(logits), logits.device
+    one = torch.ones(count, device=device)
+    info = SamplingBatchInfo(
+        temperatures=torch.full((count, 1), engine.temperature, device=device),
+        top_ps=one,
+        top_ks=one,
+        min_ps=one,
+        is_all_greedy=False,
+        is_any_greedy=False,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        sampling_seed=torch.full((count,), GREEDY, device=device),
+        vocab_size=logits.shape[1],
+        device=str(device),
+    )
+    output = LogitsProcessorOutput(next_token_logits=logits.float().clone())
+    targets = [[token] for token in engine.targets.tolist()]
+    engine.runner.sampler(output, info, True, [0] * count, targets, engine.positions)
+    return (torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float(),)
+
+
+_SEEDS = Hook(
+    "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after", seeds_of_batch, "batch vocab_size"
+)
+_DRAW = Hook(
+    "layers.sampler.Sampler._sample_from_probs",
+    "around",
+    draw_from_probabilities,
+    "probs sampling_info positions simple_sampling_case",
+)
+_SAMPLES = Hook(
+    "layers.sampler.Sampler.forward",
+    "around",
+    of_samples,
+    "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+    (ops.token_logprobs,),
+)
+_PROMPTS = Hook(
+    "layers.logprob_processor.InputLogprobProcessor.forward",
+    "around",
+    of_prompts,
+    "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
+    "skip_chunking_for_dp_attn",
+)
+
+
+def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    """Log-probabilities by the shared op, which the draws go with; in native mode they are SGLang's own."""
+    return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
+
+
+FAMILY = EngineFamily(sides={LOGPROBS: EngineSide(_logprobs)}, hooks=_hooks)

@@ -10,20 +10,20 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.deadlines import end, end_process
 from fp8rl.rollout.environments.branch import ConversationOverError
 from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.harness.endpoint import ProgramEndpoint
-from fp8rl.rollout.environments.harness.recording import Recording
-from fp8rl.rollout.environments.harness.requests import MODEL
+from fp8rl.rollout.environments.endpoint import ProgramEndpoint
+from fp8rl.rollout.environments.recording import Recording
 from fp8rl.rollout.loopback import reach_loopback
+from fp8rl.rollout.openai import MODEL
+from fp8rl.rollout.types import Problem
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
 
-_LEASH = Path(__file__).with_name("leash.py")
+_WARDEN = Path(__file__).with_name("warden.py")
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of the run that a command is given; keys of other services are not among them."""
 _KEPT = 4096
@@ -96,7 +96,7 @@ class Harness:
         environment = {name: os.environ[name] for name in names if name in os.environ} | own
         reach_loopback(environment)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_LEASH), *config.command),
+            *(sys.executable, "-I", "-S", str(_WARDEN), *config.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

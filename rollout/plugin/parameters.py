@@ -1,0 +1,173 @@
+"""Places of the checkpoint's tensors in an engine's model, and the adapters beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rl.models import Model
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
+from fp8rl.numerics.ops import Fused, LowRank
+
+Served = tuple[str, Tensor, Tensor]
+"""A tensor's name in the checkpoint, of a part of it as the rank labels it, the engine's parameter that holds it, and
+where in that."""
+
+
+def hf_tensors(
+    model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
+) -> Iterator[Served]:
+    """Yield what this rank has of the checkpoint, and scales of what is quantized by `block` rows; within: in
+    these parameters alone."""
+    held = dict(_held(model, table))
+    for name, by_index in table.in_engine.items():
+        for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
+            parameter = held[name] if not suffix else held.get(name + suffix)
+            if parameter is not None and (within is None or parameter in within):
+                yield from _split(parameter, table, by_index, suffix, rows, rank)
+
+
+def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Each with its scales."""
+    held = dict(model.named_parameters())
+    return ((p, held[name + SCALE_SUFFIX]) for name, p in held.items() if name + SCALE_SUFFIX in held)
+
+
+def check_table(model: nn.Module, definition: Model) -> None:
+    """Refuse a model of the engine that does not hold what the table says, no more and no less.
+
+    Raises:
+        RuntimeError: it names the parameters.
+    """
+    expected = definition.tensors.in_engine.keys()
+    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
+    # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held |= model.state_dict().keys() - tied
+    extras = definition.architecture.engine_extras
+    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in extras)
+    missing = sorted(expected - held)
+    if spare or missing:
+        raise RuntimeError(
+            f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
+            f"models/ says of {definition.architecture.name}. Install the locked version of sglang"
+        )
+
+
+def _held(model: nn.Module, table: TensorTable) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, tied ones once, and the buffers that the table has."""
+    yield from model.named_parameters()
+    buffers = {
+        name for name, by_index in table.in_engine.items() for rows in by_index.values() if rows[0].engine.buffer
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
+
+
+def _split(
+    held: Tensor,
+    table: TensorTable,
+    by_index: Mapping[int | None, Sequence[TensorRow]],
+    suffix: str,
+    block: int,
+    rank: EngineRank,
+) -> Iterator[Served]:
+    for index, rows in by_index.items():
+        fused = held.detach()
+        if index is not None:
+            place = rank.place(index, len(held))
+            if place is None:
+                continue  # an expert of another rank
+            fused = fused[place]
+        for row, part in zip(rows, table.engine_parts(fused, rows, block, rank), strict=True):
+            yield rank.label(row.name + suffix, row), held, part
+
+
+# Adapters: SGLang knows none of them, so they stand beside its fused parameters, and our loader takes what is sent of
+# them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The adapter of one of the engine's weights, or of the part that a rank holds."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    """Parameters into which its tensors are loaded."""
+    fused: Fused | None
+    """The places of the rows of b among the weight's; None: they are the same."""
+    low_rank: LowRank
+    """The form that products take, its b in memory that stays where it is: CUDA graphs read it there."""
+
+    def refresh(self) -> None:
+        """Make what products take anew."""
+        if self.fused is not None:
+            self.low_rank.b.copy_(self.fused.wide(self.b.detach()))
+
+
+class AdaptedRows:
+    """The rows of a forward pass that have the adapters, in an engine that answers for the base beside them too.
+
+    A request for the base has a `lora_id`, by which SGLang also keeps its prefixes apart from those of others.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        """most: rows of a pass."""
+        self.mask = torch.ones(most, dtype=torch.bool, device=device)
+        """bool [most], the first of them those of the pass, in memory that stays where it is: CUDA graphs read it."""
+
+    def take(self, batch: Any) -> None:
+        """Those of SGLang's ForwardBatch, of whose requests each has one row in a decode step, else its new tokens."""
+        rows = torch.tensor([name is None for name in batch.lora_ids], dtype=torch.bool).to(self.mask.device)
+        if not batch.forward_mode.is_decode_or_idle():
+            rows = rows.repeat_interleave(batch.extend_seq_lens, output_size=len(batch.input_ids))
+        self.mask[: len(rows)] = rows
+
+
+@torch.no_grad()
+def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> dict[Tensor, Adapter]:
+    """Register the parameters of all adapters in SGLang's model, as zeros: what adapts each weight."""
+    config = definition.adapter
+    assert config is not None
+    found: dict[Tensor, Adapter] = {}
+    for rows in _adapted(definition, config):
+        name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
+        counts, own = [rank.rows(row) for row in rows], [config.adapts(row) for row in rows]
+        each = (len(weight),) if rows[0].expert is not None and config.experts == "per_expert" else ()
+        held = sum(count for count, adapted in zip(counts, own, strict=True) if adapted)
+        a = _register(model, name, "a", *each, sum(own) * config.rank, weight.shape[-1])
+        b = _register(model, name, "b", *each, held, config.rank)
+        fused = _fused(counts, own, config.rank).to(weight.device) if len(rows) > 1 else None
+        wide = b.detach() if fused is None else fused.wide(b.detach())
+        found[weight] = Adapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
+    return found
+
+
+def _adapted(definition: Model, config: AdapterSection) -> Iterator[Sequence[TensorRow]]:
+    """The tensors in each of the engine's parameters that has an adapter, in their order there; of stacked experts
+    those of the first."""
+    for by_index in definition.tensors.in_engine.values():
+        rows = next(iter(by_index.values()))
+        if any(config.adapts(row) for row in rows):
+            yield rows
+
+
+def _fused(counts: Sequence[int], own: Sequence[bool], rank: int) -> Fused:
+    """counts: rows of each tensor in the parameter. own: whether it has an adapter."""
+    number = torch.tensor([sum(own[:i]) if adapted else -1 for i, adapted in enumerate(own)])
+    part = number.repeat_interleave(torch.tensor(counts))
+    rows = (part >= 0).nonzero().flatten()
+    return Fused.of(rows, part[rows], len(part), sum(own), rank)
+
+
+def _register(model: nn.Module, weight: str, letter: str, *shape: int) -> nn.Parameter:
+    """The parameter of this letter beside one of the engine's weights."""
+    device = model.get_parameter(weight).device
+    parameter = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
+    path, _, name = weight.rpartition(".")
+    model.get_submodule(path).register_parameter(name.replace("weight", f"lora_{letter}"), parameter)
+    return parameter

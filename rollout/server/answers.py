@@ -1,0 +1,157 @@
+"""Parses an engine's answers: tokens, log-probabilities, weight versions, and the experts that each token went to."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.rollout.types import Completion, Decoding, EngineError, KeptTokens
+
+_BYTES = 4
+"""SGLang reports int32."""
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """The sizes of routes: a model's layers, a token's experts in each MoE layer, and leading dense layers."""
+
+    layers: int
+    top_k: int
+    dense: int = 0
+
+
+def route_shape(sizes: ModelSizes) -> RouteShape:
+    """Return the shape of a model's routes.
+
+    Raises:
+        UserError: it is a dense model.
+    """
+    if not sizes.moe:
+        raise UserError(
+            "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "
+            "numerics.router_replay=off, or choose a mixture of experts."
+        )
+    return RouteShape(sizes.layers, sizes.top_k, sizes.dense_layers)
+
+
+def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
+    """Parse one answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is
+    given.
+
+    supports: it was asked with `return_sampling_mask`; log-probabilities are then those among the tokens that were
+    kept.
+
+    Raises EngineError if the engine gave up, or its tokens, logprobs, version spans, routes and supports do not fit
+    each other.
+    """
+    meta: dict[str, Any] = answer["meta_info"]
+    reason = meta["finish_reason"]
+    aborted = reason["type"] == "abort" and reason.get("status_code") is None  # by a pause; a fault has a status
+    if not aborted:
+        _check_not_aborted(meta)
+    token_ids, reported = answer["output_ids"], meta["output_token_logprobs"]
+    if token_ids != [token for _, token, _ in reported]:
+        raise EngineError(
+            f"request {meta['id']}: found logprobs for {len(reported)} tokens, expected one for each of the "
+            f"{len(token_ids)} generated tokens, in their order"
+        )
+    drawn_from = _supports(meta, token_ids) if supports else None
+    if drawn_from is not None:
+        reported = [(logprob, 0, None) for logprob in meta.get("output_token_sampling_logprobs", [])]
+    # SGLang leaves these out if it does not draft, or has cut the answer; it gives the mean drafts of a pass.
+    passes = meta.get("spec_verify_ct", 0)
+    drafted = round(passes * meta.get("spec_cap_length", 0.0))
+    return Completion(
+        token_ids=token_ids,
+        supports=drawn_from,
+        logprobs=_logprobs(reported),
+        weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
+        finished=reason["type"] == "stop",
+        aborted=aborted,
+        decoding=Decoding(passes, drafted, meta.get("spec_num_correct_drafts", 0)),
+        routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
+    )
+
+
+def _supports(meta: dict[str, Any], token_ids: list[int]) -> KeptTokens:
+    masks = meta.get("output_token_sampling_mask", [])
+    said = len(masks) == len(token_ids) == len(meta.get("output_token_sampling_logprobs", []))
+    if not said or any(mask is None or token not in mask for mask, token in zip(masks, token_ids)):
+        raise EngineError(
+            f"request {meta['id']}: found {len(masks)} sets of tokens to draw from, expected one for each of the "
+            f"{len(token_ids)} generated tokens, with the token in it"
+        )
+    return KeptTokens.of(masks)
+
+
+def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
+    """Parse the log-probabilities of a prompt's `length` tokens but the first, asked with `logprob_start_len` 0.
+
+    Raises EngineError if the request was aborted, or there is not one log-probability for each token.
+    """
+    meta: dict[str, Any] = answer["meta_info"]
+    _check_not_aborted(meta)
+    reported = meta["input_token_logprobs"]
+    if len(reported) != length:  # the ids say nothing: SGLang 0.5.19 replaces the vocabulary's last one by 0
+        raise EngineError(
+            f"request {meta['id']}: found logprobs for {len(reported)} prompt tokens, expected one for each of the "
+            f"{length} tokens"
+        )
+    return _logprobs(reported[1:])
+
+
+def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
+    """Return the weight version of each of `length` tokens from SGLang's spans [{version, start, end}], end exclusive.
+
+    Raises EngineError if the spans do not cover the tokens without gap or overlap, or a version is no number.
+    """
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions) or span["end"] < span["start"]:
+            break
+        if not str(span["version"]).isdecimal():
+            raise EngineError(f"found weight version {span['version']!r}, expected a number of optimizer steps")
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != length:
+        raise EngineError(f"found weight version spans {spans}, expected them to cover the {length} generated tokens")
+    return versions
+
+
+def _check_not_aborted(meta: dict[str, Any]) -> None:
+    reason = meta["finish_reason"]
+    if reason["type"] == "abort":
+        raise EngineError(f"a request was aborted: {reason.get('message', 'no reason given')}")
+
+
+def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[float]:
+    # JSON has no NaN and no infinity: the server writes null for both.
+    return [math.nan if logprob is None else logprob for logprob, _, _ in reported]
+
+
+def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
+    """Parse an answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]; `tokens` are those of prompt and answer.
+
+    The last token was sampled but never computed with, so it has no route. SGLang keeps room for dense layers too.
+
+    Raises:
+        EngineError: the answer reports none, or not as many as the tokens need.
+    """
+    text = meta.get("routed_experts")
+    if text is None:
+        raise EngineError(f"request {meta['id']}: found no routed experts, expected those of {tokens - 1} tokens")
+    data = bytearray(base64.b64decode(text))
+    expected = (tokens - 1) * shape.layers * shape.top_k
+    if len(data) != expected * _BYTES:
+        raise EngineError(
+            f"request {meta['id']}: found {len(data) / _BYTES:g} routed experts, expected {expected}, for {tokens - 1} "
+            f"tokens in {shape.layers} layers with {shape.top_k} each"
+        )
+    routes = torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
+    return routes.to(torch.int16).view(tokens - 1, shape.layers, shape.top_k)[:, shape.dense :]
