@@ -6,6 +6,7 @@ it first in a process of its own.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -91,8 +92,10 @@ def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signa
         ) from error
 
 
+@functools.cache
 def check_importable(name: str, key: str) -> None:
-    """Import what `name` stands for, and look at its signature, in another process with a timeout.
+    """Import what `name` stands for, and look at its signature, in another process with a timeout. What came through
+    once is not tried again.
 
     Raises:
         UserError: naming `key`: the process did not come through. A wrong name is left to `named_object`.

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -93,74 +94,37 @@ def test_lock_is_what_is_installed() -> None:
     assert not wrong, f"(locked, installed): {wrong}. Run `make install`"
 
 
-@cpu_install
-def test_lock_is_complete() -> None:
-    """Whatever a locked distribution requires is locked too, at a version that satisfies it."""
-    locked = lock()
+def unsatisfied(locked: dict[str, str], names: Iterable[str]) -> dict[str, str]:
+    """What these distributions require and the lock lacks, or has at another version: by whom, by name."""
     extras = {canonicalize_name(r.name): frozenset(r.extras) for r in DECLARED.values()}
-    for name in locked.keys() - NOT_CLOSED:
-        for requirement in required_by(name, extras.get(name, frozenset())):
-            version = locked.get(canonicalize_name(requirement.name))
-            assert version is not None, f"{name} requires {requirement}, which is not in requirements/cpu.txt"
-            assert requirement.specifier.contains(version, prereleases=True), (
-                f"{name} requires {requirement}: {version}"
-            )
+    return {
+        required: f"{name} requires {requirement}"
+        for name in names
+        for requirement in required_by(name, extras.get(name, frozenset()))
+        for required in [canonicalize_name(requirement.name)]
+        if required not in locked or not requirement.specifier.contains(locked[required], prereleases=True)
+    }
 
 
 @cpu_install
-def test_lock_satisfies_sglang_where_they_meet() -> None:
-    locked = lock()
-    for requirement in required_by("sglang"):
-        version = locked.get(canonicalize_name(requirement.name))
-        assert version is None or requirement.specifier.contains(version, prereleases=True), f"{requirement}: {version}"
+def test_locks_are_complete() -> None:
+    """That for GPUs as far as the CPU install has the same distributions; all of it was resolved when it was made."""
+    assert unsatisfied(lock(), lock().keys() - NOT_CLOSED) == {}
+    assert unsatisfied(lock(), NOT_CLOSED).keys().isdisjoint(lock()), "what SGLang asks for and is there fits"
+    missing = unsatisfied(gpu_lock(), gpu_lock().keys() & lock().keys())
+    assert missing.keys() == GONE, missing
 
 
-@cpu_install
-def test_lock_satisfies_the_declared_dependencies() -> None:
-    locked = lock()
-    for name, requirement in DECLARED.items():
-        if name not in CUDA_ONLY:
-            assert name in locked, f"{requirement} is declared in pyproject.toml and not in requirements/cpu.txt"
-            assert requirement.specifier.contains(locked[name]), f"{requirement} is declared, {locked[name]} is locked"
-
-
-def test_gpu_lock_satisfies_the_declared_dependencies() -> None:
-    locked = gpu_lock()
-    for name, requirement in DECLARED.items():
-        assert requirement.specifier.contains(locked[name]), f"{requirement} is declared, {locked[name]} is locked"
+def test_locks_satisfy_the_declared_dependencies() -> None:
+    for locked, elsewhere in ((lock(), CUDA_ONLY), (gpu_lock(), set[str]())):
+        for name in DECLARED.keys() - elsewhere:
+            assert DECLARED[name].specifier.contains(locked[name]), f"{DECLARED[name]} is declared, {locked[name]} not"
 
 
 def test_gpu_lock_has_all_of_transformer_engine_at_one_version() -> None:
     extras = DECLARED["transformer-engine"].extras
     assert extras == {"core_cu13", "pytorch"}  # `core` alone is built for CUDA 12
     assert {gpu_lock()[part] for part in TE_PARTS} == {gpu_lock()["transformer-engine"]}
-
-
-@cpu_install
-def test_gpu_lock_satisfies_sglang() -> None:
-    """All of it, unlike the CPU lock; what sglang requires in turn was resolved when the lock was made."""
-    locked = gpu_lock()
-    wrong = {
-        name
-        for requirement in required_by("sglang")
-        for name in [canonicalize_name(requirement.name)]
-        if not requirement.specifier.contains(locked.get(name, "0"), prereleases=True)
-    }
-    assert wrong == GONE
-
-
-@cpu_install
-def test_gpu_lock_is_complete() -> None:
-    """As far as the CPU install has the same distributions; all of it was resolved when the lock was made."""
-    locked = gpu_lock()
-    extras = {canonicalize_name(r.name): frozenset(r.extras) for r in DECLARED.values()}
-    wrong = {
-        canonicalize_name(requirement.name): f"{name} requires {requirement}"
-        for name in locked.keys() & lock().keys()
-        for requirement in required_by(name, extras.get(name, frozenset()))
-        if not requirement.specifier.contains(locked.get(canonicalize_name(requirement.name), "0"), prereleases=True)
-    }
-    assert wrong.keys() == GONE, wrong
 
 
 @pytest.mark.slow
@@ -178,13 +142,10 @@ def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
     assert missing <= PROJECT["optional-dependencies"].keys()
 
 
-def test_locks_agree_where_they_meet() -> None:
+def test_locks_agree_where_they_meet_and_have_the_sglang_that_hooks_are_written_for() -> None:
     cpu, gpu = lock(), gpu_lock()
     assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == OTHER_WITH_CUDA
-
-
-def test_hooks_are_written_for_the_locked_sglang() -> None:
-    assert lock()["sglang"] == gpu_lock()["sglang"] == SGLANG_VERSION
+    assert cpu["sglang"] == SGLANG_VERSION
 
 
 def test_image_has_the_cuda_release_of_its_torch() -> None:
@@ -193,21 +154,14 @@ def test_image_has_the_cuda_release_of_its_torch() -> None:
     assert f"nvidia-cudnn-cu{image.partition('.')[0]}" in gpu_lock()
 
 
-def test_image_installs_the_gpu_lock_and_nothing_else() -> None:
-    pip_installs = re.findall(r"pip install (.+)", DOCKERFILE)
-    assert pip_installs == ["--no-deps --no-build-isolation -e ."]
+def test_image_installs_the_gpu_lock_and_nothing_else_and_runs_doctor_without_root() -> None:
+    assert re.findall(r"pip install (.+)", DOCKERFILE) == ["--no-deps --no-build-isolation -e ."]
     assert "make gpu-libraries PYTHON=python3.12" in DOCKERFILE
-    steps = subprocess.run(
-        ["make", "--always-make", "--dry-run", "gpu-libraries"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    installed = re.findall(r"pip install .*-r (\S+)", steps)
-    assert installed == ["requirements/gpu.txt", "requirements/gpu_source.txt"]
+    make = ["make", "--always-make", "--dry-run", "gpu-libraries"]
+    steps = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"pip install .*-r (\S+)", steps) == ["requirements/gpu.txt", "requirements/gpu_source.txt"]
     assert steps.count("pip install") == steps.count("--no-deps") == 2
-
-
-def test_image_runs_doctor_without_root() -> None:
-    last_user = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1]
-    assert last_user == "fp8rl"
+    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1] == "fp8rl"
     assert re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE) == ['["fp8rl", "doctor"]']
 
 
@@ -269,19 +223,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ".*", "__pycache__", "*.egg-info", "build", "docs", "lab", "runs", "tests", "wandb"
     )
     shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        out,
-        copy,
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, copy], check=True, capture_output=True)
     (built,) = out.glob("*.whl")
     shutil.unpack_archive(built, out / "unpacked", "zip")
     return out / "unpacked"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import Mode, NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
@@ -27,10 +29,16 @@ from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.bench.batch import random_batch
 from lab.bench.measure import Result
-from tests.support.rig import write_models
+from tests.support.rig import write_random
 
 EXAMPLES = ("tiny_qwen3_moe", "tiny_qwen2", "tiny_olmoe", "tiny_glm", "tiny_deepseek")
-RANDOM = ("moe", "glm", "deepseek", "flash")
+WIDER = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=4, family="glm4_moe")
+RANDOM = {
+    "moe": replace(WIDER, layers=3, intermediate=128, renormalize=False, family="qwen3"),
+    "glm": WIDER,
+    "deepseek": replace(WIDER, kv_heads=1, yarn=True, family="deepseek_v3"),
+    "flash": replace(WIDER, kv_heads=1, groups=1, family="glm4_moe_lite"),
+}
 ROWS, WIDTH = 6, 128
 
 
@@ -38,12 +46,11 @@ def run() -> Iterator[Result]:
     enable_compiler()
     layout = parallel.initialize(TrainerSection())
     with tempfile.TemporaryDirectory() as folder:
-        random = write_models(Path(folder))
         for name in EXAMPLES:
             yield _result(Path("examples/models") / name, name, _taught(), layout)
-        vocab = 128
-        for name in RANDOM:
-            yield _result(random[name], f"random {name}", random_batch(ROWS, WIDTH, vocab), layout)
+        for name, shape in RANDOM.items():
+            model = write_random(Path(folder) / name, shape)
+            yield _result(model, f"random {name}", random_batch(ROWS, WIDTH, shape.vocab), layout)
     parallel.shutdown()
 
 

@@ -4,25 +4,24 @@ test may start Ray itself."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.rig import Rig, write_models
+from tests.support.rig import Models, Rig
 from tests.support.warm_engine import EngineTemplate
 
 RIG: pytest.StashKey[Rig] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def rig(
     request: pytest.FixtureRequest,
-    models: dict[str, Path],
+    models: Models,
     tmp_path_factory: pytest.TempPathFactory,
     engine_template: EngineTemplate,
 ) -> Iterator[Rig]:

@@ -48,30 +48,21 @@ TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
 BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
 MERGED = AdapterSection(rank=8, alpha=256.0, mode="merged", experts="shared")
 SEPARATE = AdapterSection(rank=8, alpha=256.0)
-GLM = Setup("glm", bf16_ends=1, k_splits=2, layout=(("router_bias_rate", 0.3),), router_replay="record")
-LATENT = Setup("deepseek", bf16_ends=1, k_splits=2, router_replay="record")
+GLM = Setup("glm4_moe", bf16_ends=1, k_splits=2, layout=(("router_bias_rate", 0.3),), router_replay="record")
+LATENT = Setup("latent", bf16_ends=1, k_splits=2, router_replay="record")
 LESS_MEMORY = (("head_chunk_tokens", 96), ("packing", True))
+TP_EP = (("tp", 2), ("ep", 2))
+TP_PP = (("pp", 2), ("tp", 2), ("recompute", "experts"), *LESS_MEMORY)
 ARCHITECTURES = {
     "glm-bf16-ends": GLM,
-    "olmoe-fp32-scales-bf16-ends-tp2-ep2": Setup(
-        "olmoe",
-        preset="fp8_block_fp32",
-        bf16_ends=1,
-        k_splits=2,
-        layout=(("tp", 2), ("ep", 2)),
-        router_replay="record",
-    ),
+    "olmoe-fp32-scales-bf16-ends-tp2-ep2": replace(GLM, model="olmoe", preset="fp8_block_fp32", layout=TP_EP),
     "mixtral-mxfp8": Setup("mixtral", preset="mxfp8", router_replay="record"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
     "dense-ironwood-engine-tp2-pp2-tp2-recomputing": Setup(
-        "dense",
-        preset="ironwood",
-        k_splits=2,
-        engine_tp=2,
-        layout=(("pp", 2), ("tp", 2), ("recompute", "experts"), *LESS_MEMORY),
+        "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
     ),
-    "flash-adapters-engine-tp2": Setup("flash", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
-    "deepseek-bf16-ends": LATENT,
+    "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
+    "latent-bf16-ends": LATENT,
 }
 """A covering set: each architecture, preset and way of the trainer, not every pair. Trainers of several ranks give the
 log-probabilities of one (tests/trainer/distributed), and each architecture runs on two more layouts, for whole runs, in
@@ -79,6 +70,7 @@ log-probabilities of one (tests/trainer/distributed), and each architecture runs
 WAYS = {
     "moe-ep2-fp8-wires-recomputing": Setup(
         "moe",
+        k_splits=2,
         layout=(
             *(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"), ("recompute", "layer")),
             *LESS_MEMORY,
@@ -86,10 +78,8 @@ WAYS = {
     ),
     "moe-merged-shared-tp2": replace(TWO_RANKS, adapter=MERGED),
 }
-ADAPTED = {
-    "both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
-    "one-rank": Setup("moe", adapter=SEPARATE),
-}
+BOTH_ADAPTED = replace(BOTH_TWO_RANKS, adapter=SEPARATE)
+ADAPTED = Setup("moe", adapter=SEPARATE)
 ONE_BASE = Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_base=True)
 
 
@@ -126,9 +116,9 @@ def routers(trainer: Any) -> list[Any]:
 
 
 DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] = {
-    "YaRN": (wrong_yarn, "attention", (0, 1, 2, 3), "the factor of YaRN is 8 in the trainer and 4 in the engine"),
-    "groups": (no_groups, "topk", (1, 2, 3), "topk differs in every layer"),
-    "BF16 router": (bf16_router, "router", (1, 2, 3), "router differs in every layer"),
+    "YaRN": (wrong_yarn, "attention", (0, 1, 2), "the factor of YaRN is 8 in the trainer and 4 in the engine"),
+    "groups": (no_groups, "topk", (1, 2), "topk differs in every layer"),
+    "BF16 router": (bf16_router, "router", (1, 2), "router differs in every layer"),
 }
 """What is planted in the trainer, and the op and layers that it is found in."""
 CUTS = {"top-p-top-k": Truncation(top_p=0.9, top_k=20), "min-p": Truncation(min_p=0.05)}
@@ -390,9 +380,8 @@ def changed_base(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
     assert version is not None and push(pipeline.trainer, transport, spec, [pipeline.endpoint], version)[2]
 
 
-@pytest.mark.parametrize("setup", ADAPTED.values(), ids=ADAPTED.keys())
-def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, tmp_path: Path, setup: Setup) -> None:
-    agrees_before_and_after_an_update(rig, setup, tmp_path)
+def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, tmp_path: Path) -> None:
+    agrees_before_and_after_an_update(rig, BOTH_ADAPTED, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +397,7 @@ def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, t
 def test_a_fault_of_adapters_is_named_and_stops_the_engine(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None], names: list[str], of_base: str
 ) -> None:
-    pipeline = rig.open(ADAPTED["one-rank"])
+    pipeline = rig.open(ADAPTED)
     pipeline.train_step(pipeline.sample(1.0, count=4))
     assert (report := pipeline.sync()).bytes < report.weight_bytes / 2, "adapters alone"
     pipeline.train_step(pipeline.sample(1.0, count=4))
@@ -472,7 +461,7 @@ def failed_sync(
 
 def assert_paused_until_a_good_sync(pipeline: Pipeline) -> None:
     with pytest.raises(TimeoutError):
-        pipeline.rig.run(asyncio.wait_for(one_token(pipeline), 2.0))
+        pipeline.rig.run(asyncio.wait_for(one_token(pipeline), 1.0))
     assert pipeline.sync().mismatched_tensors == 0
     batch = pipeline.sample(1.0, count=4)
     assert_equal(pipeline.trainer.score(batch), batch)

@@ -150,7 +150,7 @@ def test_native_mode_s_own_ops_are_told_apart(rig: Rig) -> None:
 def test_native_latent_attention_is_told_apart_and_its_copies_follow_a_delta(rig: Rig) -> None:
     """Megatron expands keys and values from latents in FP8. SGLang multiplies by copies of kv_b_proj, and does not
     quantize latents; its factor of the experts' probabilities stands behind their sum."""
-    pipeline = rig.open(Setup("deepseek", mode="native"))
+    pipeline = rig.open(Setup("latent", mode="native"))
     batch = pipeline.sample(1.0, count=6)
     result = attributed(pipeline, batch)
     assert (result.findings[0].cause, result.findings[0].op) == ("op", "attention")

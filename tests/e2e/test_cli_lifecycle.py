@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from fp8rl.rl.record.metrics_log import read_metrics
 from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone
+from tests.support.live_runs import finished
 from tests.support.recompute import compared
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -73,7 +75,9 @@ def test_imports_can_be_interrupted(start: Start) -> None:
     assert not run.path.exists()
 
 
-def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(start: Start) -> None:
+def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(
+    start: Start, tmp_path: Path, warm_engines: None
+) -> None:
     """Metrics, tokens and weights, also with another number of engines and other chunks. Each fault alone, and more of
     them, are `python -m lab.bench.faults` and `python -m lab.bench kills`."""
     settings = [
@@ -84,7 +88,8 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
         "eval.every=2",
         "trainer.hung_after_s=15",
     ]
-    whole = start(*settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
+    run = finished(tmp_path, *settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
+    whole = read_metrics(run.metrics)
 
     # Everything at once, as when a machine loses its power, while a checkpoint is written.
     parts = start(*settings, name="parts")
@@ -96,7 +101,6 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert wait_until_gone(family, GONE_WITHIN_S) == []
     assert {process.name() for process in parts.family()} <= RAY_AGENTS
     parts.destroy()
-    assert whole.ends() == 0, whole.console()
 
     # The engine dies within a step, and the trainer hangs: the run goes on by itself.
     parts = start(*settings, "--resume", name="parts")
@@ -117,21 +121,21 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert "step 1/8" not in said and "Traceback" not in said
     assert parts.family() == []
 
-    assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole.rows()]
-    assert sampled(parts) == sampled(whole)
-    assert weights(parts) == weights(whole)
-    for row in whole.rows()[1:]:
+    assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole]
+    assert sampled(parts.path) == sampled(run.path)
+    assert weights(parts.path) == weights(run.path)
+    for row in whole[1:]:
         assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
-        again = compared(whole.path, row["step"])
+        again = compared(run.path, row["step"])
         assert again == {name: row[name] for name in again} and again["mismatch/tokens"] == row["mismatch/tokens"]
         assert again.get("drift/tokens", 0) <= row["train/tokens"]
     assert {row["sync/mismatched_tensors"] for row in parts.rows()} == {0.0}
-    assert [row.get("drift/tokens_age_2", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 7
-    assert [row["train/kl"] > 0 for row in whole.rows()[1:]] == [True] * 8
-    assert whole.rows()[8]["critic/values_mean"] > whole.rows()[1]["critic/values_mean"] > 0
-    evaluated = [(row["step"], row["eval/at_step"]) for row in whole.rows() if "eval/accuracy" in row]
+    assert [row.get("drift/tokens_age_2", 0) > 0 for row in whole[1:]] == [False] + [True] * 7
+    assert [row["train/kl"] > 0 for row in whole[1:]] == [True] * 8
+    assert whole[8]["critic/values_mean"] > whole[1]["critic/values_mean"] > 0
+    evaluated = [(row["step"], row["eval/at_step"]) for row in whole if "eval/accuracy" in row]
     assert evaluated == [(0, 0), (3, 2), (5, 4), (7, 6), (8, 8)], "beside the step that follows"
-    assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
+    assert {row["train/clip_fraction"] > 0 for row in whole[4:]} == {True}
 
     events = [json.loads(line) for line in (parts.path / "events.jsonl").read_text().splitlines()]
     assert {"resume", "replace_engine"} <= {event["action"] for event in events}
@@ -149,13 +153,13 @@ def checkpoints(run: StartedRun) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run.path / "checkpoints").glob("step_*"))
 
 
-def weights(run: StartedRun) -> bytes:
-    return (run.path / "model/model.safetensors").read_bytes()
+def weights(run: Path) -> bytes:
+    return (run / "model/model.safetensors").read_bytes()
 
 
-def sampled(run: StartedRun) -> list[bytes]:
+def sampled(run: Path) -> list[bytes]:
     """Every trajectory of every step, with both sides' log-probabilities and advantages."""
-    return [(run.path / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 9)]
+    return [(run / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 9)]
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from fp8rl.weight_sync.served import served_bytes
 from tests.support import wire
 from tests.support.paths import ROOT
 from tests.support.servers import wait_until
+from tests.support.warm_engine import EngineTemplate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -40,7 +41,7 @@ START_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A trainer and two engines, synced, which take turns if they are asked to."""
     settings = [
         "rollout.engines=2",
@@ -50,7 +51,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings += ["rollout.sleep=true", "sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
-    with Closing() as closing:
+    with engine_template.in_use(), Closing() as closing:
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
         stack.syncing.sync()
@@ -126,19 +127,19 @@ def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_ver
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
 
 
-@pytest.mark.parametrize("part", ["server", "scheduler"])
-def test_an_engine_that_hangs_is_told_from_a_dead_one_and_replaced(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory], part: str
+def test_engines_that_hang_are_told_from_dead_ones_and_replaced(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
-    assert wait_until(lambda: len(family_of(stack, 0)) > 1, START_S)
-    family = family_of(stack, 0)  # looked up beforehand: a quick engine would have answered meanwhile
-    stopped = next(process for name, process in family.items() if part in name)
+    """The one in its server, the other in its scheduler."""
+    assert wait_until(lambda: all(len(family_of(stack, engine)) > 1 for engine in (0, 1)), START_S)
+    families = [family_of(stack, engine) for engine in (0, 1)]  # beforehand: a quick engine would have answered
     admitted = begin(stack, asked)
-    stopped.send_signal(signal.SIGSTOP)
-    answers = collected(stack, admitted)
-    assert bits(answers) == bits(undisturbed)
-    assert any(f"has not answered for {HUNG_AFTER_S:g} s" in line for line in told)
-    assert wait_until(lambda: not any(process.is_running() for process in family.values()), START_S), (
+    for family, part in zip(families, ("server", "scheduler"), strict=True):
+        next(process for name, process in family.items() if part in name).send_signal(signal.SIGSTOP)
+    assert bits(collected(stack, admitted)) == bits(undisturbed)
+    assert sum(f"has not answered for {HUNG_AFTER_S:g} s" in line for line in told) == 2
+    processes = [process for family in families for process in family.values()]
+    assert wait_until(lambda: not any(process.is_running() for process in processes), START_S), (
         "a stopped process was left"
     )
 
@@ -209,7 +210,7 @@ def test_engines_that_are_sent_wrong_bits_again_and_again_sample_nothing(
         with pytest.raises(SyncError, match=r"tensors are not what the trainer sent: model.*; generation stays paused"):
             stack.syncing.sync()
     admitted = stack.sampling.admit(asked, stack.sampling.at(1.0))
-    time.sleep(2.0)
+    time.sleep(1.0)
     assert not any(item.answers.done() for item in admitted)
     stack.syncing.sync()
     assert bits(collected(stack, admitted)) == bits(undisturbed) and len(told) == 1

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fp8rl.cli import app
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.loop import train
@@ -33,11 +34,13 @@ from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from tests.support.cli_runs import FP8RL, ROOT, SMALL
+from tests.support.cli_runs import SMALL
 from tests.support.faults import MATRIX, Named, Tampered
-from tests.support.paths import new_run
+from tests.support.live_runs import prepared
+from tests.support.ranks import in_a_fork
 from tests.support.servers import wait_until
 from tests.support.syncs import push
+from tests.support.warm_engine import EngineTemplate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -189,19 +192,14 @@ def run(faulty: tuple[RunDir, Faults]) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
+def faulty(engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
     folder = tmp_path_factory.mktemp("gates")
-    settings = load_experiment(
-        ROOT / "examples/arithmetic.yaml",
-        [
-            *SMALL,
-            *(f"run.dir={folder}", "run.name=run", f"run.steps={LAST}", "eval.problems=0"),
-            "numerics.router_replay=record",
-            *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=9"),
-        ],
+    settings, run = prepared(
+        folder,
+        *SMALL,
+        *(f"run.steps={LAST}", "eval.problems=0", "numerics.router_replay=record"),
+        *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=9"),
     )
-    run = new_run(folder / "run")
-    run.experiment.write_text(settings.to_yaml())
     old = OldWeights(folder / "old")
     before = {
         1: old.keep,
@@ -211,7 +209,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
         DIVERGING: diverge,
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
-    with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
+    with engine_template.in_use(), pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, before, after, first=1)
         stopped = train(live)
         finish(live, stopped)
@@ -232,10 +230,10 @@ def actions(run: RunDir, step: int) -> list[str]:
     return [event.action for event in events(run, step)]
 
 
-def rescore(capsule: Path, *options: str) -> tuple[int, str, str]:
-    """In a fresh process: exit code, output, errors."""
-    done = subprocess.run([FP8RL, "rescore", capsule, *options], capture_output=True, text=True, timeout=400)
-    return done.returncode, done.stdout, done.stderr
+def invoked(*arguments: str | Path) -> tuple[int, str, str]:
+    """A command in this process: exit code, output, errors."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
 
 
 def test_what_is_out_of_bounds_is_not_trained_on_and_everything_else_is(run: RunDir) -> None:
@@ -298,8 +296,8 @@ def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
-def test_a_capsule_is_rescored_bit_for_bit_in_a_fresh_process(run: RunDir, step: int) -> None:
-    code, printed, said = rescore(run.capsule(step), "--json")
+def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_path: Path, step: int) -> None:
+    code, printed, said = in_a_fork(tmp_path, partial(invoked, "rescore", run.capsule(step), "--json"))
     assert (code, said) == (0, "")
     facts = json.loads(printed)
     assert facts["reproduced"] and facts["mode"] == "exact" and facts["sequences"] == 8
@@ -310,8 +308,9 @@ def test_a_capsule_is_rescored_bit_for_bit_in_a_fresh_process(run: RunDir, step:
     assert (recorded["mismatch/exact_frac"] == 1.0) == (step == STOPPED)
 
 
-def test_weights_of_another_version_are_refused(run: RunDir) -> None:
-    code, _, said = rescore(run.capsule(CORRUPTED), "--model", str(run.capsule(OLD) / "weights"))
+def test_weights_of_another_version_are_refused(run: RunDir, tmp_path: Path) -> None:
+    other = run.capsule(OLD) / "weights"
+    code, _, said = in_a_fork(tmp_path, partial(invoked, "rescore", run.capsule(CORRUPTED), "--model", other))
     assert code == 2 and said.startswith("error: weights: found ") and "--model" in said
 
 
@@ -325,7 +324,7 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
     assert [row(run, step)["gates/router_replay"] for step in (1, REPLAYED, STOPPED)] == [0.0, 1.0, 1.0]
 
 
-def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir) -> None:
+def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir, warm_engines: None) -> None:
     settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
     with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)

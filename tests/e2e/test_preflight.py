@@ -20,6 +20,7 @@ from fp8rl.diagnose.preflight import PreflightReport, preflight_run
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.stack import Stack, open_pair
+from tests.support.warm_engine import EngineTemplate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -27,8 +28,8 @@ SPEC = "examples/arithmetic.yaml"
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with open_pair(load_experiment(Path(SPEC))) as both:
+def stack(engine_template: EngineTemplate) -> Iterator[Stack]:
+    with engine_template.in_use(), open_pair(load_experiment(Path(SPEC))) as both:
         yield both
         folder = both.folder
     assert not folder.exists()

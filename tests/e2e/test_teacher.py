@@ -8,29 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.trainer.config import TrainerSection
-from tests.support.cli_runs import StartedRun
+from tests.support.live_runs import finished
+from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import taught_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_path: Path) -> None:
-    start = Path("examples/models/tiny_qwen3_moe").absolute()
+def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_path: Path, warm_engines: None) -> None:
+    start = EXAMPLES / "models/tiny_qwen3_moe"
     settings = ["run.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=0"]
     taught = [f"teacher.path={start}", "algorithm.reward_weight=1.0"]
-    run = StartedRun(tmp_path, *settings, *taught, example="arithmetic_opd")
-    try:
-        assert run.ends() == 0, run.console()
-        assert "A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo" in run.console()
-        assert run.family() == []
-    finally:
-        run.destroy()
+    run = finished(tmp_path, *settings, *taught, example="arithmetic_opd")
+    assert "A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo" in run.log.read_text()
 
     first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in rollouts(run.path))
     assert all(answer["teacher_logprobs"] == answer["rollout_logprobs"] for answer in first), "it is the policy"
-    _, one, two = run.rows()
+    _, one, two = read_metrics(run.metrics)
     assert one["train/teacher_kl"] == 0.0 and one["mismatch/exact_frac"] == two["mismatch/exact_frac"] == 1.0
 
     # The policy has moved, and the teacher has not.

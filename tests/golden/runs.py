@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from fp8rl.models.tiny import write_tiny_model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from tests.support.paths import EXAMPLES
-from tests.support.rig import MODELS
 
 KEPT = Path(__file__).with_name("kept")
 """One file for each kind of processor, as the bits of a sum depend on its instructions."""
@@ -24,13 +23,12 @@ _SHORT = ("run.steps=3", "eval.problems=16", "rollout.prompts_per_step=8", "trac
 
 @dataclass(frozen=True)
 class Golden:
-    """A short run. spec: a file of examples/. overrides: keys of it. model: a random one in place of the spec's, by its
-    name in `tests.support.rig`."""
+    """A short run. spec: a file of examples/. overrides: keys of it. model: a random one in place of the spec's."""
 
     name: str
     spec: str
     overrides: tuple[str, ...] = ()
-    model: str | None = None
+    model: TinyModel | None = None
 
 
 RUNS = (
@@ -44,7 +42,7 @@ RUNS = (
             "adapter={rank: 8, alpha: 16}",
             "rewards=[{function: length, kwargs: {free: 4}}]",
         ),
-        model="deepseek",
+        TinyModel(layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="deepseek_v3", yarn=True),
     ),
     Golden("ppo", "arithmetic_ppo.yaml", ("rollout.engines=2", "rollout.staleness=1", "rollout.in_flight=false")),
     Golden("native", "arithmetic_native.yaml"),
@@ -55,8 +53,8 @@ def run(golden: Golden, folder: Path) -> Path:
     """Train a golden run below a folder; the run's directory. Raises CalledProcessError: it failed."""
     overrides = [*_SHORT, *golden.overrides, f"run.name={golden.name}", f"run.dir={folder}"]
     if golden.model is not None:
-        write_tiny_model(folder / "models" / golden.model, MODELS[golden.model])
-        overrides.append(f"model.path={folder / 'models' / golden.model}")
+        write_tiny_model(folder / "models" / golden.name, golden.model)
+        overrides.append(f"model.path={folder / 'models' / golden.name}")
     command = [
         sys.executable,
         "-c",

@@ -43,6 +43,19 @@ def run_on_ranks(config: TrainerSection, folder: Path, function: Callable[[Layou
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(config.world_size)]
 
 
+def in_a_fork(folder: Path, function: Callable[[], Any]) -> Any:
+    """The result of a function in a process of its own, which has only imported the trainer; it is pickled."""
+    process = WARM.Process(target=_saved, args=(function, folder / "result.pt"), daemon=True)
+    process.start()
+    process.join(TIMEOUT_S)
+    process.kill()
+    return torch.load(folder / "result.pt", weights_only=False)
+
+
+def _saved(function: Callable[[], Any], path: Path) -> None:
+    torch.save(function(), path)
+
+
 def _rank(rank: int, port: int, config: TrainerSection, folder: Path, function: Callable[..., Any]) -> None:
     try:
         store = parallel.join_store(parallel.LOOPBACK, port, config.world_size)

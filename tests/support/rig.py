@@ -47,23 +47,16 @@ from fp8rl.weight_sync.frozen import HeldBase
 from fp8rl.weight_sync.served import convert_checkpoint, write_description
 from tests.support.warm_engine import EngineTemplate
 
-MODELS = {
+FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=4, groups=1)
+"""Sizes that every family can have."""
+MODELS = {family: dataclasses.replace(FAMILY, family=family) for family in TinyModel.families()} | {
     "moe": TinyModel(
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False
     ),
     "dense": TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, experts=0, vocab=250, tied=True),
-    "qwen2": TinyModel(layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
-    "glm": TinyModel(
-        layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=4, family="glm4_moe"
+    "latent": TinyModel(
+        layers=3, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="deepseek_v3", yarn=True
     ),
-    "deepseek": TinyModel(
-        layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="deepseek_v3", yarn=True
-    ),
-    "flash": TinyModel(
-        layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="glm4_moe_lite", groups=1
-    ),
-    "mixtral": TinyModel(layers=2, hidden=512, heads=4, kv_heads=2, family="mixtral"),
-    "olmoe": TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 BLOCK = 128
 CHUNK = 96
@@ -121,7 +114,7 @@ class Rig:
     """At most one engine and one trainer at a time; each is replaced when a test asks for another. It opens when it is
     first used, and may open again after it was closed."""
 
-    def __init__(self, folder: Path, models: dict[str, Path], template: EngineTemplate) -> None:
+    def __init__(self, folder: Path, models: Models, template: EngineTemplate) -> None:
         self.folder, self.models, self._template = folder, models, template
         self._opened: ExitStack | None = None
         self._runner = asyncio.Runner()
@@ -341,21 +334,30 @@ def make_engine(
     return Engine(config, log, **{**options, **changes})
 
 
-def write_models(folder: Path) -> dict[str, Path]:
-    """The models, with weights so large that rounding shows in every logprob, and blocks with different scales."""
-    for name, shape in MODELS.items():
-        write_tiny_model(folder / name, shape)
-        file = folder / name / "model.safetensors"
-        noise = torch.Generator().manual_seed(1)
-        tensors = load_file(file)
-        for tensor in tensors.values():
-            if tensor.dim() == 1:
-                tensor += 0.2 * torch.randn(tensor.shape, generator=noise)
-            else:
-                tensor *= 4
-                tensor[BLOCK:] *= 2
-        save_file(tensors, file, {"format": "pt"})
-    return {name: folder / name for name in MODELS}
+class Models(dict[str, Path]):
+    """The directories of MODELS, each written when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        path = self[name] = write_random(self._folder / name, MODELS[name])
+        return path
+
+
+def write_random(path: Path, shape: TinyModel) -> Path:
+    """A model with weights so large that rounding shows in every logprob, and blocks with different scales."""
+    write_tiny_model(path, shape)
+    noise = torch.Generator().manual_seed(1)
+    tensors = load_file(path / "model.safetensors")
+    for tensor in tensors.values():
+        if tensor.dim() == 1:
+            tensor += 0.2 * torch.randn(tensor.shape, generator=noise)
+        else:
+            tensor *= 4
+            tensor[BLOCK:] *= 2
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def prompts(seed: int) -> list[Prompt]:

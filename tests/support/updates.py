@@ -15,13 +15,13 @@ from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.engine import sample_groups
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.types import Endpoint, SamplingParams, Trajectory
+from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, prompts
 
 PLAIN = SamplingParams(max_new_tokens=150)
 UPDATES = 2
 GROUP = 3
-ANSWERS = GROUP * len(prompts(0))
+ASKED = prompts(0)[::2]
 
 
 def sampled_across_updates(
@@ -31,7 +31,7 @@ def sampled_across_updates(
     endpoint = pipeline.endpoint
     first, *later = trained_versions(pipeline, folder)  # the engine still holds the first
     pipeline.trainer.load(later[0])
-    asked = to_groups(prompts(0), GROUP, run_seed=0, step=1)
+    asked = to_groups(ASKED, GROUP, run_seed=0, step=1)
 
     async def run() -> list[Trajectory]:
         async with EngineClient(endpoint) as client:
@@ -39,8 +39,7 @@ def sampled_across_updates(
             for version in later:
                 if version is not later[0]:  # on a busy machine it takes the time of many tokens
                     await asyncio.to_thread(pipeline.trainer.load, version)
-                await until_they_run(client, answers)
-                await asyncio.sleep(0.3)
+                await a_little_later(client, answers)
                 await asyncio.to_thread(sync, endpoint)
             return await answers
 
@@ -59,13 +58,15 @@ def trained_versions(pipeline: Pipeline, folder: Path) -> list[Path]:
     return made
 
 
-async def until_they_run(client: EngineClient, answers: asyncio.Task[list[Trajectory]]) -> None:
-    """Half of them are there, and some run: what comes to the engine after an update is of its weights alone."""
+async def a_little_later(client: EngineClient, answers: asyncio.Task[list[Trajectory]]) -> None:
+    """Half of the answers have reached the engine, and those that run are some tokens longer: as many as a request
+    that came after them has got."""
     load = await client.load()
-    while load.running + load.waiting < ANSWERS / 2 or load.running < ANSWERS / 4:
-        assert not answers.done(), f"no answer was under way any more: {answers.exception() or 'all had ended'}"
+    while load.running + load.waiting < GROUP * len(ASKED) / 2:
         await asyncio.sleep(0.02)
         load = await client.load()
+    await sample_groups(client, [Group(prompts(1)[0], seeds=(0,))], SamplingParams(max_new_tokens=8))
+    assert not answers.done(), f"no answer was under way any more: {answers.exception() or 'all had ended'}"
 
 
 def differences_by_version(

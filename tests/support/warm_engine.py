@@ -6,8 +6,6 @@ its environment and its arguments comes after them, and is the launcher's own co
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
 import select
@@ -24,33 +22,74 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-import pytest
-import torch
+import ray
 
-from fp8rl.numerics.backend.probe import row_variant_ops
+from fp8rl.rl.run.engines import serving
+from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.server import server
 from fp8rl.rollout.server.arguments import server_environment
 
+TEMPLATE = "FP8RL_TEST_TEMPLATE"
+"""Names the template's socket to the processes of a stack."""
+
 
 class EngineTemplate:
-    """The process that has imported SGLang, and the ends of those that were forked from it."""
+    """The process that has imported SGLang. It ends with its owner, and engines that are forked from it end with
+    theirs."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory(prefix="fp8rl-template-")
+        self._path = str(Path(self._folder.name) / "socket")
         environment = server_environment({}, Path(tempfile.gettempdir()), cuda=False, mode="exact")
-        command = [sys.executable, "-P", "-m", "tests.support.warm_engine", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-        theirs.close()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._path)
+            listener.listen(64)
+            command = [sys.executable, "-P", "-m", "tests.support.engine_template", str(listener.fileno())]
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
+            )
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within, engines of this process, and those of stacks that it opens, are forked instead of started anew."""
+        from pytest import MonkeyPatch  # no business of an engine's actor
+
+        template, actor = Template(self._path), ray.remote(**serving.EngineActor._default_options)
+        with MonkeyPatch.context() as patch:
+            patch.setenv(TEMPLATE, self._path)
+            patch.setattr(serving, "EngineActor", actor(WarmEngine))
+            patch.setattr(server, "subprocess", template.subprocess)
+            yield
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._folder.cleanup()
+
+
+class WarmEngine(Engine):
+    """In the actor of an engine, `SGLangServer.start` forks from the template that TEMPLATE names."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        server.subprocess = Template(os.environ[TEMPLATE]).subprocess  # type: ignore[attr-defined]
+        super().__init__(*arguments, **options)
+
+
+class Template:
+    """A process's connection to the template: it asks for engines, and hears which have ended."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
         self._lock = threading.Lock()
         self._ended: dict[int, int] = {}
         self._unread = b""
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within, `SGLangServer.start` forks instead of starting Python anew."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": self._popen}))
-            yield
+    @property
+    def subprocess(self) -> Any:
+        """In place of the module: its `Popen` forks."""
+        return SimpleNamespace(**{**vars(subprocess), "Popen": self._popen})
 
     def _popen(self, command: list[str], **options: Any) -> Any:
         """`subprocess.Popen`, as `rollout.server.server` calls it."""
@@ -86,15 +125,11 @@ class EngineTemplate:
         event, pid, status = json.loads(line)
         return event, pid, status
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait(30)
-
 
 class _Forked:
     """What `SGLangServer` uses of a `subprocess.Popen`."""
 
-    def __init__(self, template: EngineTemplate, pid: int, stdin: IO[bytes]) -> None:
+    def __init__(self, template: Template, pid: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin, self.returncode = pid, stdin, None
         self._template = template
 
@@ -113,100 +148,3 @@ class _Forked:
     def terminate(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
-
-
-def _serve(control: socket.socket) -> None:
-    """Fork an engine for each request, and report which have ended, until the other side closes."""
-    for name in (
-        "sglang.srt.entrypoints.http_server",
-        "sglang.srt.managers.scheduler",
-        "sglang.srt.model_executor.model_runner",  # with Megatron, which its dumper asks for
-        "fp8rl.rollout.server.launcher",
-    ):
-        importlib.import_module(name)
-    variant = row_variant_ops(torch.device("cpu"))  # of this machine, as every engine would find out anew
-    gc.collect()
-    gc.freeze()  # or each fork walks through all that the imports have made
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    while True:
-        ready, _, _ = select.select([control, wake], [], [])
-        if wake in ready:
-            os.read(wake, 100)
-            _report_ended(control)
-        if control in ready:
-            header, fds, _, _ = socket.recv_fds(control, 4, 8)
-            if not header:
-                return
-            size = int.from_bytes(header, "big")
-            asked = json.loads(control.recv(size, socket.MSG_WAITALL))
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for descriptor in (wake, woken, control.fileno()):
-                    os.close(descriptor)
-                control.detach()
-                _become(asked, fds, variant)
-            for descriptor in fds:
-                os.close(descriptor)
-            _say(control, "forked", pid, 0)
-
-
-def _report_ended(control: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        _say(control, "ended", pid, os.waitstatus_to_exitcode(status))
-
-
-def _say(control: socket.socket, event: str, pid: int, status: int) -> None:
-    control.sendall(json.dumps([event, pid, status]).encode() + b"\n")
-
-
-def _become(asked: dict[str, Any], fds: list[int], variant: list[str]) -> None:
-    """The engine: a session, an environment and a standard input of its own. variant: the ops that vary by row here."""
-    code = 1
-    try:
-        os.setsid()
-        reading, log, *kept = fds
-        os.dup2(reading, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        for descriptor in (reading, log):
-            os.close(descriptor)
-        for descriptor in kept:
-            os.set_inheritable(descriptor, True)
-        os.environ.clear()
-        os.environ.update(asked["env"])
-        os.chdir(asked["cwd"])
-        tempfile.tempdir = None
-        sys.argv = ["launcher"]
-        from fp8rl.rollout.plugin import state
-        from fp8rl.rollout.server import launcher
-        from tests.support import plants
-
-        state.row_variant_ops = lambda device: variant  # type: ignore[assignment]
-        if planted := os.environ.get(plants.PLANT):
-            getattr(plants, planted)()
-        launcher.main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -129,7 +129,7 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     try:
         with _environment(settings):
             try:
-                with _any_agent_port():
+                with _lean_head():
                     _start(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
                 with _head_watched(lost):
                     yield
@@ -187,10 +187,13 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
 
 
 @contextmanager
-def _any_agent_port() -> Iterator[None]:
-    """Have Ray's agent listen at any free port: its default is one per machine, and a head without it takes no jobs."""
+def _lean_head() -> Iterator[None]:
+    """Have Ray's agent listen at any free port: its default is one per machine, and a head without it takes no jobs.
+    Leave out what would show workers' logs here, and what would ask a cloud for nodes: a second of each start."""
     parameters = ray._private.parameter.RayParams
-    ray._private.parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0)
+    ray._private.parameter.RayParams = partial(
+        parameters, dashboard_agent_listen_port=0, include_log_monitor=False, no_monitor=True
+    )
     try:
         yield
     finally:

@@ -1,0 +1,29 @@
+"""Runs in the test's own process: what their directory holds, without the start of a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.loop import train
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.lifecycle.attempts import finish
+from fp8rl.rl.run.run import LiveRun
+from tests.support.paths import EXAMPLES
+
+
+def prepared(folder: Path, *settings: str, example: str = "arithmetic", name: str = "run") -> tuple[Experiment, RunDir]:
+    """The experiment of an example with these settings, and the directory of its run, where it is written."""
+    where = [f"run.dir={folder}", f"run.name={name}"]
+    experiment, run = load_experiment(EXAMPLES / f"{example}.yaml", [*where, *settings]), RunDir(folder / name)
+    run.path.mkdir()
+    run.experiment.write_text(experiment.to_yaml())
+    return experiment, run
+
+
+def finished(folder: Path, *settings: str, **options: str) -> RunDir:
+    """The directory of a run that has come to its end."""
+    experiment, run = prepared(folder, *settings, **options)
+    with LiveRun.open(experiment, run) as live:
+        finish(live, train(live))
+    return run
