@@ -22,9 +22,9 @@ def case(rows, vocabulary, dtype):
     return [value.to(DEVICE) for value in (logits, temperatures, top_p, top_k, min_p)]
 
 
-# Less than a block, several blocks, a whole number of them.
+# Less than a block, a whole number of them, several blocks.
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", (1, 300, 1500, 1024))
+@pytest.mark.parametrize("vocabulary", (1, 1024, 1300))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
 def test_floors_are_those_of_the_definition(vocabulary, dtype):
     arguments = case(9, vocabulary, dtype)
