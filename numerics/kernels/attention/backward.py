@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
 from fp8rl.numerics.kernels.attention.chunks import find_sequence
@@ -24,9 +25,7 @@ LOG2_E = math.log2(math.e)
 _LARGE, _SMALL = (128, 64), (64, 64)  # rows or keys that a program holds, and takes at a time
 
 
-def attention_dq(
-    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """`numerics.ops.attention.attention_dq`. logsumexp: log2 of the sum of exp2(score * scale * LOG2_E)."""
     dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     delta = torch.empty_like(logsumexp)
@@ -37,9 +36,7 @@ def attention_dq(
     return dq, delta
 
 
-def attention_dkv(
-    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_dkv(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """`numerics.ops.attention.attention_dkv`."""
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.k, inputs.v))
     long, short = _LARGE if inputs.q.shape[3] <= 128 else _SMALL
@@ -51,10 +48,10 @@ def attention_dkv(
 def _launch(
     kernel: Any,
     tiles: int,
-    dout: torch.Tensor,
+    dout: Tensor,
     inputs: AttentionInputs,
-    of_rows: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor, ...],
+    of_rows: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
     **sizes: int,
 ) -> None:
     """of_rows: the result, which the kernel of the keys does not read, the log-sum-exp, and the term of the softmax."""
@@ -75,12 +72,12 @@ def _launch(
     )
 
 
-def packed_constant(lengths: torch.Tensor | None) -> int:
+def packed_constant(lengths: Tensor | None) -> int:
     """Return a power of two, at least the number of sequences that lie end to end; 0: each row is a sequence."""
     return 0 if lengths is None else triton.next_power_of_2(len(lengths))
 
 
-def tiles_of(rows: int, height: int, lengths: torch.Tensor | None) -> int:
+def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
     """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
     return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
 

@@ -34,7 +34,7 @@ LAUNCHED = """
 import json
 import torch
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.backend.dispatch import using
 from fp8rl.numerics.ops import ExpertWeights, LowRank
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.launches import launches
