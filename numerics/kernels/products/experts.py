@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.linear import WeightOperand
 from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
@@ -71,12 +71,12 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, stacked)
-        return grouped_matmul(x, stacked, ctx.tiles, x.dtype, plus)
+        return grouped_gemm(x, stacked, ctx.tiles, x.dtype, plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, stacked = ctx.saved_tensors
-        dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, ctx.dtype)
+        dx = grouped_gemm(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, ctx.dtype)
         dplus = grads[0] if ctx.needs_input_grad[4] else None
         if x is None:
             return dx, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[5:])
@@ -166,7 +166,7 @@ def _input_gradient(
     """Return dx [T, K] of a grouped FP8 product, from dy [T, N] alone."""
     if backward == "fp8":
         return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
-    return grouped_matmul(dy, operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
+    return grouped_gemm(dy, operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
 
 
 def _gradients(

@@ -41,30 +41,15 @@ _SHAPES = "Pass a [M, K] and b [N, K], or for sorted rows b [experts, N, K]."
 
 
 def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, k_splits: int = 1, plus: Tensor | None = None
+    a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, plus: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
     """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, accumulated in FP32 and rounded once.
 
-    a: E4M3 or E5M2 in groups of 128 along K. b: likewise, or in blocks of 128 x 128. k_splits: into how many equal
-    slices, of a multiple of 128, K is cut; their FP32 sums are added in ascending order. plus: [M, N], BF16 or FP32, is
-    added to the sum before it is rounded.
+    a: E4M3 or E5M2 in groups of 128 along K; b: likewise, or in blocks of 128 x 128. Or both are BF16, or both FP32 and
+    multiplied in FP32. k_splits: into how many equal slices, of a multiple of 128 (64 of BF16), K is cut; their FP32
+    sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded. tiles: of
+    rows that are sorted by expert; b is [E, N, K] then.
     """
-    return product(a, b, dtype, k_splits, plus=plus)
-
-
-def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
-    """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, of two BF16 or two FP32 matrices.
-
-    Accumulated in FP32 and rounded once; FP32 operands are multiplied in FP32. k_splits: as in `gemm`, but a slice need
-    only be a multiple of 64. plus: as in `gemm`.
-    """
-    return product(a, b, dtype, k_splits, plus=plus)
-
-
-def product(
-    a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, tiles: Tiles | None = None, plus: Tensor | None = None
-) -> Tensor:
-    """Compute `gemm` or `matmul`, as the operands are quantized or not; with tiles, of sorted rows and b [E, N, K]."""
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]
     if right.shape[-1] != k:

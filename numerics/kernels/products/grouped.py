@@ -15,26 +15,20 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dot
-from fp8rl.numerics.kernels.products.gemm import check_operands, describe, product, scales, sum_products
+from fp8rl.numerics.kernels.products.gemm import check_operands, describe, gemm, scales, sum_products
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 _TOKENS = 64  # that one step of an unquantized gradient sums
 
 
-def grouped_gemm(
-    a: QuantizedTensor, b: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None
-) -> Tensor:
-    """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`. b [E, N, K], in blocks of 128 x 128.
+def grouped_gemm(a: Any, b: Any, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
+    """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
 
-    Rows that belong to no tile are not written. plus: [T, N], as in `gemm`.
+    b [E, N, K], in blocks of 128 x 128, or unquantized as a is. Rows that belong to no tile are not written. plus:
+    [T, N], as in `gemm`.
     """
-    return product(a, b, dtype, tiles=tiles, plus=plus)
-
-
-def grouped_matmul(a: Tensor, b: Tensor, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
-    """`grouped_gemm` of unquantized rows a [T, K] and matrices b [E, N, K]: the bits of `matmul`."""
-    return product(a, b, dtype, tiles=tiles, plus=plus)
+    return gemm(a, b, dtype, plus=plus, tiles=tiles)
 
 
 def grouped_wgrad(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
-from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.quantize import (
     quantize_both_ways,
     quantize_columns,
@@ -114,7 +114,7 @@ class _Linear(torch.autograd.Function):
         ctx.shape, ctx.dtype = x.shape, x.dtype
         if rows.dtype != weight.dtype:
             rows, weight = rows.float(), weight.float()
-        return matmul(rows, weight, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
+        return gemm(rows, weight, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

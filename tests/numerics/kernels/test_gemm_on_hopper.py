@@ -12,7 +12,7 @@ import torch
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels.products import tiles as heights
-from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.low_rank import low_rank_term
 from fp8rl.numerics.kernels.products.tiles import Tiles
@@ -35,9 +35,9 @@ with compiled_only() as found:
     grouped_wgrad(tensor(2048, 4096), tensor(1536, 4096), tiles, full)
     gemm(tensor(4096, 2048, format="e5m2"), weight, half)
     for out, splits in ((half, 1), (full, 1), (half, 2)):
-        matmul(x, x, out, splits)
+        gemm(x, x, out, splits)
     grouped_wgrad_matmul(x, x, tiles, full)
-    matmul(x.float(), x[:128].float(), full)
+    gemm(x.float(), x[:128].float(), full)
     heights.allow_short(True)
     gemm(tensor(32, 2048), weight, half)
     gemm(tensor(32, 2048), weight, half, 2)
