@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import pairwise_sum
-from fp8rl.numerics.ops import experts as definition
+from fp8rl.numerics.ops.experts import SMALLEST_SUM
+from fp8rl.numerics.ops.experts import top_experts as by_definition
 
 _TOKENS = 4
 """Tokens of a program: one for each of its warps."""
@@ -31,7 +32,7 @@ def top_experts(probs: Tensor, top_k: int) -> Tensor:
 
 
 def route(
-    logits: Tensor, top_k: int, renormalize: bool, choose: Callable[[Tensor, int], Tensor] = definition.top_experts
+    logits: Tensor, top_k: int, renormalize: bool, choose: Callable[[Tensor, int], Tensor] = by_definition
 ) -> tuple[Tensor, Tensor]:
     """Route logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], ascending, as
     `numerics.ops.experts.route`.
@@ -44,7 +45,7 @@ def route(
     """
     logits, given = logits.contiguous(), None
     _checked(top_k, logits)
-    if choose is not definition.top_experts:
+    if choose is not by_definition:
         probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         _launch(_softmax_kernel, logits.detach(), probs)
         given = choose(probs, top_k).sort(-1).values.contiguous()
@@ -59,7 +60,7 @@ def route_sigmoid(
     kept_groups: int,
     renormalize: bool,
     factor: float,
-    choose: Callable[[Tensor, int], Tensor] = definition.top_experts,
+    choose: Callable[[Tensor, int], Tensor] = by_definition,
 ) -> tuple[Tensor, Tensor]:
     """`numerics.ops.experts.route_sigmoid`; another `choose` than the default as in `route`.
 
@@ -69,7 +70,7 @@ def route_sigmoid(
     logits, bias, given = logits.contiguous(), bias.contiguous(), None
     _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
     grouping = {"GROUPS": groups, "KEPT": kept_groups}
-    if choose is not definition.top_experts:
+    if choose is not by_definition:
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         _launch(_kept_kernel, logits.detach(), bias, scores, **grouping)
         given = choose(scores, top_k).sort(-1).values.contiguous()
@@ -113,7 +114,7 @@ class _RouteSigmoid(torch.autograd.Function):
         probs = torch.zeros(len(logits), top_k, dtype=torch.float32, device=logits.device)
         chosen = torch.empty(probs.shape, dtype=torch.int64, device=logits.device) if given is None else given
         constants = {"TOP_K": top_k, "RENORMALIZE": renormalize, "FACTOR": factor, "GIVEN": given is not None}
-        constants["SMALLEST_SUM"] = definition.SMALLEST_SUM
+        constants["SMALLEST_SUM"] = SMALLEST_SUM
         _launch(_route_sigmoid_kernel, logits, bias, probs, chosen, **constants, **grouping)
         ctx.save_for_backward(logits, chosen)
         ctx.renormalize, ctx.factor = renormalize, factor
@@ -127,7 +128,7 @@ class _RouteSigmoid(torch.autograd.Function):
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
             probs = logits.float().sigmoid().gather(1, chosen)
-            probs = probs / (probs.sum(-1, keepdim=True) + definition.SMALLEST_SUM) if ctx.renormalize else probs
+            probs = probs / (probs.sum(-1, keepdim=True) + SMALLEST_SUM) if ctx.renormalize else probs
             probs = probs * ctx.factor
         return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 6
 
