@@ -96,24 +96,22 @@ def _dq_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        v_ptr += first * v_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
+    q_ptr += first * q_token if PACKED else sequence * q_batch
+    k_ptr += (first * k_token if PACKED else sequence * k_batch) + key_head * k_head
+    v_ptr += (first * v_token if PACKED else sequence * v_batch) + key_head * v_head
+    dout_ptr += first * dout_token if PACKED else sequence * dout_batch
+    positions_ptr += first if PACKED else sequence * positions_row
     row = tile * ROWS + tl.arange(0, ROWS)
     stored = row < queries * GROUP
     query = tl.minimum(row // GROUP, queries - 1).to(tl.int64)
     head = key_head * GROUP + row % GROUP
     column = tl.arange(0, D)
-    position = tl.load(positions_ptr + sequence * positions_row + query * positions_column).to(tl.int32)
-    q = tl.load(q_ptr + (sequence * q_batch + query * q_token + head * q_head)[:, None] + column[None, :])
-    dout = tl.load(
-        dout_ptr + (sequence * dout_batch + query * dout_token + head * dout_head)[:, None] + column[None, :]
-    )
+    position = tl.load(positions_ptr + query * positions_column).to(tl.int32)
+    q = tl.load(q_ptr + (query * q_token + head * q_head)[:, None] + column[None, :])
+    dout = tl.load(dout_ptr + (query * dout_token + head * dout_head)[:, None] + column[None, :])
     where = (first + query) * heads + head
     out = tl.load(out_ptr + where[:, None] * D + column[None, :])
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -121,8 +119,6 @@ def _dq_kernel(
     logsumexp = tl.load(logsumexp_ptr + where)
 
     dq = tl.zeros((ROWS, D), tl.float32)
-    k_ptr += sequence * k_batch + key_head * k_head
-    v_ptr += sequence * v_batch + key_head * v_head
     stop = tl.minimum(tl.max(position) + 1, keys)
     whole = tl.minimum(tl.maximum(tl.min(position) + 1, 0), keys) // KEYS * KEYS  # every row sees all of these
     for MASKED in tl.static_range(2):
@@ -156,24 +152,21 @@ def _dkv_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        v_ptr += first * v_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
         first_key = first
     else:
         tile = tl.program_id(0)
         first, first_key = sequence * queries, sequence * keys
+    q_ptr += (first * q_token if PACKED else sequence * q_batch) + key_head * GROUP * q_head
+    k_ptr += (first * k_token if PACKED else sequence * k_batch) + key_head * k_head
+    v_ptr += (first * v_token if PACKED else sequence * v_batch) + key_head * v_head
+    dout_ptr += (first * dout_token if PACKED else sequence * dout_batch) + key_head * GROUP * dout_head
+    positions_ptr += first if PACKED else sequence * positions_row
     key = tile * KEYS + tl.arange(0, KEYS)
     exists = key < keys
     column = tl.arange(0, D)
     far = tl.minimum(key, keys - 1).to(tl.int64)[:, None]
-    k = tl.load(k_ptr + sequence * k_batch + key_head * k_head + far * k_token + column[None, :])
-    v = tl.load(v_ptr + sequence * v_batch + key_head * v_head + far * v_token + column[None, :])
-    positions_ptr += sequence * positions_row
-    q_ptr += sequence * q_batch + key_head * GROUP * q_head
-    dout_ptr += sequence * dout_batch + key_head * GROUP * dout_head
+    k = tl.load(k_ptr + far * k_token + column[None, :])
+    v = tl.load(v_ptr + far * v_token + column[None, :])
 
     dk = tl.zeros((KEYS, D), tl.float32)
     dv = tl.zeros((KEYS, D), tl.float32)

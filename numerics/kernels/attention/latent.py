@@ -159,17 +159,13 @@ def _dq_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
-        q_ptr += sequence * q_batch
-        k_ptr += sequence * k_batch
-        dout_ptr += sequence * dout_batch
-        positions_ptr += sequence * positions_row
+    q_ptr += first * q_token if PACKED else sequence * q_batch
+    k_ptr += first * k_token if PACKED else sequence * k_batch
+    dout_ptr += first * dout_token if PACKED else sequence * dout_batch
+    positions_ptr += first if PACKED else sequence * positions_row
     last = queries * HEADS - 1  # rows beyond it repeat it, and are not stored
     row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), last)
     position = tl.load(positions_ptr + (row // HEADS).to(tl.int64) * positions_column).to(tl.int32)
@@ -215,19 +211,14 @@ def _dk_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
-        dk_ptr += first * (D + TAIL)
     else:
         tile = tl.program_id(0)
         first = sequence * queries
-        q_ptr += sequence * q_batch
-        k_ptr += sequence * k_batch
-        dout_ptr += sequence * dout_batch
-        positions_ptr += sequence * positions_row
-        dk_ptr += sequence * keys * (D + TAIL)
+    q_ptr += first * q_token if PACKED else sequence * q_batch
+    k_ptr += first * k_token if PACKED else sequence * k_batch
+    dout_ptr += first * dout_token if PACKED else sequence * dout_batch
+    positions_ptr += first if PACKED else sequence * positions_row
+    dk_ptr += (first if PACKED else sequence * keys) * (D + TAIL)
     key = tile * KEYS + tl.arange(0, KEYS)
     column, tail = tl.arange(0, D)[None, :], D + tl.arange(0, TAIL)[None, :]
     k_ptr += (tl.minimum(key, keys - 1).to(tl.int64) * k_token)[:, None]
