@@ -54,72 +54,49 @@ def grouped_linear(
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if operand is None or spec is None:
         stacked = weights.detach() if isinstance(weights, Tensor) else torch.stack([w.detach() for w in weights])
-        return _Grouped.apply(x, counts, stacked, gradients, plus, *given)
-    return _Fp8Grouped.apply(x, counts, operand, spec, backward, gradients, plus, *given)
+        return _GroupedProduct.apply(x, counts, stacked, None, "bf16", gradients, plus, *given)
+    return _GroupedProduct.apply(x, counts, operand, spec, backward, gradients, plus, *given)
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
+    """With an operand, or without a spec with the stacked weights themselves."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         counts: Tensor,
-        stacked: Tensor,
-        gradients: Gradients,
-        plus: Tensor | None,
-        *weights: Tensor,
-    ) -> Tensor:
-        ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, stacked)
-        return grouped_gemm(x, stacked, ctx.tiles, x.dtype, plus)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, stacked = ctx.saved_tensors
-        dx = grouped_gemm(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, ctx.dtype)
-        dplus = grads[0] if ctx.needs_input_grad[4] else None
-        if x is None:
-            return dx, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[5:])
-        dw = _weight_gradients(grouped_wgrad_matmul, grads[0], x, ctx.tiles, ctx.gradients)
-        return dx, None, None, None, dplus, *dw
-
-
-class _Fp8Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        counts: Tensor,
-        operand: WeightOperand,
-        spec: QuantSpec,
+        operand: WeightOperand | Tensor,
+        spec: QuantSpec | None,
         backward: Backward,
         gradients: Gradients,
         plus: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        tiles = make_tiles(counts.to(x.device), len(x))
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[7:]) else None)
-        ctx.tiles, ctx.operand, ctx.spec, ctx.backward, ctx.gradients = tiles, operand, spec, backward, gradients
-        ctx.dtype = x.dtype
-        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, tiles, x.dtype, plus)
+        ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
+        kept, ctx.spec, ctx.backward = x if any(ctx.needs_input_grad[7:]) else None, spec, backward
+        if spec is None or isinstance(operand, Tensor):
+            ctx.save_for_backward(kept, operand)
+            return grouped_gemm(x, operand, ctx.tiles, x.dtype, plus)
+        ctx.save_for_backward(kept, None)
+        ctx.operand = operand
+        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, ctx.tiles, x.dtype, plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        spec, tiles = ctx.spec, ctx.tiles
-        dplus = grads[0] if ctx.needs_input_grad[6] else None
-        if x is None:
-            dx = _input_gradient(grads[0].contiguous(), ctx.operand, spec, ctx.backward, tiles, ctx.dtype)
-            return dx, *(None,) * 5, dplus, *(None,) * len(ctx.needs_input_grad[7:])
-        if ctx.backward == "fp8":
+        x, stacked = ctx.saved_tensors
+        spec, tiles, dy = ctx.spec, ctx.tiles, grads[0].contiguous()
+        operand = ctx.operand if stacked is None else stacked
+        dw: Sequence[Tensor | None] = (None,) * len(ctx.needs_input_grad[7:])
+        if x is not None and ctx.backward == "fp8":
             columns = quantize_columns(x, spec.activation, tiles)
-            dx, dw = _gradients(grads[0], columns, ctx.operand, spec, tiles, x.dtype, ctx.gradients)
+            dx, dw = _gradients(dy, columns, operand, spec, tiles, ctx.dtype, ctx.gradients)
         else:
-            dy = grads[0].contiguous()
-            dx = _input_gradient(dy, ctx.operand, spec, "bf16", tiles, x.dtype)
-            rows = quantize_rows(x, spec.activation).dequantize(dy.dtype)
-            dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
-        return dx, None, None, None, None, None, dplus, *dw
+            dx = _input_gradient(dy, operand, spec, ctx.backward, tiles, ctx.dtype)
+            if x is not None:
+                rows = x if spec is None else quantize_rows(x, spec.activation).dequantize(dy.dtype)
+                dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
+        return dx, *(None,) * 5, grads[0] if ctx.needs_input_grad[6] else None, *dw
 
 
 class _Experts(torch.autograd.Function):
@@ -161,12 +138,13 @@ def _forward(x: Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: W
 
 
 def _input_gradient(
-    dy: Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
+    dy: Tensor, operand: WeightOperand | Tensor, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
 ) -> Tensor:
-    """Return dx [T, K] of a grouped FP8 product, from dy [T, N] alone."""
+    """Return dx [T, K] of a grouped product, from dy [T, N] alone."""
     if backward == "fp8":
         return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
-    return grouped_gemm(dy, operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
+    matrices = operand if isinstance(operand, Tensor) else operand.dequantized()
+    return grouped_gemm(dy, matrices.transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
 
 
 def _gradients(
