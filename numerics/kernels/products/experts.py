@@ -141,10 +141,11 @@ def _input_gradient(
     dy: Tensor, operand: WeightOperand | Tensor, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
 ) -> Tensor:
     """Return dx [T, K] of a grouped product, from dy [T, N] alone."""
-    if backward == "fp8":
-        return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
-    matrices = operand if isinstance(operand, Tensor) else operand.dequantized()
-    return grouped_gemm(dy, matrices.transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
+    if not isinstance(operand, Tensor):
+        if backward == "fp8":
+            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
+        operand = operand.dequantized()
+    return grouped_gemm(dy, operand.transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
 
 
 def _gradients(
