@@ -4,6 +4,7 @@ Trainer, engine plugin, weight sync, converter, preconditions and attribution re
 name.
 """
 
+# ruff: noqa: F401
 from fp8rl.models.architecture import (
     CACHE_SCALES,
     Architecture,
@@ -14,16 +15,3 @@ from fp8rl.models.architecture import (
     register,
 )
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-
-__all__ = [
-    "CACHE_SCALES",
-    "Architecture",
-    "Model",
-    "ModelSizes",
-    "checked",
-    "family_sizes",
-    "load_architecture",
-    "read_model",
-    "read_shape",
-    "register",
-]

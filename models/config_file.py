@@ -78,10 +78,15 @@ class ConfigFile:
             raise self.refusal("model_type", found, expected, f"Write {usual!r}, which computes the same.")
 
     def refuse_quantized(self) -> None:
-        """Refuse weights in another form than BF16, and than FP8 with a scale for each block of 128 x 128."""
+        """Refuse weights in another form than BF16, and than FP8 with a scale for each block of 128 x 128.
+
+        Some files leave `fmt` out.
+        """
         for name in ("quantization_config", "compression_config"):
             found = self._values.get(name)
-            if found is not None and not (isinstance(found, dict) and _BLOCK_FP8.items() <= _with_fmt(found).items()):
+            if found is not None and not (
+                isinstance(found, dict) and _BLOCK_FP8.items() <= ({"fmt": "e4m3"} | found).items()
+            ):
                 expected = f"none, for weights in BF16, or FP8 by blocks: {_BLOCK_FP8}"
                 raise self.refusal(name, found, expected, "Use the BF16 checkpoint of this model.")
 
@@ -228,8 +233,3 @@ class ConfigFile:
     def _variant(self, name: str, found: object, expected: str) -> UserError:
         remedy = "Use a model without this variant; the shared ops do not define it."
         return self.refusal(name, found, expected, remedy)
-
-
-def _with_fmt(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the kind of codes, which some files leave out."""
-    return {"fmt": "e4m3", **quantization}

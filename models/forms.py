@@ -54,7 +54,5 @@ LINEAR = OpForm(
     name="linear", shapes="[T, K] -> [T, N]; a router's product too, whose module is the router", definition=ops.linear
 )
 LOGPROBS = OpForm(
-    name="logprobs",
-    shapes="logits [T, V] -> FP32 [T], of the sequence's next token",
-    definition=ops.token_logprobs,
+    name="logprobs", shapes="logits [T, V] -> FP32 [T], of the sequence's next token", definition=ops.token_logprobs
 )

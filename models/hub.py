@@ -41,12 +41,12 @@ def _local_or_name(text: str, directory: Path) -> str:
     return text if not os.path.exists(local) and is_hub_name(text) else str(local)
 
 
-def _possible(text: str) -> str:
-    check_path(text, "path")
-    return text
-
-
-HubPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), Located("path or name", _local_or_name)]
+HubPath = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(lambda text: check_path(text, "path") or text),
+    Located("path or name", _local_or_name),
+]
 """A `SpecPath`, or the name of a repository of the hub."""
 
 Revision = Annotated[str, Field(min_length=1, pattern=r"^[\w./-]+$")]

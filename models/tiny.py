@@ -176,8 +176,7 @@ def _add_older_spellings(path: Path, shape: TinyModel) -> None:
         config["num_experts"] = config["num_local_experts"] = shape.experts
     _update_json(path / "config.json", config)
     _update_json(
-        path / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE},
+        path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
     )
 
 

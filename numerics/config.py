@@ -14,12 +14,7 @@ RouterReplay = Literal["off", "record", "replay"]
 TrainerPrecision = Literal["bf16", "fp8_forward", "fp8"]
 RolloutPrecision = Literal["bf16", "fp8"]
 
-_CHOICES = {
-    "mode": Mode,
-    "trainer": TrainerPrecision,
-    "rollout": RolloutPrecision,
-    "router_replay": RouterReplay,
-}
+_CHOICES = {"mode": Mode, "trainer": TrainerPrecision, "rollout": RolloutPrecision, "router_replay": RouterReplay}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,11 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.sampling import mix
 
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""
@@ -24,12 +26,12 @@ _OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far fro
 _AT_ONCE = 64  # chunks in one step of the torch version, whose products take 8 bytes a word where not compiled
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """Return 32 hex digits over dtype, shape and bytes of a tensor of any dtype on any device."""
     return tensor_digests([tensor])[0]
 
 
-def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+def tensor_digests(tensors: Sequence[Tensor]) -> list[str]:
     """Return the `tensor_digest` of each tensor, in one pass over all and with one wait for the device."""
     if not tensors:
         return []
@@ -47,7 +49,7 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 @op
-def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
+def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     """Return the sum of word * weight over every chunk of every tensor, int64 [2, chunks of all tensors].
 
     words: int32 [n] each, in chunks of CHUNK words; the last chunk is shorter. Both sets of weights begin anew in each
@@ -64,7 +66,7 @@ def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(sums, 1)
 
 
-def _weigh(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weigh(words: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [2, chunks] over words [chunks, n] with weights [2, n]."""
     wide = words.long()
     return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
@@ -73,7 +75,7 @@ def _weigh(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 _weighted_sums = compilable(_weigh)
 
 
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+def _as_words(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     aligned = data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
     if data.numel() % 4 or not aligned:
@@ -84,13 +86,6 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def odd_weights(count: int, device: torch.device, start: int = 1) -> torch.Tensor:
-    """Return odd int64 weights [2, count], equal on every machine: splitmix64 of a counter (Steele, Lea and Flood)."""
-    x = torch.arange(start, start + 2 * count, dtype=torch.int64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ _logical_shift(x, shift)) * (factor - 2**64)
-    return (x ^ _logical_shift(x, 31) | 1).reshape(2, count).to(device)
-
-
-def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def odd_weights(count: int, device: torch.device, start: int = 1) -> Tensor:
+    """Return odd int64 weights [2, count], equal on every machine: splitmix64 of a counter."""
+    return (mix(torch.arange(start, start + 2 * count, dtype=torch.int64)) | 1).reshape(2, count).to(device)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.quantize import QuantizedTensor
 
@@ -27,7 +28,7 @@ def freeze(parameter: torch.nn.Parameter, frozen: Frozen) -> None:
     setattr(parameter, _ATTRIBUTE, frozen)
 
 
-def frozen_of(parameter: torch.Tensor) -> Frozen | None:
+def frozen_of(parameter: Tensor) -> Frozen | None:
     """Return the operand of a frozen parameter; None for a parameter that is not frozen."""
     return getattr(parameter, _ATTRIBUTE, None)
 
@@ -41,7 +42,7 @@ class Frozen:
 
     held: QuantizedTensor
     """The codes and scales, of which the product may take a part."""
-    order: torch.Tensor | None = None
+    order: Tensor | None = None
     """The blocks of rows that the product takes, one after the other; None: all, as they stand."""
     block: int = 1
     """Rows in a block of `order`."""
@@ -63,7 +64,7 @@ class Frozen:
         data = codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(codes.data.dtype)
         return QuantizedTensor(data, codes.scale_inv.transpose(-1, -2).contiguous(), codes.spec)
 
-    def dequantized(self) -> torch.Tensor:
+    def dequantized(self) -> Tensor:
         """Return [..., N, K], exact."""
         return self.codes.dequantize()
 
@@ -90,6 +91,6 @@ class Frozen:
         return [self.columns(part, parts) for part in range(parts)]
 
 
-def _rows(x: torch.Tensor, order: torch.Tensor, block: int) -> torch.Tensor:
+def _rows(x: Tensor, order: Tensor, block: int) -> Tensor:
     """Return the blocks of rows of x [..., N, K] that `order` names."""
     return x.unflatten(-2, (-1, block)).index_select(-3, order).flatten(-3, -2)

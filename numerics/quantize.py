@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8rl.numerics.backend.compiler import compilable
 from fp8rl.numerics.backend.dispatch import op
@@ -21,7 +22,7 @@ from fp8rl.numerics.spec import Scale, TensorSpec
 # general quantizer.
 
 
-def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def fake_quantize_rows(x: Tensor, spec: TensorSpec) -> Tensor:
     """Quantize x [T, K] along K: the operand of fprop and dgrad. Return [T, K] in `spec.dequantized_dtype`."""
     if not spec.quantized or x.numel() == 0:
         return x
@@ -30,7 +31,7 @@ def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return fake_quantize(x, spec)
 
 
-def fake_quantize_columns(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def fake_quantize_columns(x: Tensor, spec: TensorSpec) -> Tensor:
     """Quantize x [T, K] along the tokens: an operand of wgrad, which sums over them. Return [T, K]."""
     if not spec.quantized or x.numel() == 0:
         return x
@@ -41,20 +42,18 @@ def fake_quantize_columns(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return fake_quantize(x.t().contiguous(), spec).t()
 
 
-def _is_fast(x: torch.Tensor, spec: TensorSpec) -> bool:
+def _is_fast(x: Tensor, spec: TensorSpec) -> bool:
     grouped = spec.granularity == "token_group" and spec.rounding == "nearest"
     return grouped and spec.scale != "fp32" and x.dtype == torch.bfloat16
 
 
-def _of_groups(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _of_groups(x: Tensor, spec: TensorSpec) -> Tensor:
     """Quantize groups that lie along axis 1."""
     return _round(x, *_scales(x, 1, spec.dtype, spec.scale, spec.fixed), spec.dtype)
 
 
 @compilable
-def _scales(
-    x: torch.Tensor, dim: int, dtype: torch.dtype, kind: Scale, fixed: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(x: Tensor, dim: int, dtype: torch.dtype, kind: Scale, fixed: float | None) -> tuple[Tensor, Tensor]:
     """Return scale and inverse scale, FP32, of each group of x along `dim`, which stays as 1.
 
     Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
@@ -64,7 +63,7 @@ def _scales(
 
 
 @compilable
-def _round(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _round(x: Tensor, scale: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Round BF16 x to the FP8 grid under its scales, BF16."""
     return (round_to_grid(x.float() * scale, dtype) * scale_inv).to(x.dtype)
 
@@ -73,9 +72,9 @@ def _round(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype:
 class QuantizedTensor:
     """An FP8 tensor and its scales."""
 
-    data: torch.Tensor
+    data: Tensor
     """FP8, in the shape of the tensor that was quantized."""
-    scale_inv: torch.Tensor
+    scale_inv: Tensor
     """FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is [..., ceil(rows /
     block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu."""
     spec: TensorSpec
@@ -85,13 +84,13 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale_inv.nbytes
 
-    def dequantize(self, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """Return data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
         return dequantize(self.data, self.scale_inv, self.spec, dtype, out)
 
 
 @op
-def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], saturating.
 
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
@@ -108,7 +107,7 @@ def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = No
     return out
 
 
-def block_amax(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def block_amax(x: Tensor, spec: TensorSpec) -> Tensor:
     """Return the largest |x| of each block, or the static range, FP32 in the shape of `scale_inv`: scales are made of
     it.
 
@@ -119,7 +118,7 @@ def block_amax(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return _block_amax(blocks, spec.fixed).reshape(scale_shape(x.shape, spec))
 
 
-def quantize_by(x: torch.Tensor, spec: TensorSpec, amax: torch.Tensor) -> QuantizedTensor:
+def quantize_by(x: Tensor, spec: TensorSpec, amax: Tensor) -> QuantizedTensor:
     """Compute `quantize` with the scales of these `block_amax`."""
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
@@ -132,7 +131,7 @@ def quantize_by(x: torch.Tensor, spec: TensorSpec, amax: torch.Tensor) -> Quanti
 
 @op
 def quantize_many(
-    weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
+    weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
     """Compute `quantize` of each tensor. A kernel takes all in one launch: experts' matrices are many and small."""
     if outs is None:
@@ -140,7 +139,7 @@ def quantize_many(
     return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
 
 
-def check_quantizable(x: torch.Tensor, spec: TensorSpec) -> None:
+def check_quantizable(x: Tensor, spec: TensorSpec) -> None:
     """Raise `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized."""
     if not spec.quantized:
         raise UserError("quantize: found a bf16 tensor spec, expected an FP8 one; do not quantize this tensor")
@@ -161,12 +160,8 @@ def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
 
 
 def dequantize(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    spec: TensorSpec,
-    dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    data: Tensor, scale_inv: Tensor, spec: TensorSpec, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec).
 
     out: contiguous, of data's shape, to write into; it is returned. New memory takes longer to get than to fill.
@@ -183,7 +178,7 @@ def dequantize(
     return _from_blocks(values, matrix.shape).reshape(data.shape)
 
 
-def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
+def fake_quantize(x: Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> Tensor:
     """Return dequantize(quantize(x)), the values of a tensor that was stored in the spec's format.
 
     A bf16 spec returns x unchanged. `dtype` defaults to the narrowest that is exact for the spec.
@@ -192,40 +187,40 @@ def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None =
 
 
 @compilable
-def _block_amax(blocks: torch.Tensor, fixed: float | None) -> torch.Tensor:
+def _block_amax(blocks: Tensor, fixed: float | None) -> Tensor:
     return group_amax(blocks, (1, 3), fixed)
 
 
 @compilable
-def _encode(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _encode(blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = fp8_max(dtype)
     # The cast to e5m2 overflows to infinity instead of saturating, hence the clamp.
     return (blocks.float() * scale).clamp(-limit, limit).to(dtype)
 
 
 @compilable
-def _encode_stochastically(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _encode_stochastically(blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     across, columns = blocks.shape[2:]
     column = torch.arange(across * columns, device=blocks.device).reshape(1, 1, across, columns)
     return round_stochastically(blocks.float() * scale, column, dtype).to(dtype)
 
 
 @compilable
-def _scaled(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (blocks.float() * scale.float()).to(dtype)
 
 
 @compilable
-def _write_scaled(blocks: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+def _write_scaled(blocks: Tensor, scale: Tensor, out: Tensor) -> None:
     out.copy_(blocks.float() * scale.float())
 
 
-def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _as_matrices(x: Tensor, spec: TensorSpec) -> Tensor:
     """Fold leading dimensions into rows, unless blocks span rows."""
     return x if spec.granularity == "block" else x.reshape(-1, x.shape[-1])
 
 
-def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """Cut [..., R, C] into [rows of blocks, r, C/c, c], padded with zeros, which change no amax.
 
     Of one rank, whatever the tensor's: fewer variants to compile.
@@ -239,7 +234,7 @@ def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel() // r, r, x.shape[-1] // c, c)
 
 
-def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
     """Undo `_to_blocks`, without the padding; contiguous."""
     rows, columns = shape[-2:]
     _, r, across, c = blocks.shape

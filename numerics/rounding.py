@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.sampling import GOLDEN, mix, shifted
 from fp8rl.numerics.spec import Scale
@@ -29,7 +30,7 @@ def fp8_max(dtype: torch.dtype) -> float:
     return _GRIDS[dtype][0]
 
 
-def group_amax(x: torch.Tensor, dims: tuple[int, ...], fixed: float | None = None) -> torch.Tensor:
+def group_amax(x: Tensor, dims: tuple[int, ...], fixed: float | None = None) -> Tensor:
     """Return the largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out.
 
     fixed: a static range, which takes its place.
@@ -42,7 +43,7 @@ def group_amax(x: torch.Tensor, dims: tuple[int, ...], fixed: float | None = Non
     return torch.where(wide == wide, wide.abs(), 0.0).amax(dims, keepdim=True)
 
 
-def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, kind: Scale, input_dtype: torch.dtype) -> torch.Tensor:
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, kind: Scale, input_dtype: torch.dtype) -> Tensor:
     """Return the factor that a block is multiplied with before the cast to FP8 `dtype`.
 
     amax: FP32, of what is held in `input_dtype`. FP32 out, in its shape.
@@ -59,7 +60,7 @@ def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, kind: Scale, input_d
     return torch.where(usual, scale, 1.0)
 
 
-def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_to_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round values to the nearest value of an FP8 dtype: ties to even, saturating, NaN kept. FP32 in and out.
 
     x holds BF16 numbers times powers of two, so at most 8 significant bits. Then with k = 23 - mantissa bits, x * 2^k
@@ -75,7 +76,7 @@ def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(x.abs() < 2.0**smallest_exponent, (x + fixed) - fixed, (far + x) - far)
 
 
-def round_stochastically(x: torch.Tensor, column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_stochastically(x: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
     """Round values to one of the two values of an FP8 dtype around them, the nearer the likelier: x in the mean.
 
     Saturating, NaN kept. FP32 in and out. column: int64, of x's last axis before it was cut into blocks; it broadcasts.

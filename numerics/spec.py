@@ -23,11 +23,7 @@ Scale = Literal["fp32", "pow2", "e8m0"]
 Rounding = Literal["nearest", "stochastic"]
 Role = Literal["weight", "activation", "gradient"]
 
-FORMATS: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
+FORMATS: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 GRANULARITIES = ("tensor", "channel", "token_group", "block")
 SCALES = ("fp32", "pow2", "e8m0")
 ROUNDINGS = ("nearest", "stochastic")

@@ -123,13 +123,7 @@ class Bridge:
 
         self.base.version = None
         manifest, report, problems = send_and_verify(
-            send,
-            self.spec,
-            endpoints,
-            version,
-            config.pause,
-            timeout_s,
-            wakes=self.wakes,
+            send, self.spec, endpoints, version, config.pause, timeout_s, wakes=self.wakes
         )
         if manifest_path is not None:
             manifest.save(manifest_path)

@@ -20,8 +20,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.memory import shards
 from fp8rl.numerics.core.process import exhaust
 from fp8rl.numerics.core.reading import read_bytes
-from fp8rl.numerics.ops.low_rank import LowRank
-from fp8rl.numerics.ops.merged import merged
+from fp8rl.numerics.ops.low_rank import LowRank, merged
 from fp8rl.numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Allocate

@@ -23,7 +23,7 @@ from fp8rl.diagnose.audit.sites import Part, Site, Sites
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
-from fp8rl.numerics.backend.implementation import Implementation, using
+from fp8rl.numerics.backend.dispatch import Implementation, using
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.numerics.core.memory import format_of, tensors_in
 from fp8rl.numerics.precision_map import Planned, precision_map, unquantized

@@ -77,10 +77,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
         head_norms=None,
         draft_layers=config.count("num_nextn_predict_layers"),
         latent=Latent(
-            q_rank=q_rank,
-            kv_rank=config.size("kv_lora_rank"),
-            rope_dim=rope,
-            value_dim=config.size("v_head_dim"),
+            q_rank=q_rank, kv_rank=config.size("kv_lora_rank"), rope_dim=rope, value_dim=config.size("v_head_dim")
         ),
         yarn=config.yarn(),
     )

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
     from fp8rl.models.tiny import TinyModel
 
-VARIANTS = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1,
-    "dual_chunk_attention_config": None,
-}
+VARIANTS = {"hidden_act": "silu", "partial_rotary_factor": 1, "dual_chunk_attention_config": None}
 """The only values of these keys that the shared ops define. Every Qwen2 has its biases, which no key turns off."""
 
 

@@ -34,9 +34,5 @@ def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
 
 
 ARCHITECTURE = Architecture(
-    name="Qwen3ForCausalLM",
-    model_type="qwen3",
-    sizes=sizes,
-    families=(attention.FAMILY, mlp.DENSE),
-    tiny=tiny,
+    name="Qwen3ForCausalLM", model_type="qwen3", sizes=sizes, families=(attention.FAMILY, mlp.DENSE), tiny=tiny
 )

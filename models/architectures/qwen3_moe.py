@@ -53,9 +53,5 @@ def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
 
 
 ARCHITECTURE = Architecture(
-    name="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
-    sizes=sizes,
-    families=(attention.FAMILY, mlp.MOE),
-    tiny=tiny,
+    name="Qwen3MoeForCausalLM", model_type="qwen3_moe", sizes=sizes, families=(attention.FAMILY, mlp.MOE), tiny=tiny
 )

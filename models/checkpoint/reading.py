@@ -48,14 +48,16 @@ def check_stored(
             check_scales(name, files, key)
             coded.append(name)
         elif dtype not in FLOAT_DTYPES:
-            raise _dtype_refusal(f"{key}: {name} in {file}", dtype)
+            expected, remedy = " or ".join((*FLOAT_DTYPES, CODES)), "Use the BF16 checkpoint of this model."
+            raise user_error(f"{key}: {name} in {file}", found=dtype, expected=expected, remedy=remedy)
     for name, row in model.tensors.rows.items():
         if name not in found:
             raise _refusal(key, name, "no such tensor", f"one of shape {list(row.shape)}")
         if found[name] != row.shape:
             raise _refusal(key, name, f"shape {list(found[name])}", f"{list(row.shape)}")
     for name in sorted(found.keys() - model.tensors.rows.keys()):
-        if not _is_spare(name, model) and not is_scales(name, files):
+        spare = name.endswith(_SPARE) or model.sizes.drafts(name) or (model.sizes.tied and name == "lm_head.weight")
+        if not spare and not is_scales(name, files):
             raise _unexpected(key, name, found[name], model)
     if coded:
         say(how_dequantized(coded, files))
@@ -178,16 +180,6 @@ def _two_models(key: str, found: str) -> UserError:
     return user_error(key, found=found, expected="each tensor in one file", remedy=remedy)
 
 
-def _is_spare(name: str, model: Model) -> bool:
-    tied = model.sizes.tied and name == "lm_head.weight"
-    return name.endswith(_SPARE) or tied or model.sizes.drafts(name)
-
-
-def _dtype_refusal(what: str, dtype: str) -> UserError:
-    remedy = "Use the BF16 checkpoint of this model."
-    return user_error(what, found=dtype, expected=" or ".join((*FLOAT_DTYPES, CODES)), remedy=remedy)
-
-
 def _unexpected(key: str, name: str, shape: tuple[int, ...], model: Model) -> UserError:
     layers, found = model.sizes.layers, f"a tensor of shape {list(shape)}"
     if not re.match(rf"model\.layers\.{layers + model.sizes.draft_layers}\.", name):
@@ -274,7 +266,12 @@ def check_scales(name: str, files: WeightFiles, key: str) -> None:
     expected = [-(-size // FP8_BLOCK) for size in shape]
     found = list(files.described(scales)[0]) if scales in files.where else None
     if len(shape) != 2 or found != expected:
-        raise _scales_refusal(key, name, f"{CODES} of shape {list(shape)} with scales of shape {found}", str(expected))
+        raise user_error(
+            f"{key}: {name}",
+            found=f"{CODES} of shape {list(shape)} with scales of shape {found}",
+            expected=f"scales of shape {expected}, one for each block of {FP8_BLOCK} x {FP8_BLOCK}",
+            remedy="Use the BF16 checkpoint of this model.",
+        )
 
 
 def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
@@ -284,12 +281,3 @@ def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
     if all(lossless):
         return text + "their scales are powers of two, so that no value changes"
     return text + f"values of {lossless.count(False)} are rounded, whose scales are no powers of two"
-
-
-def _scales_refusal(key: str, name: str, found: str, expected: str) -> UserError:
-    return user_error(
-        f"{key}: {name}",
-        found=found,
-        expected=f"scales of shape {expected}, one for each block of {FP8_BLOCK} x {FP8_BLOCK}",
-        remedy="Use the BF16 checkpoint of this model.",
-    )

@@ -27,18 +27,6 @@ class Activations:
     """What TransformerEngine's FP8 products change of it."""
 
 
-def _in_every_layer(sizes: ModelSizes, layer: int) -> bool:
-    return True
-
-
-def _no_cache(sizes: ModelSizes, ranks: int) -> int:
-    return 0
-
-
-def _no_scores(sizes: ModelSizes) -> int:
-    return 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A part of a decoder's layer in every model that has it."""
@@ -55,11 +43,11 @@ class Family:
     ops: Callable[[ModelSizes], tuple[Op, ...]]
     """Ops of one layer."""
     activations: Callable[[ModelSizes], Activations]
-    within: Callable[[ModelSizes, int], bool] = _in_every_layer
-    """Whether a layer, counted from 0, has it."""
-    cached: Callable[[ModelSizes, int], int] = _no_cache
+    within: Callable[[ModelSizes, int], bool] = lambda sizes, layer: True
+    """True if a layer, counted from 0, has it."""
+    cached: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
     """Elements that a token takes in the cache of one of so many tensor-parallel ranks of an engine, in one layer."""
-    scored: Callable[[ModelSizes], int] = _no_scores
+    scored: Callable[[ModelSizes], int] = lambda sizes: 0
     """Multiplications of one query with one key and its value, in one layer."""
 
 

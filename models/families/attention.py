@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8rl.models.families import Activations, Family, PartNames, attention_activations, norm
+from fp8rl.models.families import Family, PartNames, attention_activations, norm
 from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
@@ -92,17 +92,13 @@ def o_proj(sizes: ModelSizes, at: PartNames, value_dim: int) -> TensorRow:
     return at.product("o_proj", shape, op="o_proj", kind="o_proj", split=1, megatron="linear_proj")
 
 
-def _activations(sizes: ModelSizes) -> Activations:
-    return attention_activations(sizes, sizes.head_dim)
-
-
 FAMILY = Family(
     name="attention",
     part="attention",
     kinds=(("q_proj", "k_proj", "v_proj"), ("o_proj",)),
     tensors=attention_tensors,
     ops=attention_ops,
-    activations=_activations,
+    activations=lambda sizes: attention_activations(sizes, sizes.head_dim),
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),
     scored=lambda sizes: sizes.heads * 2 * sizes.head_dim,
 )

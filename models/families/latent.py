@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8rl.models.families import Activations, Family, PartNames, attention_activations, norm
+from fp8rl.models.families import Family, PartNames, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
 from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, THETA, OpForm
 from fp8rl.models.sizes import Latent, ModelSizes
@@ -84,17 +84,13 @@ def _latent(sizes: ModelSizes) -> Latent:
     return sizes.latent
 
 
-def _activations(sizes: ModelSizes) -> Activations:
-    return attention_activations(sizes, _latent(sizes).value_dim)
-
-
 FAMILY = Family(
     name="latent",
     part="attention",
     kinds=(("q_a_proj", "kv_a_proj"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",)),
     tensors=latent_attention_tensors,
     ops=latent_attention_ops,
-    activations=_activations,
+    activations=lambda sizes: attention_activations(sizes, _latent(sizes).value_dim),
     cached=lambda sizes, ranks: _latent(sizes).kv_rank + _latent(sizes).rope_dim,
     scored=lambda sizes: sizes.heads * (sizes.head_dim + _latent(sizes).value_dim),
 )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +63,7 @@ def _compiles() -> bool:
         return False
 
 
-def _twice(x: torch.Tensor) -> torch.Tensor:
+def _twice(x: Tensor) -> Tensor:
     return x + x
 
 
@@ -76,7 +77,7 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
             if not _enabled:
                 return function(*args, **kwargs)
             # To the compiler, gradients, views and strides make variants, each of which costs seconds once.
-            plain: Any = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in args]
+            plain: Any = [x.detach().contiguous() if isinstance(x, Tensor) else x for x in args]
             if not compiled:
                 compiled.append(torch.compile(function, dynamic=True))
             return compiled[0](*plain, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
-from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
+from fp8rl.numerics.backend.dispatch import capability_of, deepgemm_lacks, has_deepgemm
 from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
@@ -319,10 +319,7 @@ def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return torch.equal(paged(oldest, length), whole) and all(
-        torch.equal(
-            attend(over_all, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
-            whole[:1, i : i + 1],
-        )
+        torch.equal(attend(over_all, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]), whole[:1, i : i + 1])
         and torch.equal(paged(t, t + 1), whole[:, i : i + 1])
         for t in (*ends, length - 1)
         if 0 <= (i := t - oldest) < q.shape[1]

@@ -49,15 +49,15 @@ def format_of(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def holding(name: str, kind: str, *tensors: torch.Tensor) -> Holding:
+def holding(name: str, kind: str, *tensors: Tensor) -> Holding:
     """Return the holding of one or several tensors; the first gives the format and the shape."""
     first = tensors[0]
     return Holding(name, kind, format_of(first.dtype), tuple(first.shape), sum(tensor.nbytes for tensor in tensors))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of an operand (`numerics.ops.weight_operand`), in whatever form an implementation gives it."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):
         for each in vars(value).values():  # and what it has made of its fields since
@@ -228,7 +228,7 @@ class DeviceMemory:
         """Do nothing: CUDA IPC has no memory that can only be read. A digest finds what was written."""
 
 
-def mapped(address: str, *, writable: bool = False) -> torch.Tensor:
+def mapped(address: str, *, writable: bool = False) -> Tensor:
     """Return the memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV).
 
     Raises:

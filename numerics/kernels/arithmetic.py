@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # The interpreter multiplies the bit patterns of BF16 numbers, and cuts them off where it should round.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -128,7 +129,7 @@ def _encode_in_integers(y, E5M2: tl.constexpr):
 # How tensors must lie in memory for the kernels, which take the stride of rows and no other.
 
 
-def dense_rows(x: torch.Tensor) -> torch.Tensor:
+def dense_rows(x: Tensor) -> Tensor:
     """x [..., C] itself where the C numbers of a row lie side by side, else a copy.
 
     Others reach an op as gradients: that of a sum is one number with strides of 0.
@@ -136,6 +137,6 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """x [..., C] -> [T, C] with dense rows, a view where the strides allow one."""
     return dense_rows(x).reshape(-1, x.shape[-1])

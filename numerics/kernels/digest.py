@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.digest import CHUNK, odd_weights
 
@@ -15,7 +16,7 @@ from fp8rl.numerics.digest import CHUNK, odd_weights
 _CHUNKS, _WORDS = 8, 512
 
 
-def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
+def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     """`numerics.digest.chunk_sums` of int32 tensors on one device."""
     device = words[0].device
     lengths = torch.tensor([tensor.numel() for tensor in words])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics import sampling
 from fp8rl.numerics.kernels.arithmetic import dense_rows
@@ -28,9 +29,7 @@ _EXP2 = tl.constexpr(EXP2)
 _DEGREE = tl.constexpr(len(EXP2) - 1)
 
 
-def truncation_floors(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def truncation_floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     """Return FP32 [B], the lowest logit of each row of logits [B, V] that stays."""
     logits = dense_rows(logits)
     floors = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
@@ -128,9 +127,7 @@ _MIX_0, _MIX_1 = (tl.constexpr(factor) for factor in sampling.MIX)
 _LARGEST = tl.constexpr(torch.finfo(torch.float64).max)
 
 
-def draw(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw a token of each row of logits [B, V], int64 [B]: argmax(logits / temperature + noise of seed and
     position)."""
     logits = dense_rows(logits)

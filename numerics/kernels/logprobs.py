@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, pairwise_sum
 
@@ -22,9 +23,7 @@ _FAR = tl.constexpr(-1e4)
 _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits BF16 or FP32 [..., V], tokens int64 [...], temperature a number or FP32 [...], one of each row. Returns FP32
@@ -32,7 +31,7 @@ def token_logprobs(
     """
     # Batch, sequence and vocabulary with whatever strides; a copy only of more axes.
     matrices = logits[(None,) * max(0, 3 - logits.dim())].flatten(0, -3)
-    if isinstance(temperature, torch.Tensor):
+    if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.device, torch.float32).expand(tokens.shape).flatten().contiguous()
     else:
         temperature = float(temperature)  # an int of 1 would be a kernel of its own
@@ -42,12 +41,10 @@ def token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         logits = dense_rows(logits)
         logprobs, entropy, logsumexp = torch.empty(3, len(tokens), dtype=torch.float32, device=logits.device)
-        each = isinstance(temperature, torch.Tensor)
+        each = isinstance(temperature, Tensor)
         _forward_kernel[(len(tokens),)](
             *(logits, tokens, temperature, logprobs, entropy, logsumexp),
             *(*logits.shape[1:], *logits.stride()[:2]),
@@ -60,7 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         """((1[token] - p) · grad of the logprob - p (log p + entropy) · grad of the entropy) / temperature, p the
         softmax, in the dtype of the logits."""
         logits, tokens, logsumexp, entropy, *each = ctx.saved_tensors

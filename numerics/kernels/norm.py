@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import (
     GROUP,
@@ -29,21 +30,17 @@ _ELEMENTS = 4096  # of a program: several short rows (the heads), or one long on
 _PROGRAMS = 256  # that share the rows in the backward: two for each multiprocessor
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`numerics.ops.rms_norm`."""
     return _RmsNorm.apply(x, weight, eps)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`numerics.ops.add_rms_norm`, in one pass."""
     return _AddRmsNorm.apply(x, residual, weight, eps)
 
 
-def rms_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, spec: TensorSpec
-) -> tuple[QuantizedTensor, torch.Tensor]:
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, spec: TensorSpec) -> tuple[QuantizedTensor, Tensor]:
     """Return `quantize(rms_norm(x), spec)` of x [T, H] in groups of 128, and 1 / rms(x), FP32 [T]. No gradient."""
     out = empty_rows(x.shape, spec, x.device)
     _, _, inverse_rms = _launch(x, weight, eps, quantized=out)
@@ -52,35 +49,31 @@ def rms_norm_quantize(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed, _, inverse_rms = _launch(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         return normed
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         return *rms_norm_backward(grads[0], *ctx.saved_tensors), None
 
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, total, inverse_rms = _launch(x, weight, eps, residual=residual)
         ctx.save_for_backward(total, weight, inverse_rms)
         return normed, total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         dx, dweight = rms_norm_backward(grads[0], *ctx.saved_tensors)
         dx = dx + grads[1]
         return dx, dx, dweight, None
 
 
-def rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [..., H] and of weight [H]. Deterministic: each program adds up its own rows in
     order."""
     hidden = x.shape[-1]
@@ -96,12 +89,8 @@ def rms_norm_backward(
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    quantized: QuantizedTensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, quantized: QuantizedTensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (normed, x + residual, 1 / rms); a result that is not asked for is x."""
     hidden = x.shape[-1]
     flat = as_rows(x)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics import quantize as definitions
 from fp8rl.numerics.core.errors import user_error
@@ -35,7 +36,7 @@ def supports(spec: TensorSpec) -> bool:
     return spec.quantized and shaped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
 
 
-def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """`numerics.quantize.quantize`.
 
     Raises:
@@ -57,7 +58,7 @@ def _check_supported(spec: TensorSpec) -> None:
         )
 
 
-def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """Quantize x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
 
     out: contiguous tensors of these shapes, written to where given.
@@ -77,7 +78,7 @@ def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None
     return out
 
 
-def quantize_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
+def quantize_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
     """Quantize x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
 
     T' is T in whole groups, filled up with zeros. tiles: of grouped rows, where groups begin anew in each expert: group
@@ -89,7 +90,7 @@ def quantize_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None = No
 
 
 def quantize_rows_and_columns(
-    x: torch.Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
+    x: Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Return `quantize_rows` and `quantize_columns` of x [T, K] from one load."""
     rows = empty_rows(x.shape, row_spec, x.device)
@@ -98,7 +99,7 @@ def quantize_rows_and_columns(
     return rows, columns
 
 
-def quantize_blocks(weight: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+def quantize_blocks(weight: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """Quantize weight [..., N, K] in blocks of 128 x 128 -> codes [..., N, K], scales [..., ceil(N / 128), ceil(K /
     128)].
 
@@ -110,7 +111,7 @@ def quantize_blocks(weight: torch.Tensor, spec: TensorSpec, out: QuantizedTensor
 
 
 def quantize_many(
-    weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
+    weights: Sequence[Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
     """`numerics.quantize.quantize_many`: in blocks, one launch for all matrices of a dtype."""
     for weight in weights:
@@ -125,9 +126,7 @@ def quantize_many(
     return made
 
 
-def quantize_both_ways(
-    weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+def quantize_both_ways(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Quantize weights [N, K] of one shape, or stacked, in blocks, and their transposes from the same load.
 
     Return stacked codes [E, N, K] and [E, K, N], with scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square
@@ -154,9 +153,7 @@ def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -
     return QuantizedTensor(torch.empty(shape, dtype=spec.dtype, device=device), scale_inv, spec)
 
 
-def _quantize_two_ways(
-    x: torch.Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None
-) -> None:
+def _quantize_two_ways(x: Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None) -> None:
     tokens, k = x.shape
     x = dense_rows(x)
     count = columns.scale_inv.shape[1]
@@ -174,12 +171,12 @@ def _quantize_two_ways(
         )
 
 
-def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
+def _empty_columns(x: Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
     groups = triton.cdiv(x.shape[0], _GROUP) if tiles is None else tiles.expert.numel()
     return empty_rows((x.shape[1], groups * _GROUP), spec, x.device)
 
 
-def _matrices(x: torch.Tensor) -> Sequence[torch.Tensor]:
+def _matrices(x: Tensor) -> Sequence[Tensor]:
     """Return the matrices [R, C] of x [..., R, C], with contiguous rows."""
     x = dense_rows(x)
     return (x,) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]).unbind(0)
@@ -192,9 +189,7 @@ def _parts(x: QuantizedTensor) -> list[QuantizedTensor]:
 
 
 def _quantize_matrices(
-    matrices: Sequence[torch.Tensor],
-    outs: Sequence[QuantizedTensor],
-    transposed: Sequence[QuantizedTensor] | None = None,
+    matrices: Sequence[Tensor], outs: Sequence[QuantizedTensor], transposed: Sequence[QuantizedTensor] | None = None
 ) -> None:
     others = outs if transposed is None else transposed
     rows = [

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows
 from fp8rl.numerics.ops.rope import Yarn, frequencies
@@ -21,12 +22,12 @@ _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int | None = None) -> torch.Tensor:
+def rope(x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None) -> Tensor:
     """`numerics.ops.rope`."""
     return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], None, False)
 
 
-def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yarn | None = None) -> torch.Tensor:
+def rope_pairs(x: Tensor, positions: Tensor, theta: float, yarn: Yarn | None = None) -> Tensor:
     """`numerics.ops.rope_pairs`."""
     return _Rope.apply(x, positions, theta, x.shape[-1], yarn, True)
 
@@ -34,26 +35,18 @@ def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yar
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        theta: float,
-        rotary_dim: int,
-        yarn: Yarn | None,
-        pairs: bool,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, yarn: Yarn | None, pairs: bool
+    ) -> Tensor:
         ctx.save_for_backward(positions)
         ctx.form = theta, rotary_dim, yarn, pairs
         return _rotate(x, positions, ctx.form, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         return _rotate(grads[0], ctx.saved_tensors[0], ctx.form, -1.0), None, None, None, None, None
 
 
-def _rotate(
-    x: torch.Tensor, positions: torch.Tensor, form: tuple[float, int, Yarn | None, bool], direction: float
-) -> torch.Tensor:
+def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Yarn | None, bool], direction: float) -> Tensor:
     """form: theta, rotated channels, YaRN, and whether pairs are neighbours."""
     theta, rotary_dim, yarn, pairs = form
     batch, length, heads, dim = x.shape
@@ -76,7 +69,7 @@ def _rotate(
 
 
 @functools.lru_cache(maxsize=8)
-def _frequencies(theta: float, dim: int, yarn: Yarn | None, device: torch.device) -> torch.Tensor:
+def _frequencies(theta: float, dim: int, yarn: Yarn | None, device: torch.device) -> Tensor:
     """Return `frequencies` on the kernel's device."""
     return frequencies(theta, dim, yarn).to(device)
 

@@ -1,4 +1,4 @@
-"""The choice of experts: `numerics.ops.router`, softmax or sigmoid, top-k and renormalisation in one kernel.
+"""The choice of experts: `numerics.ops.experts`, softmax or sigmoid, top-k and renormalisation in one kernel.
 
 A program holds a few tokens and all of their experts. Sums over experts are added in pairs, with 0 for those that do
 not count, so that probabilities depend neither on the logits' dtype nor on who chose the experts.
@@ -12,16 +12,18 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import pairwise_sum
-from fp8rl.numerics.ops import router as definition
+from fp8rl.numerics.ops.experts import SMALLEST_SUM
+from fp8rl.numerics.ops.experts import top_experts as by_definition
 
 _TOKENS = 4
 """Tokens of a program: one for each of its warps."""
 
 
-def top_experts(probs: torch.Tensor, top_k: int) -> torch.Tensor:
+def top_experts(probs: Tensor, top_k: int) -> Tensor:
     """Return the k most probable experts int64 [T, k] of probs [T, E]; among equals the lower ids."""
     probs = probs.contiguous()
     chosen = torch.empty(len(probs), top_k, dtype=torch.int64, device=probs.device)
@@ -30,13 +32,10 @@ def top_experts(probs: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def route(
-    logits: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    choose: Callable[[torch.Tensor, int], torch.Tensor] = definition.top_experts,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, top_k: int, renormalize: bool, choose: Callable[[Tensor, int], Tensor] = by_definition
+) -> tuple[Tensor, Tensor]:
     """Route logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], ascending, as
-    `numerics.ops.router.route`.
+    `numerics.ops.experts.route`.
 
     Another `choose` than the default is given the probabilities; the k different experts that it chooses get the same
     bits as if the kernel had chosen them.
@@ -46,7 +45,7 @@ def route(
     """
     logits, given = logits.contiguous(), None
     _checked(top_k, logits)
-    if choose is not definition.top_experts:
+    if choose is not by_definition:
         probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         _launch(_softmax_kernel, logits.detach(), probs)
         given = choose(probs, top_k).sort(-1).values.contiguous()
@@ -54,16 +53,16 @@ def route(
 
 
 def route_sigmoid(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
+    logits: Tensor,
+    bias: Tensor,
     top_k: int,
     groups: int,
     kept_groups: int,
     renormalize: bool,
     factor: float,
-    choose: Callable[[torch.Tensor, int], torch.Tensor] = definition.top_experts,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`numerics.ops.router.route_sigmoid`; another `choose` than the default as in `route`.
+    choose: Callable[[Tensor, int], Tensor] = by_definition,
+) -> tuple[Tensor, Tensor]:
+    """`numerics.ops.experts.route_sigmoid`; another `choose` than the default as in `route`.
 
     Raises:
         UserError: k is not from 1 to the experts of the kept groups.
@@ -71,7 +70,7 @@ def route_sigmoid(
     logits, bias, given = logits.contiguous(), bias.contiguous(), None
     _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
     grouping = {"GROUPS": groups, "KEPT": kept_groups}
-    if choose is not definition.top_experts:
+    if choose is not by_definition:
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         _launch(_kept_kernel, logits.detach(), bias, scores, **grouping)
         given = choose(scores, top_k).sort(-1).values.contiguous()
@@ -80,9 +79,7 @@ def route_sigmoid(
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, top_k: int, renormalize: bool, given: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
         probs = torch.zeros(len(logits), top_k, dtype=torch.float32, device=logits.device)
         chosen = torch.empty(probs.shape, dtype=torch.int64, device=logits.device) if given is None else given
         _launch(_route_kernel, logits, probs, chosen, TOP_K=top_k, RENORMALIZE=renormalize, GIVEN=given is not None)
@@ -92,7 +89,7 @@ class _Route(torch.autograd.Function):
         return probs, chosen
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient of the definition, at the experts of the forward."""
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
@@ -106,18 +103,18 @@ class _RouteSigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        bias: torch.Tensor,
+        logits: Tensor,
+        bias: Tensor,
         top_k: int,
         renormalize: bool,
         factor: float,
         grouping: dict[str, int],
-        given: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         probs = torch.zeros(len(logits), top_k, dtype=torch.float32, device=logits.device)
         chosen = torch.empty(probs.shape, dtype=torch.int64, device=logits.device) if given is None else given
         constants = {"TOP_K": top_k, "RENORMALIZE": renormalize, "FACTOR": factor, "GIVEN": given is not None}
-        constants["SMALLEST_SUM"] = definition.SMALLEST_SUM
+        constants["SMALLEST_SUM"] = SMALLEST_SUM
         _launch(_route_sigmoid_kernel, logits, bias, probs, chosen, **constants, **grouping)
         ctx.save_for_backward(logits, chosen)
         ctx.renormalize, ctx.factor = renormalize, factor
@@ -125,18 +122,18 @@ class _RouteSigmoid(torch.autograd.Function):
         return probs, chosen
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the definition, at the experts of the forward."""
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
             probs = logits.float().sigmoid().gather(1, chosen)
-            probs = probs / (probs.sum(-1, keepdim=True) + definition.SMALLEST_SUM) if ctx.renormalize else probs
+            probs = probs / (probs.sum(-1, keepdim=True) + SMALLEST_SUM) if ctx.renormalize else probs
             probs = probs * ctx.factor
         return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 6
 
 
-def _checked(top_k: int, x: torch.Tensor) -> int:
+def _checked(top_k: int, x: Tensor) -> int:
     if not 1 <= top_k <= x.shape[1]:
         raise user_error(
             "top_k", found=top_k, expected=f"1 to {x.shape[1]}, the experts", remedy="Check the model's config."
@@ -144,7 +141,7 @@ def _checked(top_k: int, x: torch.Tensor) -> int:
     return top_k
 
 
-def _launch(kernel: Any, x: torch.Tensor, *outputs: torch.Tensor, **constants: Any) -> None:
+def _launch(kernel: Any, x: Tensor, *outputs: Tensor, **constants: Any) -> None:
     tokens, experts = x.shape
     shape = {"TOKENS": _TOKENS, "EXPERTS": triton.next_power_of_2(experts)}
     grid = (triton.cdiv(tokens, _TOKENS),)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import GROUP, absolute, as_rows, cast, encode, inverse, scale_from_amax
 from fp8rl.numerics.kernels.quantize import empty_rows, format_constants
@@ -16,19 +17,19 @@ from fp8rl.numerics.spec import TensorSpec
 _BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """`numerics.ops.swiglu`."""
     return _SwiGlu.apply(gate_up)
 
 
-def swiglu_quantize(gate_up: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
+def swiglu_quantize(gate_up: Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Return `quantize(swiglu(gate_up), spec)` of gate_up [T, 2F] in groups of 128. No gradient."""
     out = empty_rows((gate_up.shape[0], gate_up.shape[1] // 2), spec, gate_up.device)
     _forward(as_rows(gate_up), out.data, out)
     return out
 
 
-def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
     features = dy.shape[-1]
     flat, dy = as_rows(gate_up), as_rows(dy)
@@ -42,7 +43,7 @@ def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         flat = as_rows(gate_up)
         out = torch.empty(len(flat), flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
@@ -50,11 +51,11 @@ class _SwiGlu(torch.autograd.Function):
         return out.view(*gate_up.shape[:-1], out.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return swiglu_backward(ctx.saved_tensors[0], grads[0])
 
 
-def _forward(gate_up: torch.Tensor, out: torch.Tensor, quantized: QuantizedTensor | None) -> None:
+def _forward(gate_up: Tensor, out: Tensor, quantized: QuantizedTensor | None) -> None:
     tokens, features = out.shape
     if out.numel():
         _forward_kernel[_grid(tokens, features)](
@@ -120,16 +121,14 @@ def _backward_kernel(
 _COMBINE_BLOCK = 1024
 
 
-def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
     """`numerics.ops.combine`, without the weighted copies in memory."""
     return _Combine.apply(outputs, probs, order, dtype)
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
         (tokens, top_k), hidden = probs.shape, outputs.shape[1]
         outputs, probs = outputs.contiguous(), probs.contiguous()
         row_of = torch.empty_like(order)
@@ -147,7 +146,7 @@ class _Combine(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         outputs, probs, row_of = ctx.saved_tensors
         tokens, top_k = probs.shape
         doutputs, dprobs = torch.empty_like(outputs), torch.empty_like(probs)

@@ -5,6 +5,7 @@ it. Each names its rounding points and its order of reduction. What a CPU's matr
 checked at start by `numerics.backend.probe`.
 """
 
+# ruff: noqa: F401
 from fp8rl.numerics.ops.attention import (
     AttentionInputs,
     attention,
@@ -15,7 +16,15 @@ from fp8rl.numerics.ops.attention import (
     paged_attention,
 )
 from fp8rl.numerics.ops.draw import draw, narrowed, token_logprobs, truncation_floors
-from fp8rl.numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
+from fp8rl.numerics.ops.experts import (
+    ExpertWeights,
+    combine,
+    experts,
+    group_by_expert,
+    route,
+    route_sigmoid,
+    top_experts,
+)
 from fp8rl.numerics.ops.latent import (
     head_linear,
     head_term,
@@ -43,60 +52,10 @@ from fp8rl.numerics.ops.low_rank import (
     grouped_low_rank_term,
     low_rank_of,
     low_rank_term,
+    merged,
+    reaching,
+    reaching_term,
+    updates,
 )
-from fp8rl.numerics.ops.merged import merged, reaching, reaching_term, updates
 from fp8rl.numerics.ops.norm import add_rms_norm, rms_norm, swiglu
 from fp8rl.numerics.ops.rope import rope, rope_pairs
-from fp8rl.numerics.ops.router import route, route_sigmoid, top_experts
-
-__all__ = [
-    "AttentionInputs",
-    "ExpertWeights",
-    "Fused",
-    "LowRank",
-    "adapted_fp8_linear",
-    "adapted_linear",
-    "add_bias",
-    "add_rms_norm",
-    "attention",
-    "attention_dkv",
-    "attention_dq",
-    "attention_forward",
-    "combine",
-    "draw",
-    "experts",
-    "fp8_linear",
-    "fp8_linear_partial",
-    "group_by_expert",
-    "group_operand",
-    "grouped_low_rank_term",
-    "head_linear",
-    "head_term",
-    "latent_attention",
-    "linear",
-    "linear_partial",
-    "low_rank_of",
-    "low_rank_term",
-    "merge_partials",
-    "merged",
-    "narrowed",
-    "norm_fp8_linear",
-    "packed_attention",
-    "packed_latent_attention",
-    "paged_attention",
-    "paged_latent_attention",
-    "reaching",
-    "reaching_term",
-    "rms_norm",
-    "rope",
-    "rope_pairs",
-    "route",
-    "route_sigmoid",
-    "swiglu",
-    "token_logprobs",
-    "top_experts",
-    "trained_operand",
-    "truncation_floors",
-    "updates",
-    "weight_operand",
-]

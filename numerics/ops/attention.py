@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.linear import FEWEST_ROWS
@@ -29,22 +30,22 @@ KEY_PADDING = 32
 class AttentionInputs:
     """Queries, the keys and values that they attend to, and where they stand."""
 
-    q: torch.Tensor
+    q: Tensor
     """[B, Q, heads, D]."""
-    k: torch.Tensor
+    k: Tensor
     """[B, T, kv heads, D], key t at position t."""
-    v: torch.Tensor
+    v: Tensor
     """[B, T, kv heads, E]."""
-    positions: torch.Tensor
+    positions: Tensor
     """int64 [B, Q], of the queries."""
     scale: float
-    lengths: torch.Tensor | None = None
+    lengths: Tensor | None = None
     """int64, of sequences that lie end to end in a batch of one, whose queries and keys are the same tokens; None: each
     row is a sequence. The torch definitions know the latter alone."""
 
 
 @op
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
     """softmax(q k^T * scale) v over the keys t <= positions[b, i].
 
     q [B, Q, heads, D]; k [B, T, kv heads, D], key t at position t; v [B, T, kv heads, E]; positions int64 [B, Q].
@@ -55,15 +56,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torc
 
 @op
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    new: torch.Tensor,
-    lengths: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    new: Tensor,
+    lengths: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """`attention` of the newest tokens of some sequences over keys that lie in the slots of a cache, bit for bit.
 
     q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache [slots, kv heads, D] and v_cache
@@ -87,9 +88,7 @@ def paged_attention(
 
 
 @op
-def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
-) -> torch.Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """`attention` of sequences that lie end to end, each over its own keys, bit for bit.
 
     q [T, heads, D]; k [T, kv heads, D], v [T, kv heads, E]; lengths int64 [B], 1 or more each, T together. Returns
@@ -112,7 +111,7 @@ def packed_attention(
 
 
 @op
-def attention_forward(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention` without a gradient, and what its gradient needs.
 
     Return the result [B, Q, heads, E]; the result again, here not rounded; and the logarithm of the sum of each row's
@@ -138,9 +137,7 @@ def attention_forward(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tens
 
 
 @op
-def attention_dq(
-    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the queries, and the term that the softmax's gradient subtracts, FP32 [B, Q, heads].
 
     result, logsumexp: as `attention_forward` gives them.
@@ -151,9 +148,7 @@ def attention_dq(
 
 
 @op
-def attention_dkv(
-    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_dkv(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys and values from all queries. delta: as `attention_dq` gives it.
 
     The keys may be a run of a sequence's keys. Positions are counted from the first of them: negative of a query that
@@ -165,25 +160,21 @@ def attention_dkv(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
         out, result, logsumexp = attention_forward(AttentionInputs(q, k, v, positions, scale))
         ctx.save_for_backward(q, k, v, positions, result, logsumexp)
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, positions, result, logsumexp = ctx.saved_tensors
         inputs = AttentionInputs(q, k, v, positions, ctx.scale)
         weights, dscores = _weights(grads[0], inputs, logsumexp, (grads[0].float() * result).sum(-1))
         return _of_queries(dscores, inputs), _of_keys(dscores, q, k), _of_keys(weights, grads[0], v), None, None
 
 
-def _weights(
-    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of softmax attention from the saved log-sum-exp, and the gradient of its scores.
 
     Both are FP32 [B * groups, rows, keys] (Dao et al. 2022, without tiling).
@@ -198,12 +189,12 @@ def _weights(
     return weights, weights * (dweights - _fold_queries(delta[..., None], groups)) * inputs.scale
 
 
-def _of_queries(dscores: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+def _of_queries(dscores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Return the gradient of the queries from that of their scores."""
     return _unfold_rows(torch.bmm(dscores, _fold_keys(inputs.k)), inputs.q.shape).to(inputs.q.dtype)
 
 
-def _of_keys(weights: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _of_keys(weights: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     """Return rows [B, Q, heads, D], summed with weights for each key, in the shape of k or v."""
     folded = torch.bmm(weights.transpose(1, 2), _fold_queries(rows, like.shape[2]))
     batch, length, groups, dim = like.shape
@@ -211,8 +202,8 @@ def _of_keys(weights: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> t
 
 
 def _attend_chunk(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, limits: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    queries: Tensor, keys: Tensor, values: Tensor, first: int, limits: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the online softmax of folded queries over the keys of a chunk that begins at position `first`.
 
     Returns each row's largest score [B, rows, 1], -inf where it sees none of these keys; the sum of its weights,
@@ -235,7 +226,7 @@ def _attend_chunk(
     return peak, total, out
 
 
-def _fold_queries(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _fold_queries(x: Tensor, groups: int) -> Tensor:
     """[B, Q, heads, D] -> FP32 [B * groups, heads/groups * Q, D]: the query heads that share a key head are rows."""
     batch, length, heads, dim = x.shape
     return (
@@ -246,26 +237,26 @@ def _fold_queries(x: torch.Tensor, groups: int) -> torch.Tensor:
     )
 
 
-def _unfold_rows(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _unfold_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
     """[B * groups, heads/groups * Q, D] -> [B, Q, heads, D], which is `shape`."""
     batch, length, heads, dim = shape
     groups = x.shape[0] // batch
     return x.reshape(batch, groups, heads // groups, length, dim).permute(0, 3, 1, 2, 4).reshape(*shape)
 
 
-def _fold_keys(x: torch.Tensor) -> torch.Tensor:
+def _fold_keys(x: Tensor) -> Tensor:
     """[B, T, groups, D] -> FP32 [B * groups, T padded to a multiple of KEY_PADDING, D]."""
     batch, length, groups, dim = x.shape
     folded = x.permute(0, 2, 1, 3).float().reshape(batch * groups, length, dim)
     return F.pad(folded, (0, 0, 0, -length % KEY_PADDING))
 
 
-def _row_positions(positions: torch.Tensor, repeats: int, groups: int) -> torch.Tensor:
+def _row_positions(positions: Tensor, repeats: int, groups: int) -> Tensor:
     """int64 [B, Q] -> [B * groups, repeats * Q, 1], the position of each folded row."""
     return positions.repeat(1, repeats).repeat_interleave(groups, 0).unsqueeze(-1)
 
 
-def _of_similar_length(new: torch.Tensor, total: torch.Tensor) -> Iterator[torch.Tensor]:
+def _of_similar_length(new: Tensor, total: Tensor) -> Iterator[Tensor]:
     """Yield the indices of sequences that are padded to one shape: new and total lengths alike to within a factor of
     two.
 
@@ -277,7 +268,7 @@ def _of_similar_length(new: torch.Tensor, total: torch.Tensor) -> Iterator[torch
         yield torch.tensor([i for i, k in keys.items() if k == key], device=total.device)
 
 
-def _slots(table: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _slots(table: Tensor, requests: Tensor, lengths: Tensor) -> Tensor:
     """int64 [sequences, longest], for lengths [sequences, 1]."""
     positions = torch.arange(int(lengths.max()), device=table.device)
     slots = table[requests, : len(positions)].long()

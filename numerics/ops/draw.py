@@ -88,9 +88,7 @@ def _floors(logits: Tensor, temperatures: Tensor, top_p: Tensor, top_k: Tensor, 
 
 
 @op
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits [..., V] of any float dtype, tokens int64 [...], temperature a number or a tensor [...], one of each row.
@@ -107,12 +105,12 @@ class _Entropy(torch.autograd.Function):
     """-Σ p log p over the last axis, of log p [..., V]. It keeps log p alone, which the softmax keeps anyway."""
 
     @staticmethod
-    def forward(ctx: Any, logps: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logps: Tensor) -> Tensor:
         ctx.save_for_backward(logps)
         return -(logps.exp() * logps.masked_fill(logps == -torch.inf, 0.0)).sum(-1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (logps,) = ctx.saved_tensors
         return -logps.exp() * (logps.masked_fill(logps == -torch.inf, 0.0) + 1.0) * grads[0].unsqueeze(-1)
 

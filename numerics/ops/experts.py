@@ -1,12 +1,13 @@
-"""The routed experts of an MoE layer: two grouped products with SwiGLU between them, and the weighted sum."""
+"""The routed experts of an MoE layer: their choice, two grouped products with SwiGLU between them, the weighted sum."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.grouped import grouped_linear
@@ -15,12 +16,85 @@ from fp8rl.numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank
 from fp8rl.numerics.ops.norm import swiglu
 from fp8rl.numerics.spec import QuantSpec
 
+SMALLEST_SUM = 1e-20
+"""Added to the sum that sigmoids are divided by."""
+
+
+@op
+def top_experts(probs: Tensor, top_k: int) -> Tensor:
+    """Return the k most probable experts int64 [T, k] of probs [T, E]; among equals the lower ids."""
+    return torch.sort(probs, dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+@op
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, choose: Callable[[Tensor, int], Tensor] = top_experts
+) -> tuple[Tensor, Tensor]:
+    """Softmax in FP32 over all experts, then the top k, then (if asked) their probabilities divided by their sum.
+
+    logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], in ascending expert id within a token, which is
+    also the order in which their outputs are added (`combine`). Gradients flow through the probabilities alone.
+
+    choose: takes the experts from the detached probabilities, with the signature of `top_experts`; replaying a route
+        that was chosen elsewhere changes nothing else.
+    """
+    probs = logits.float().softmax(-1)
+    experts = choose(probs.detach(), top_k).sort(-1).values
+    chosen = probs.gather(1, experts)
+    return (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen), experts
+
+
+@op
+def route_sigmoid(
+    logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    groups: int,
+    kept_groups: int,
+    renormalize: bool,
+    factor: float,
+    choose: Callable[[Tensor, int], Tensor] = top_experts,
+) -> tuple[Tensor, Tensor]:
+    """Sigmoid in FP32, the top k of sigmoid + bias within the best groups, and the sigmoids of the chosen, scaled.
+
+    The router of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and GLM-4.5. logits FP32 [T, E], bias FP32 [E]: experts are
+    chosen by sigmoid(logit) + bias. Of `groups` equal runs of experts those `kept_groups` remain whose two best add up
+    highest, and the k best experts of them are taken; of equals the lower group and the lower id. Probabilities are
+    without bias: divided by their sum + 1e-20 if `renormalize`, then times `factor`.
+
+    Returns probabilities FP32 [T, k] and experts int64 [T, k], in ascending expert id within a token. Gradients flow
+    through the probabilities alone. choose: as in `route`, of what experts are chosen by, -inf outside the kept groups.
+    """
+    scores = sigmoid(logits.float())
+    experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
+    chosen = scores.gather(1, experts)
+    return (chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen) * factor, experts
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute 1 / (1 + exp(-x)).
+
+    torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others, so that a token's
+    bits would depend on its place in the batch.
+    """
+    return 1 / (1 + torch.exp(-x))
+
+
+def kept_scores(scores: Tensor, groups: int, kept_groups: int) -> Tensor:
+    """Return scores [T, E] with -inf outside the `kept_groups` groups whose two best scores add up highest."""
+    if groups == kept_groups:
+        return scores
+    best = scores.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True, stable=True).values
+    order = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(best[..., 0], dtype=torch.bool).scatter(1, order[:, :kept_groups], True)
+    return scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), -torch.inf)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
     """One matrix of every expert."""
 
-    weights: Sequence[torch.Tensor] | torch.Tensor
+    weights: Sequence[Tensor] | Tensor
     """The parameters [N, K], or one stack of them."""
     operand: Any = None
     """Their operand; None: not quantized."""
@@ -30,13 +104,13 @@ class ExpertWeights:
 
 @op
 def experts(
-    x: torch.Tensor,
-    counts: torch.Tensor,
+    x: Tensor,
+    counts: Tensor,
     w13: ExpertWeights,
     w2: ExpertWeights,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
-) -> torch.Tensor:
+) -> Tensor:
     """Run each expert's MLP on its own tokens: x [T, H] sorted by expert, counts int64 [experts], -> [T, H].
 
     An expert's w13 is [2F, H], gate rows first; its w2 is [H, F]. Rounded to x's dtype after each of the two products
@@ -48,8 +122,8 @@ def experts(
 
 
 def adapted_grouped_linear(
-    x: torch.Tensor, counts: torch.Tensor, w: ExpertWeights, spec: QuantSpec | None, backward: Backward
-) -> torch.Tensor:
+    x: Tensor, counts: Tensor, w: ExpertWeights, spec: QuantSpec | None, backward: Backward
+) -> Tensor:
     """Compute `grouped_linear` with these weights, and with their adapter if there is one."""
     low_rank, plus = w.low_rank, None
     if low_rank is not None and low_rank.per_expert:
@@ -60,7 +134,7 @@ def adapted_grouped_linear(
     return grouped_linear(x, counts, w.weights, w.operand, spec, backward, plus)
 
 
-def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the order [T * k] that sorts (token, choice) pairs of int64 [T, k] by expert, and tokens per expert."""
     flat = experts.reshape(-1)
     counts = flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
@@ -68,7 +142,7 @@ def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 
 @op
-def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weighted sum over each token's experts, in ascending expert id, in FP32, rounded once to `dtype`.
 
     outputs [T * k, H] in the order of `group_by_expert`, probs FP32 [T, k] as `route` gives them -> [T, H].
@@ -78,7 +152,7 @@ def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dty
     return sum_in_order(weighted.reshape(*probs.shape, -1)).to(dtype)
 
 
-def sum_in_order(choices: torch.Tensor) -> torch.Tensor:
+def sum_in_order(choices: Tensor) -> Tensor:
     """Sum the k choices of each token, the first to the last: [T, k, H] -> [T, H]."""
     total = choices[:, 0]
     for choice in range(1, choices.shape[1]):

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
@@ -21,14 +22,14 @@ _WEIGHTS_AS_ROWS = 64  # reading a matrix takes as long as so many rows of its p
 
 @op
 def grouped_linear(
-    x: torch.Tensor,
-    counts: torch.Tensor,
-    weights: Sequence[torch.Tensor] | torch.Tensor,
+    x: Tensor,
+    counts: Tensor,
+    weights: Sequence[Tensor] | Tensor,
     operand: Any = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plus: Tensor | None = None,
+) -> Tensor:
     """Compute `linear` of each row with its group's weight, or with an operand and a spec `fp8_linear`; plus [T, N] as
     there.
 
@@ -44,9 +45,9 @@ def grouped_linear(
     return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), gradients, plus, *given)
 
 
-def given_to_autograd(weights: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+def given_to_autograd(weights: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
     """Return the weights as inputs of a grouped product in autograd: each matrix, or the one stack of all."""
-    return (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
+    return (weights,) if isinstance(weights, Tensor) else tuple(weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +58,16 @@ class Gradients:
     """The weights are one tensor [groups, N, K]."""
     dtype: torch.dtype
     """The weights' dtype, to which each gradient is rounded."""
-    total: torch.Tensor | None
+    total: Tensor | None
     """FP32, of a stack's shape: gradients are added to it where they are computed. None: autograd gets them.
     Megatron-core keeps it at the parameter."""
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor] | torch.Tensor) -> Gradients:
-        stacked = isinstance(weights, torch.Tensor)
+    def of(cls, weights: Sequence[Tensor] | Tensor) -> Gradients:
+        stacked = isinstance(weights, Tensor)
         return cls(stacked, weights[0].dtype, getattr(weights, "main_grad", None) if stacked else None)
 
-    def returned(self, found: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def returned(self, found: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return gradients [groups, N, K] as autograd takes them; None: they are in the total."""
         return (found,) if found is None or self.stacked else found.unbind(0)
 
@@ -75,15 +76,15 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x: Tensor,
         counts: Sequence[int],
         spec: QuantSpec | None,
         backward: Backward,
         operands: tuple[Any, ...],
         gradients: Gradients,
-        plus: torch.Tensor | None,
-        *weights: torch.Tensor,
-    ) -> torch.Tensor:
+        plus: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
         rows = x if spec is None else fake_quantize_rows(x, spec.activation)
         kept = x if spec is not None and backward == "fp8" else rows
         ctx.save_for_backward(kept if any(ctx.needs_input_grad[7:]) else None)
@@ -101,7 +102,7 @@ class _GroupedProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (rows,) = ctx.saved_tensors
         dy = grads[0].to(ctx.kept_dtype)
         spec, counts = ctx.spec, ctx.counts
@@ -122,9 +123,7 @@ class _GroupedProduct(torch.autograd.Function):
         return dx, None, None, None, None, None, dplus, *_weight_gradients(dy, rows, counts, ctx.gradients)
 
 
-def _weight_gradients(
-    dy: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], gradients: Gradients
-) -> Sequence[torch.Tensor | None]:
+def _weight_gradients(dy: Tensor, rows: Tensor, counts: Sequence[int], gradients: Gradients) -> Sequence[Tensor | None]:
     """Return the gradients as autograd takes them, each of dy [T, N] and rows [T, K] of its group."""
     groups = zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
     found = (wide_mm(d.t(), r).to(gradients.dtype) if d.shape[0] else None for d, r in groups)
@@ -138,7 +137,7 @@ def _weight_gradients(
     return [into if total is None else None]
 
 
-def narrow(x: torch.Tensor, counts: Sequence[int], work: int) -> bool:
+def narrow(x: Tensor, counts: Sequence[int], work: int) -> bool:
     """Return True if one product of all rows with the matrices of all groups, side by side, is faster than one per
     group.
 
@@ -150,25 +149,18 @@ def narrow(x: torch.Tensor, counts: Sequence[int], work: int) -> bool:
     return fast and x.device.type == "cpu" and not chooses_by_rows(x.device, x.dtype)
 
 
-def side_by_side(x: torch.Tensor, counts: Sequence[int], stack: torch.Tensor) -> torch.Tensor:
+def side_by_side(x: Tensor, counts: Sequence[int], stack: Tensor) -> Tensor:
     """Multiply rows x [T, K] with their groups' matrices of stack [groups, N, K], by one product with all -> [T, N]."""
     whole = product(x, stack.flatten(0, 1), x.dtype).unflatten(1, stack.shape[:2])
     return whole[torch.arange(len(x)), group_of_rows(counts)]
 
 
-def group_of_rows(counts: Sequence[int]) -> torch.Tensor:
+def group_of_rows(counts: Sequence[int]) -> Tensor:
     """Return the group of each row, int64 [T]."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
-def _span_product(
-    rows: torch.Tensor,
-    start: int,
-    stop: int,
-    weight: torch.Tensor,
-    plus: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+def _span_product(rows: Tensor, start: int, stop: int, weight: Tensor, plus: Tensor | None, out: Tensor) -> None:
     """Fill rows start to stop of `out`. A short span borrows neighbouring rows, which are dropped; none is padded."""
     if (
         stop - start >= FEWEST_ROWS
@@ -187,9 +179,7 @@ def _span_product(
     out[start:stop] = product(rows[first:last], weight, out.dtype, more)[start - first : stop - first]
 
 
-def _padded(
-    tensors: Sequence[torch.Tensor], counts: Sequence[int], multiple: int
-) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+def _padded(tensors: Sequence[Tensor], counts: Sequence[int], multiple: int) -> tuple[Sequence[Tensor], Sequence[int]]:
     """Return tensors [T, ...] with each group filled up to a multiple of rows with zeros, and the rows per group."""
     if multiple == 1:
         return tensors, counts
@@ -203,7 +193,7 @@ def _padded(
     return spread, padded
 
 
-def _quantize_groups(x: torch.Tensor, counts: Sequence[int], spec: TensorSpec) -> torch.Tensor:
+def _quantize_groups(x: Tensor, counts: Sequence[int], spec: TensorSpec) -> Tensor:
     """x quantized along the tokens of each group; where tokens share scales in groups, counts are whole ones."""
     if spec.granularity == "token_group":
         return fake_quantize_columns(x, spec)

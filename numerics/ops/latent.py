@@ -94,14 +94,7 @@ def head_term(x: Tensor, low_rank: LowRank, first: int, count: int, transposed: 
 class _HeadProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        held: Any,
-        first: int,
-        count: int,
-        transposed: bool,
-        plus: Tensor | None,
+        ctx: Any, x: Tensor, weight: Tensor, held: Any, first: int, count: int, transposed: bool, plus: Tensor | None
     ) -> Tensor:
         matrices = dense(held).detach().unflatten(0, (x.shape[1], -1))[:, first : first + count]
         ctx.save_for_backward(x, matrices)

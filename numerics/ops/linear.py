@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.frozen import Frozen
@@ -40,26 +41,26 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
     return quantized.dequantize(out=former)
 
 
-def dense(operand: Any) -> torch.Tensor:
+def dense(operand: Any) -> Tensor:
     """Return the factor of a product: the operand itself, or a frozen weight, dequantized anew."""
-    made: torch.Tensor = operand.dequantized() if isinstance(operand, Frozen) else operand
+    made: Tensor = operand.dequantized() if isinstance(operand, Frozen) else operand
     return made
 
 
 @op
-def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Any:
+def trained_operand(weight: Tensor, spec: TensorSpec) -> Any:
     """Return the `weight_operand` of weight [N, K] quantized by `spec`, with what its gradients need."""
     return weight_operand(quantize(weight, spec))
 
 
 @op
-def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
+def group_operand(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Any:
     """Return the experts' weights [N, K], or their stack, each quantized by `spec`, as grouped products take them."""
     return [quantize(weight, spec).dequantize() for weight in weights]
 
 
 @op
-def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
     """Compute x [..., K] @ weight [N, K]^T in x's dtype, unquantized.
 
     plus [..., N], in x's dtype, is added to the FP32 sum before it is rounded.
@@ -71,21 +72,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch
 
 
 @op
-def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     """Compute one K slice of `linear`: x [..., K/n], weight [N, K/n] -> FP32 [..., N]."""
     return _Product.apply(x, weight, weight, None, "bf16", torch.float32, None)
 
 
 @op
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     operand: Any,
     spec: QuantSpec,
     backward: Backward = "fp8",
     k_splits: int = 1,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plus: Tensor | None = None,
+) -> Tensor:
     """Compute the FP8 product of x [..., K] and a quantized weight, in x's dtype; plus as in `linear`.
 
     weight [N, K] is the parameter, which receives the gradient; operand is its `trained_operand`
@@ -101,28 +102,26 @@ def fp8_linear(
 
 
 @op
-def fp8_linear_partial(
-    x: torch.Tensor, weight: torch.Tensor, operand: Any, spec: QuantSpec, backward: Backward = "fp8"
-) -> torch.Tensor:
+def fp8_linear_partial(x: Tensor, weight: Tensor, operand: Any, spec: QuantSpec, backward: Backward = "fp8") -> Tensor:
     """Compute one K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
     return _Product.apply(x, weight, operand, spec, backward, torch.float32, None)
 
 
 @op
 def norm_fp8_linear(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: Tensor,
     operand: Any,
     spec: QuantSpec,
     backward: Backward = "fp8",
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `fp8_linear(rms_norm(x, norm_weight, eps), ...)`. One op, because a kernel need not store the norm."""
     return fp8_linear(rms_norm(x, norm_weight, eps), weight, operand, spec, backward)
 
 
-def add_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias [N] to product [..., N], in a second rounding behind that of the product; None: return the product.
 
     Megatron and SGLang's FP8 products add it so too, while a fused BF16 product of torch's rounds once. A row's sum
@@ -135,18 +134,16 @@ class _AddBias(torch.autograd.Function):
     """A sum whose bias gets its gradient added up over all rows in FP32 and rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, product: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
         ctx.dtype = bias.dtype
         return (product.float() + bias.float()).to(product.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], grads[0].flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtype)
 
 
-def merge_partials(
-    partials: Sequence[torch.Tensor], dtype: torch.dtype, plus: torch.Tensor | None = None
-) -> torch.Tensor:
+def merge_partials(partials: Sequence[Tensor], dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
     """Add FP32 partials [..., N] in the order given, and then plus [..., N]; round once to `dtype`."""
     total = partials[0]
     for partial in partials[1:]:
@@ -154,9 +151,7 @@ def merge_partials(
     return (total if plus is None else total + plus).to(dtype)
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None
-) -> torch.Tensor:
+def product(x: Tensor, weight: Tensor, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
     """Compute x [T, K] @ weight [N, K]^T -> [T, N], each row the same whatever T is. An FP32 result is not rounded to
     BF16.
 
@@ -176,7 +171,7 @@ def product(
     return torch.cat([_mm(*block, weight) for block in zip(blocks, more, strict=True)])[:rows].to(dtype)
 
 
-def _mm(x: torch.Tensor, plus: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+def _mm(x: Tensor, plus: Tensor | None, weight: Tensor) -> Tensor:
     """Call the matrix library once. Of BF16 matrices it adds `plus` to its FP32 sum; an FP32 sum needs no help."""
     if plus is None:
         return torch.mm(x, weight.t())
@@ -200,14 +195,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         held: Any,
         spec: QuantSpec | None,
         backward: Backward,
         dtype: torch.dtype,
-        plus: torch.Tensor | None,
-    ) -> torch.Tensor:
+        plus: Tensor | None,
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
         # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
@@ -220,7 +215,7 @@ class _Product(torch.autograd.Function):
         return product(operand, dense(held), dtype, more).reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.kept_dtype)
         spec: QuantSpec | None = ctx.spec
@@ -235,14 +230,14 @@ class _Product(torch.autograd.Function):
         return dx, dw, None, None, None, None, grads[0] if ctx.needs_input_grad[6] else None
 
 
-def wide_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b in the wider of the two dtypes; gradients need no fixed order."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     return torch.mm(a, b)
 
 
-def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """Add the weight gradient of some rows, dy [T, N] and x [T, K], to `total`, FP32 [N, K], without rounding it."""
     if dy.device.type == "cpu":  # has no product of BF16 matrices in FP32
         total.addmm_(dy.t().float(), x.float())

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 
 
 @op
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
     x [..., H], weight [H]. Everything in FP32, rounded once to x's dtype at the end.
@@ -20,9 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @op
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(s), s) with s = x + residual, rounded to x's dtype *before* the norm, as Megatron stores it."""
     total = x + residual
     return rms_norm(total, weight, eps), total
@@ -30,14 +29,14 @@ def add_rms_norm(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         return (wide * inverse_rms * weight.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         dy = grads[0].float()
         normed = x.float() * inverse_rms
@@ -51,20 +50,20 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @op
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up (Shazeer 2020), [..., 2F] -> [..., F], gate first. FP32 inside, rounded once."""
     return _SwiGlu.apply(gate_up)
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.float().chunk(2, -1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.float().chunk(2, -1)
         dy = grads[0].float()

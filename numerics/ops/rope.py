@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 
@@ -34,7 +35,7 @@ class Yarn:
 
 
 @op
-def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int | None = None) -> torch.Tensor:
+def rope(x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None) -> Tensor:
     """Rotate x [B, S, heads, D] by its positions int64 [B, S]. FP32 inside, rounded once to x's dtype.
 
     rotary_dim: the first channels of a head that are rotated; the others pass. None: all.
@@ -43,7 +44,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
 
 
 @op
-def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yarn | None = None) -> torch.Tensor:
+def rope_pairs(x: Tensor, positions: Tensor, theta: float, yarn: Yarn | None = None) -> Tensor:
     """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`.
 
     yarn: of a lengthened context; None: the frequencies are theta's alone.
@@ -51,7 +52,7 @@ def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yar
     return _Rope.apply(x, positions, theta, x.shape[-1], yarn, True)
 
 
-def frequencies(theta: float, rotary_dim: int, yarn: Yarn | None = None) -> torch.Tensor:
+def frequencies(theta: float, rotary_dim: int, yarn: Yarn | None = None) -> Tensor:
     """Return the radians per position of each pair, FP64 [rotary_dim / 2]."""
     plain = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     if yarn is None:
@@ -70,14 +71,8 @@ def frequencies(theta: float, rotary_dim: int, yarn: Yarn | None = None) -> torc
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        theta: float,
-        rotary_dim: int,
-        yarn: Yarn | None,
-        pairs: bool,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, yarn: Yarn | None, pairs: bool
+    ) -> Tensor:
         # Whole powers of two, so that few tables are ever made.
         length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
         table = _table(theta, rotary_dim, yarn, length, x.device)[:, positions].unsqueeze(-2)
@@ -86,12 +81,12 @@ class _Rope(torch.autograd.Function):
         return _rotate(x, table[0], table[1], pairs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (table,) = ctx.saved_tensors
         return _rotate(grads[0], table[0], -table[1], ctx.pairs), None, None, None, None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: bool) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
     size = 2 * cos.shape[-1]
     if pairs:
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -102,7 +97,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: bool) 
 
 
 @functools.lru_cache(maxsize=8)
-def _table(theta: float, rotary_dim: int, yarn: Yarn | None, length: int, device: torch.device) -> torch.Tensor:
+def _table(theta: float, rotary_dim: int, yarn: Yarn | None, length: int, device: torch.device) -> Tensor:
     """Return cos and sin, FP32 [2, length, rotary_dim / 2]."""
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(theta, rotary_dim, yarn)
     return torch.stack((angles.cos(), angles.sin())).float().to(device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.backend.dispatch import Implementation, using
 from fp8rl.numerics.frozen import Frozen, freeze, frozen_of
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward
@@ -38,14 +39,17 @@ def test_a_frozen_product_and_its_gradient_have_the_bits_of_a_trained_one(
         assert torch.equal(trained, frozen)
 
 
-def test_frozen_experts_have_the_bits_of_trained_ones() -> None:
-    spec, stack, dy = QuantSpec.preset("fp8_block_pow2"), random(3, N, K, seed=1), random(17, N, seed=2)
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_frozen_experts_have_the_bits_of_trained_ones(implementation: Implementation, backward: Backward) -> None:
+    spec, stack, dy = QuantSpec.preset("fp8_block_pow2"), random(3, BLOCK, K, seed=1), random(17, BLOCK, seed=2)
     found = []
-    for operand in (ops.group_operand(stack, spec.weight), Frozen(quantize(stack, spec.weight))):
-        x = random(17, K).requires_grad_()
-        y = grouped_linear(x, COUNTS, stack, operand, spec)
-        y.backward(dy)
-        found.append((y, x.grad))
+    with using(implementation):
+        for operand in (ops.group_operand(stack, spec.weight), Frozen(quantize(stack, spec.weight))):
+            x = random(17, K).requires_grad_()
+            y = grouped_linear(x, COUNTS, stack, operand, spec, backward)
+            y.backward(dy)
+            found.append((y, x.grad))
     for trained, frozen in zip(*found, strict=True):
         assert torch.equal(trained, frozen)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.ops.router import sigmoid
+from fp8rl.numerics.ops.experts import sigmoid
 
 CHUNK = 64
 LENGTH, PIECE, PROMPT = 330, 96, 301

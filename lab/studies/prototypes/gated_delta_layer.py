@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.ops.router import sigmoid
+from fp8rl.numerics.ops.experts import sigmoid
 from lab.studies.prototypes.gated_delta import Rows, State, causal_conv, gated_delta, silu
 
 

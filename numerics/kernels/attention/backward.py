@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
 from fp8rl.numerics.kernels.attention.chunks import find_sequence
@@ -24,9 +25,7 @@ LOG2_E = math.log2(math.e)
 _LARGE, _SMALL = (128, 64), (64, 64)  # rows or keys that a program holds, and takes at a time
 
 
-def attention_dq(
-    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """`numerics.ops.attention.attention_dq`. logsumexp: log2 of the sum of exp2(score * scale * LOG2_E)."""
     dq = torch.empty(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
     delta = torch.empty_like(logsumexp)
@@ -37,9 +36,7 @@ def attention_dq(
     return dq, delta
 
 
-def attention_dkv(
-    dout: torch.Tensor, inputs: AttentionInputs, logsumexp: torch.Tensor, delta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_dkv(dout: Tensor, inputs: AttentionInputs, logsumexp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """`numerics.ops.attention.attention_dkv`."""
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.k, inputs.v))
     long, short = _LARGE if inputs.q.shape[3] <= 128 else _SMALL
@@ -51,10 +48,10 @@ def attention_dkv(
 def _launch(
     kernel: Any,
     tiles: int,
-    dout: torch.Tensor,
+    dout: Tensor,
     inputs: AttentionInputs,
-    of_rows: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor, ...],
+    of_rows: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
     **sizes: int,
 ) -> None:
     """of_rows: the result, which the kernel of the keys does not read, the log-sum-exp, and the term of the softmax."""
@@ -75,12 +72,12 @@ def _launch(
     )
 
 
-def packed_constant(lengths: torch.Tensor | None) -> int:
+def packed_constant(lengths: Tensor | None) -> int:
     """Return a power of two, at least the number of sequences that lie end to end; 0: each row is a sequence."""
     return 0 if lengths is None else triton.next_power_of_2(len(lengths))
 
 
-def tiles_of(rows: int, height: int, lengths: torch.Tensor | None) -> int:
+def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
     """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
     return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
 
@@ -99,24 +96,22 @@ def _dq_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        v_ptr += first * v_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
+    q_ptr += first * q_token if PACKED else sequence * q_batch
+    k_ptr += (first * k_token if PACKED else sequence * k_batch) + key_head * k_head
+    v_ptr += (first * v_token if PACKED else sequence * v_batch) + key_head * v_head
+    dout_ptr += first * dout_token if PACKED else sequence * dout_batch
+    positions_ptr += first if PACKED else sequence * positions_row
     row = tile * ROWS + tl.arange(0, ROWS)
     stored = row < queries * GROUP
     query = tl.minimum(row // GROUP, queries - 1).to(tl.int64)
     head = key_head * GROUP + row % GROUP
     column = tl.arange(0, D)
-    position = tl.load(positions_ptr + sequence * positions_row + query * positions_column).to(tl.int32)
-    q = tl.load(q_ptr + (sequence * q_batch + query * q_token + head * q_head)[:, None] + column[None, :])
-    dout = tl.load(
-        dout_ptr + (sequence * dout_batch + query * dout_token + head * dout_head)[:, None] + column[None, :]
-    )
+    position = tl.load(positions_ptr + query * positions_column).to(tl.int32)
+    q = tl.load(q_ptr + (query * q_token + head * q_head)[:, None] + column[None, :])
+    dout = tl.load(dout_ptr + (query * dout_token + head * dout_head)[:, None] + column[None, :])
     where = (first + query) * heads + head
     out = tl.load(out_ptr + where[:, None] * D + column[None, :])
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -124,8 +119,6 @@ def _dq_kernel(
     logsumexp = tl.load(logsumexp_ptr + where)
 
     dq = tl.zeros((ROWS, D), tl.float32)
-    k_ptr += sequence * k_batch + key_head * k_head
-    v_ptr += sequence * v_batch + key_head * v_head
     stop = tl.minimum(tl.max(position) + 1, keys)
     whole = tl.minimum(tl.maximum(tl.min(position) + 1, 0), keys) // KEYS * KEYS  # every row sees all of these
     for MASKED in tl.static_range(2):
@@ -159,24 +152,21 @@ def _dkv_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        v_ptr += first * v_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
         first_key = first
     else:
         tile = tl.program_id(0)
         first, first_key = sequence * queries, sequence * keys
+    q_ptr += (first * q_token if PACKED else sequence * q_batch) + key_head * GROUP * q_head
+    k_ptr += (first * k_token if PACKED else sequence * k_batch) + key_head * k_head
+    v_ptr += (first * v_token if PACKED else sequence * v_batch) + key_head * v_head
+    dout_ptr += (first * dout_token if PACKED else sequence * dout_batch) + key_head * GROUP * dout_head
+    positions_ptr += first if PACKED else sequence * positions_row
     key = tile * KEYS + tl.arange(0, KEYS)
     exists = key < keys
     column = tl.arange(0, D)
     far = tl.minimum(key, keys - 1).to(tl.int64)[:, None]
-    k = tl.load(k_ptr + sequence * k_batch + key_head * k_head + far * k_token + column[None, :])
-    v = tl.load(v_ptr + sequence * v_batch + key_head * v_head + far * v_token + column[None, :])
-    positions_ptr += sequence * positions_row
-    q_ptr += sequence * q_batch + key_head * GROUP * q_head
-    dout_ptr += sequence * dout_batch + key_head * GROUP * dout_head
+    k = tl.load(k_ptr + far * k_token + column[None, :])
+    v = tl.load(v_ptr + far * v_token + column[None, :])
 
     dk = tl.zeros((KEYS, D), tl.float32)
     dv = tl.zeros((KEYS, D), tl.float32)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast
 from fp8rl.numerics.ops.attention import KEY_CHUNK
@@ -18,7 +19,7 @@ from fp8rl.numerics.ops.attention import KEY_CHUNK
 # Sequences that lie end to end: which one a program works on, and where a token stands in its own.
 
 
-def positions_of(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+def positions_of(lengths: Tensor, tokens: int) -> Tensor:
     """Return int64 [tokens], the positions in sequences of these lengths. It does not wait for the device."""
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=tokens)
     return torch.arange(tokens, device=lengths.device) - starts
@@ -50,17 +51,17 @@ _SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel 
 class Parts:
     """The partial results of the chunks of keys for each row of the queries, before they are merged."""
 
-    outs: torch.Tensor
+    outs: Tensor
     """FP32 [chunks, kv heads, tokens, heads of one, D], in the order in which rows lie in tiles."""
-    peaks: torch.Tensor
+    peaks: Tensor
     """FP32 [chunks, kv heads, tokens, heads of one]."""
-    totals: torch.Tensor
+    totals: Tensor
     """As `peaks`."""
     programs: int
     """The number of programs that share the chunks of a tile."""
 
 
-def parts_of(out: torch.Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
+def parts_of(out: Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
     """Allocate the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
     is to take all chunks of a tile. tiles: the tiles of all heads."""
     tokens, heads, dim = out.shape
@@ -73,7 +74,7 @@ def parts_of(out: torch.Tensor, key_heads: int, longest: int, tiles: int) -> Par
     return Parts(outs, peaks, totals, min(chunks, triton.cdiv(PROGRAMS, tiles)))
 
 
-def merge_parts(parts: Parts, out: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor, scale: float) -> None:
+def merge_parts(parts: Parts, out: Tensor, new: Tensor, lengths: Tensor, scale: float) -> None:
     """Merge the parts of `paged_attention` into out BF16 [tokens, heads, D]; tokens of no sequence are left alone."""
     tokens, heads, dim = out.shape
     sequences = len(new)

@@ -19,16 +19,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
-from fp8rl.numerics.kernels.attention.backward import (
-    LOG2_E,
-    attention_dkv,
-    attention_dq,
-    packed_constant,
-    tiles_of,
-)
+from fp8rl.numerics.kernels.attention.backward import LOG2_E, attention_dkv, attention_dq, packed_constant, tiles_of
 from fp8rl.numerics.kernels.attention.chunks import (
     divided,
     find_sequence,
@@ -44,7 +39,7 @@ from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
     """softmax(q k^T * scale) v over the keys t <= positions[b, i].
 
     q BF16 [B, Q, heads, D]; k, v BF16 [B, T, kv heads, D], key t at position t; positions int64 [B, Q], not negative;
@@ -57,9 +52,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torc
     return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, None, scale)
 
 
-def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
-) -> torch.Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """Causal attention of sequences that lie end to end; see `numerics.ops.attention.packed_attention`.
 
     Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
@@ -72,35 +65,29 @@ def packed_attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor | None, scale: float
+    ) -> Tensor:
         out, logsumexp = attend(AttentionInputs(q, k, v, positions, scale, lengths))
         ctx.save_for_backward(q, k, v, positions, lengths, out, logsumexp)
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, positions, lengths, out, logsumexp = ctx.saved_tensors
         inputs, dout = AttentionInputs(q, k, v, positions, ctx.scale, lengths), dense_rows(grads[0])
         dq, delta = attention_dq(dout, inputs, out, logsumexp)
         return dq, *attention_dkv(dout, inputs, logsumexp, delta), None, None, None
 
 
-def attention_forward(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """See `numerics.ops.attention.attention_forward`; the result is rounded, the logarithm that of `attention_dq`."""
     _check(inputs.q, inputs.k, inputs.v)
     out, logsumexp = attend(inputs)
     return out, out, logsumexp
 
 
-def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[Tensor, Tensor]:
     """Return the result of `attention` and its log-sum-exp, FP32 [B, Q, heads], of inputs that are known to fit.
 
     tail: `TAIL` of the kernel; v is then the first channels of k.
@@ -127,15 +114,15 @@ def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[torch.Tensor, torch.
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    new: torch.Tensor,
-    lengths: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    new: Tensor,
+    lengths: Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention of new tokens over a paged cache; see `numerics.ops.attention.paged_attention`.
 
     Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, over as
@@ -146,16 +133,16 @@ def paged_attention(
 
 
 def attend_paged(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    new: torch.Tensor,
-    lengths: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    new: Tensor,
+    lengths: Tensor,
     scale: float,
     tail: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `paged_attention` of arguments that are known to fit; tail: as in `attend`."""
     (tokens, heads, _), dim = q.shape, v_cache.shape[2]
     sequences, group = len(requests), heads // k_cache.shape[1]
@@ -192,14 +179,14 @@ def _constants(
     return shape | chunks | {"num_warps": threads, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def check_dtypes(*tensors: torch.Tensor) -> None:
+def check_dtypes(*tensors: Tensor) -> None:
     """Raise UserError unless all are BF16."""
     if {x.dtype for x in tensors} != {torch.bfloat16}:
         dtypes = [str(x.dtype) for x in tensors]
         raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise UserError unless the kernels know these dtypes and head sizes."""
     dim = q.shape[-1]
     check_dtypes(q, k, v)

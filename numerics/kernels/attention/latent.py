@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
@@ -21,9 +22,7 @@ from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check
 from fp8rl.numerics.ops.attention import AttentionInputs
 
 
-def latent_attention(
-    q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, rank: int, scale: float
-) -> torch.Tensor:
+def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
     """`numerics.ops.latent_attention`.
 
     Raises:
@@ -33,9 +32,7 @@ def latent_attention(
     return _Latent.apply(dense_rows(q), dense_rows(rows), positions, None, rank, scale)
 
 
-def packed_latent_attention(
-    q: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, rank: int, scale: float
-) -> torch.Tensor:
+def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
     """`numerics.ops.packed_latent_attention`."""
     _check(q, rows, rank)
     positions = positions_of(lengths, len(q))[None]
@@ -43,15 +40,8 @@ def packed_latent_attention(
 
 
 def paged_latent_attention(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    new: torch.Tensor,
-    lengths: torch.Tensor,
-    rank: int,
-    scale: float,
-) -> torch.Tensor:
+    q: Tensor, cache: Tensor, table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor, rank: int, scale: float
+) -> Tensor:
     """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
     _check(q, cache, rank)
     keys = cache.unsqueeze(1)
@@ -61,14 +51,8 @@ def paged_latent_attention(
 class _Latent(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor | None,
-        rank: int,
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, rows: Tensor, positions: Tensor, lengths: Tensor | None, rank: int, scale: float
+    ) -> Tensor:
         keys = rows.unsqueeze(2)
         inputs = AttentionInputs(q, keys, keys[..., :rank], positions, scale, lengths)
         out, logsumexp = attend(inputs, rows.shape[-1] - rank)
@@ -77,13 +61,13 @@ class _Latent(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, rows, positions, lengths, out, logsumexp = ctx.saved_tensors
         inputs = AttentionInputs(q, rows, rows[..., : ctx.rank], positions, ctx.scale, lengths)
         return *_gradients(grads[0], inputs, out, logsumexp), None, None, None, None
 
 
-def _check(q: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
+def _check(q: Tensor, rows: Tensor, rank: int) -> None:
     """Raise UserError unless the kernels know these dtypes and sizes."""
     check_dtypes(q, rows)
     tail = rows.shape[-1] - rank
@@ -109,9 +93,7 @@ def _check(q: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
 _HELD, _TAKEN = 64, 16  # queries or keys that a program holds, and takes at a time
 
 
-def _gradients(
-    dout: torch.Tensor, inputs: AttentionInputs, result: torch.Tensor, logsumexp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of q BF16 [B, Q, heads, D + TAIL] and of rows k BF16 [B, T, D + TAIL].
 
     dout, result BF16 [B, Q, heads, D]. logsumexp: as in `backward.attention_dq`.
@@ -125,7 +107,7 @@ def _gradients(
         *(dout, result, delta, *dout.stride()[:3], queries, heads), D=dim, ROWS=_TAKEN
     )
 
-    def launch(kernel: Any, tiles: int, gradient: torch.Tensor, rows: int, keys: int) -> None:
+    def launch(kernel: Any, tiles: int, gradient: Tensor, rows: int, keys: int) -> None:
         kernel[tiles, batch](
             *(q, k, dout, logsumexp, delta, positions, positions if lengths is None else lengths),
             *(0 if lengths is None else len(lengths), gradient),
@@ -177,17 +159,13 @@ def _dq_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
-        q_ptr += sequence * q_batch
-        k_ptr += sequence * k_batch
-        dout_ptr += sequence * dout_batch
-        positions_ptr += sequence * positions_row
+    q_ptr += first * q_token if PACKED else sequence * q_batch
+    k_ptr += first * k_token if PACKED else sequence * k_batch
+    dout_ptr += first * dout_token if PACKED else sequence * dout_batch
+    positions_ptr += first if PACKED else sequence * positions_row
     last = queries * HEADS - 1  # rows beyond it repeat it, and are not stored
     row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), last)
     position = tl.load(positions_ptr + (row // HEADS).to(tl.int64) * positions_column).to(tl.int32)
@@ -233,19 +211,14 @@ def _dk_kernel(
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
-        q_ptr += first * q_token
-        k_ptr += first * k_token
-        dout_ptr += first * dout_token
-        positions_ptr += first
-        dk_ptr += first * (D + TAIL)
     else:
         tile = tl.program_id(0)
         first = sequence * queries
-        q_ptr += sequence * q_batch
-        k_ptr += sequence * k_batch
-        dout_ptr += sequence * dout_batch
-        positions_ptr += sequence * positions_row
-        dk_ptr += sequence * keys * (D + TAIL)
+    q_ptr += first * q_token if PACKED else sequence * q_batch
+    k_ptr += first * k_token if PACKED else sequence * k_batch
+    dout_ptr += first * dout_token if PACKED else sequence * dout_batch
+    positions_ptr += first if PACKED else sequence * positions_row
+    dk_ptr += (first if PACKED else sequence * keys) * (D + TAIL)
     key = tile * KEYS + tl.arange(0, KEYS)
     column, tail = tl.arange(0, D)[None, :], D + tl.arange(0, TAIL)[None, :]
     k_ptr += (tl.minimum(key, keys - 1).to(tl.int64) * k_token)[:, None]

@@ -55,7 +55,7 @@ def installed() -> Library | None:
 
 
 def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int, tiles: Tiles | None) -> Tensor | None:
-    """Compute `gemm.product` by the library that was allowed; None if none was, or if it cannot take this product."""
+    """Compute `gemm.gemm` by the library that was allowed; None if none was, or if it cannot take this product."""
     if _library is None or not _takes(a, b, dtype, k_splits):
         return None
     if tiles is None:

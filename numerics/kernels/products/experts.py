@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.linear import WeightOperand
 from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
@@ -19,13 +20,13 @@ from fp8rl.numerics.spec import QuantSpec
 
 
 def experts(
-    x: torch.Tensor,
-    counts: torch.Tensor,
+    x: Tensor,
+    counts: Tensor,
     w13: ExpertWeights,
     w2: ExpertWeights,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
-) -> torch.Tensor:
+) -> Tensor:
     """`numerics.ops.experts`; where all of it is FP8, SwiGLU is quantized where it is computed."""
     fused = backward == "fp8" or not torch.is_grad_enabled()
     adapted = w13.low_rank is not None or w2.low_rank is not None
@@ -41,99 +42,76 @@ def experts(
 
 
 def grouped_linear(
-    x: torch.Tensor,
-    counts: torch.Tensor,
-    weights: Sequence[torch.Tensor] | torch.Tensor,
+    x: Tensor,
+    counts: Tensor,
+    weights: Sequence[Tensor] | Tensor,
     operand: WeightOperand | None = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plus: Tensor | None = None,
+) -> Tensor:
     """`numerics.ops.grouped.grouped_linear`. Unquantized weights that are not stacked are copied together."""
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if operand is None or spec is None:
-        stacked = weights.detach() if isinstance(weights, torch.Tensor) else torch.stack([w.detach() for w in weights])
-        return _Grouped.apply(x, counts, stacked, gradients, plus, *given)
-    return _Fp8Grouped.apply(x, counts, operand, spec, backward, gradients, plus, *given)
+        stacked = weights.detach() if isinstance(weights, Tensor) else torch.stack([w.detach() for w in weights])
+        return _GroupedProduct.apply(x, counts, stacked, None, "bf16", gradients, plus, *given)
+    return _GroupedProduct.apply(x, counts, operand, spec, backward, gradients, plus, *given)
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
+    """With an operand, or without a spec with the stacked weights themselves."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        counts: torch.Tensor,
-        stacked: torch.Tensor,
-        gradients: Gradients,
-        plus: torch.Tensor | None,
-        *weights: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, stacked)
-        return grouped_matmul(x, stacked, ctx.tiles, x.dtype, plus)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, stacked = ctx.saved_tensors
-        dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, ctx.dtype)
-        dplus = grads[0] if ctx.needs_input_grad[4] else None
-        if x is None:
-            return dx, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[5:])
-        dw = _weight_gradients(grouped_wgrad_matmul, grads[0], x, ctx.tiles, ctx.gradients)
-        return dx, None, None, None, dplus, *dw
-
-
-class _Fp8Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        counts: torch.Tensor,
-        operand: WeightOperand,
-        spec: QuantSpec,
+        x: Tensor,
+        counts: Tensor,
+        operand: WeightOperand | Tensor,
+        spec: QuantSpec | None,
         backward: Backward,
         gradients: Gradients,
-        plus: torch.Tensor | None,
-        *weights: torch.Tensor,
-    ) -> torch.Tensor:
-        tiles = make_tiles(counts.to(x.device), len(x))
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[7:]) else None)
-        ctx.tiles, ctx.operand, ctx.spec, ctx.backward, ctx.gradients = tiles, operand, spec, backward, gradients
-        ctx.dtype = x.dtype
-        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, tiles, x.dtype, plus)
+        plus: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
+        kept, ctx.spec, ctx.backward = x if any(ctx.needs_input_grad[7:]) else None, spec, backward
+        if spec is None or isinstance(operand, Tensor):
+            ctx.save_for_backward(kept, operand)
+            return grouped_gemm(x, operand, ctx.tiles, x.dtype, plus)
+        ctx.save_for_backward(kept, None)
+        ctx.operand = operand
+        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, ctx.tiles, x.dtype, plus)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        spec, tiles = ctx.spec, ctx.tiles
-        dplus = grads[0] if ctx.needs_input_grad[6] else None
-        if x is None:
-            dx = _input_gradient(grads[0].contiguous(), ctx.operand, spec, ctx.backward, tiles, ctx.dtype)
-            return dx, *(None,) * 5, dplus, *(None,) * len(ctx.needs_input_grad[7:])
-        if ctx.backward == "fp8":
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, stacked = ctx.saved_tensors
+        spec, tiles, dy = ctx.spec, ctx.tiles, grads[0].contiguous()
+        operand = ctx.operand if stacked is None else stacked
+        dw: Sequence[Tensor | None] = (None,) * len(ctx.needs_input_grad[7:])
+        if x is not None and ctx.backward == "fp8":
             columns = quantize_columns(x, spec.activation, tiles)
-            dx, dw = _gradients(grads[0], columns, ctx.operand, spec, tiles, x.dtype, ctx.gradients)
+            dx, dw = _gradients(dy, columns, operand, spec, tiles, ctx.dtype, ctx.gradients)
         else:
-            dy = grads[0].contiguous()
-            dx = _input_gradient(dy, ctx.operand, spec, "bf16", tiles, x.dtype)
-            rows = quantize_rows(x, spec.activation).dequantize(dy.dtype)
-            dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
-        return dx, None, None, None, None, None, dplus, *dw
+            dx = _input_gradient(dy, operand, spec, ctx.backward, tiles, ctx.dtype)
+            if x is not None:
+                rows = x if spec is None else quantize_rows(x, spec.activation).dequantize(dy.dtype)
+                dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
+        return dx, *(None,) * 5, grads[0] if ctx.needs_input_grad[6] else None, *dw
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        counts: torch.Tensor,
+        x: Tensor,
+        counts: Tensor,
         spec: QuantSpec,
         w13: WeightOperand,
         w2: WeightOperand,
         gradients13: Gradients,
         gradients2: Gradients,
-        *weights: torch.Tensor,
-    ) -> torch.Tensor:
+        *weights: Tensor,
+    ) -> Tensor:
         tiles = make_tiles(counts.to(x.device), len(x))
         out, gate_up = _forward(x, tiles, spec, w13, w2)
         ctx.save_for_backward(x, gate_up)
@@ -141,7 +119,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, gate_up = ctx.saved_tensors
         spec, tiles = ctx.spec, ctx.tiles
         hidden = quantize_columns(swiglu(gate_up), spec.activation, tiles)
@@ -153,32 +131,32 @@ class _Experts(torch.autograd.Function):
         return dx, *(None,) * 6, *dw13, *dw2
 
 
-def _forward(
-    x: torch.Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(x: Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand) -> tuple[Tensor, Tensor]:
     """Return the experts' outputs [T, H], and the input of SwiGLU [T, 2F]."""
     gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
     return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype), gate_up
 
 
 def _input_gradient(
-    dy: torch.Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return dx [T, K] of a grouped FP8 product, from dy [T, N] alone."""
-    if backward == "fp8":
-        return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
-    return grouped_matmul(dy, operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
+    dy: Tensor, operand: WeightOperand | Tensor, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
+) -> Tensor:
+    """Return dx [T, K] of a grouped product, from dy [T, N] alone."""
+    if not isinstance(operand, Tensor):
+        if backward == "fp8":
+            return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
+        operand = operand.dequantized()
+    return grouped_gemm(dy, operand.transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
 
 
 def _gradients(
-    dy: torch.Tensor,
+    dy: Tensor,
     columns: Any,
     operand: WeightOperand,
     spec: QuantSpec,
     tiles: Tiles,
     dtype: torch.dtype,
     gradients: Gradients,
-) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return dx [T, K] of a grouped FP8 product, from dy [T, N] and its input's columns; and as `_weight_gradients`."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
@@ -186,8 +164,8 @@ def _gradients(
 
 
 def _weight_gradients(
-    product: Callable[..., torch.Tensor], dy: Any, x: Any, tiles: Tiles, gradients: Gradients
-) -> Sequence[torch.Tensor | None]:
+    product: Callable[..., Tensor], dy: Any, x: Any, tiles: Tiles, gradients: Gradients
+) -> Sequence[Tensor | None]:
     """Return the weights' gradients as autograd takes them, by a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
     found = product(dy, x, tiles, gradients.dtype, gradients.total)
     return gradients.returned(found if gradients.total is None else None)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8rl.numerics.core.errors import user_error
@@ -40,37 +41,15 @@ _SHAPES = "Pass a [M, K] and b [N, K], or for sorted rows b [experts, N, K]."
 
 
 def gemm(
-    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, k_splits: int = 1, plus: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, plus: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
     """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, accumulated in FP32 and rounded once.
 
-    a: E4M3 or E5M2 in groups of 128 along K. b: likewise, or in blocks of 128 x 128. k_splits: into how many equal
-    slices, of a multiple of 128, K is cut; their FP32 sums are added in ascending order. plus: [M, N], BF16 or FP32, is
-    added to the sum before it is rounded.
+    a: E4M3 or E5M2 in groups of 128 along K; b: likewise, or in blocks of 128 x 128. Or both are BF16, or both FP32 and
+    multiplied in FP32. k_splits: into how many equal slices, of a multiple of 128 (64 of BF16), K is cut; their FP32
+    sums are added in ascending order. plus: [M, N], BF16 or FP32, is added to the sum before it is rounded. tiles: of
+    rows that are sorted by expert; b is [E, N, K] then.
     """
-    return product(a, b, dtype, k_splits, plus=plus)
-
-
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, k_splits: int = 1, plus: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, of two BF16 or two FP32 matrices.
-
-    Accumulated in FP32 and rounded once; FP32 operands are multiplied in FP32. k_splits: as in `gemm`, but a slice need
-    only be a multiple of 64. plus: as in `gemm`.
-    """
-    return product(a, b, dtype, k_splits, plus=plus)
-
-
-def product(
-    a: Any,
-    b: Any,
-    dtype: torch.dtype,
-    k_splits: int = 1,
-    tiles: Tiles | None = None,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute `gemm` or `matmul`, as the operands are quantized or not; with tiles, of sorted rows and b [E, N, K]."""
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]
     if right.shape[-1] != k:
@@ -113,7 +92,7 @@ def product(
     return out
 
 
-def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def check_operands(a: Any, b: Any, matrices: int = 2) -> tuple[Tensor, Tensor]:
     """Return the data of operands that fit together: a matrix, and a matrix or a stack of them; all FP8, BF16 or
     FP32."""
     left, right = (x.data if isinstance(x, QuantizedTensor) else x for x in (a, b))
@@ -150,7 +129,7 @@ def scales(a: Any, b: Any, width: int) -> tuple[Any, ...]:
     return a.scale_inv, b_scale, *a.scale_inv.stride(), matrix, row, step
 
 
-def _side_by_side(scale_inv: torch.Tensor, width: int) -> torch.Tensor:
+def _side_by_side(scale_inv: Tensor, width: int) -> Tensor:
     """scale_inv [N, groups] with the scales of neighbouring rows side by side, and memory for whole tiles of rows."""
     rows, groups = scale_inv.shape
     if rows % width == 0 and scale_inv.stride(0) == 1:
@@ -160,7 +139,7 @@ def _side_by_side(scale_inv: torch.Tensor, width: int) -> torch.Tensor:
     return room.t()
 
 
-def describe(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe x [R, C] in blocks of rows x columns, for the tensor memory accelerator.
 
     It needs rows that begin at multiples of 16 bytes; an x with other rows is copied.

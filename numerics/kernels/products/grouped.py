@@ -11,36 +11,29 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dot
-from fp8rl.numerics.kernels.products.gemm import check_operands, describe, product, scales, sum_products
+from fp8rl.numerics.kernels.products.gemm import check_operands, describe, gemm, scales, sum_products
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles
 from fp8rl.numerics.quantize import QuantizedTensor
 
 _TOKENS = 64  # that one step of an unquantized gradient sums
 
 
-def grouped_gemm(
-    a: QuantizedTensor, b: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, plus: torch.Tensor | None = None
-) -> torch.Tensor:
-    """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`. b [E, N, K], in blocks of 128 x 128.
+def grouped_gemm(a: Any, b: Any, tiles: Tiles, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
+    """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`, with the bits of `gemm`.
 
-    Rows that belong to no tile are not written. plus: [T, N], as in `gemm`.
+    b [E, N, K], in blocks of 128 x 128, or unquantized as a is. Rows that belong to no tile are not written. plus:
+    [T, N], as in `gemm`.
     """
-    return product(a, b, dtype, tiles=tiles, plus=plus)
-
-
-def grouped_matmul(
-    a: torch.Tensor, b: torch.Tensor, tiles: Tiles, dtype: torch.dtype, plus: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`grouped_gemm` of unquantized rows a [T, K] and matrices b [E, N, K]: the bits of `matmul`."""
-    return product(a, b, dtype, tiles=tiles, plus=plus)
+    return gemm(a, b, dtype, plus=plus, tiles=tiles)
 
 
 def grouped_wgrad(
-    dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, total: torch.Tensor | None = None
-) -> torch.Tensor:
+    dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, total: Tensor | None = None
+) -> Tensor:
     """The sum over each expert's tokens of dy^T x -> [E, N, K] in `dtype`; zeros for an expert without tokens.
 
     total: FP32 [E, N, K], contiguous, to which what is in `dtype` is added, and which is returned in its place.
@@ -71,8 +64,8 @@ def grouped_wgrad(
 
 
 def grouped_wgrad_matmul(
-    dy: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype: torch.dtype, total: torch.Tensor | None = None
-) -> torch.Tensor:
+    dy: Tensor, x: Tensor, tiles: Tiles, dtype: torch.dtype, total: Tensor | None = None
+) -> Tensor:
     """`grouped_wgrad` of unquantized BF16 rows dy [T, N] and x [T, K]."""
     check_operands(dy, x)
     if dy.dtype != torch.bfloat16 or len(dy) != len(x):
@@ -97,12 +90,12 @@ def grouped_wgrad_matmul(
     return out
 
 
-def _room(tiles: Tiles, n: int, k: int, dtype: torch.dtype, device: torch.device, tokens: int) -> torch.Tensor:
+def _room(tiles: Tiles, n: int, k: int, dtype: torch.dtype, device: torch.device, tokens: int) -> Tensor:
     """Allocate [E, N, K], which no kernel writes to without tokens."""
     return (torch.empty if tokens else torch.zeros)(tiles.starts.numel() - 1, n, k, dtype=dtype, device=device)
 
 
-def _constants(dtype: torch.dtype, total: torch.Tensor | None) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, total: Tensor | None) -> dict[str, Any]:
     return {"DTYPE": tl.float32 if dtype == torch.float32 else tl.bfloat16, "ADD": total is not None}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
 from fp8rl.numerics.kernels.products.linear import WeightOperand
@@ -20,14 +21,14 @@ _ROWS, _COLUMNS, _DEPTH, _BLOCK = 64, 128, 64, 128
 
 
 def head_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     operand: WeightOperand | None,
     first: int,
     count: int,
     transposed: bool = False,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plus: Tensor | None = None,
+) -> Tensor:
     """`numerics.ops.head_linear`."""
     return _HeadProduct.apply(dense_rows(x), weight, operand, first, count, transposed, plus)
 
@@ -36,14 +37,14 @@ class _HeadProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         operand: WeightOperand | None,
         first: int,
         count: int,
         transposed: bool,
-        plus: torch.Tensor | None,
-    ) -> torch.Tensor:
+        plus: Tensor | None,
+    ) -> Tensor:
         (tokens, heads, k), rank = x.shape, weight.shape[1]
         codes, scale_inv = (weight, None) if operand is None else (operand.codes.data, operand.codes.scale_inv)
         columns = rank if transposed else count
@@ -66,7 +67,7 @@ class _HeadProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         plain = weight if ctx.operand is None else ctx.operand.dequantized().to(x.dtype)
         first, count = ctx.place

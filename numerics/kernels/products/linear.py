@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
-from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.quantize import (
     quantize_both_ways,
     quantize_columns,
@@ -39,7 +40,7 @@ class WeightOperand:
         data = self.codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.codes.data.dtype)
         return QuantizedTensor(data, self.codes.scale_inv.transpose(-1, -2).contiguous(), self.codes.spec)
 
-    def dequantized(self) -> torch.Tensor:
+    def dequantized(self) -> Tensor:
         """Return [..., N, K], for gradients in BF16; not kept."""
         return self.codes.dequantize()
 
@@ -49,7 +50,7 @@ def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = No
     return WeightOperand(quantized)
 
 
-def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> WeightOperand:
+def trained_operand(weight: Tensor, spec: TensorSpec) -> WeightOperand:
     """`numerics.ops.trained_operand`: codes and their transpose in one pass."""
     codes, transposed = (
         QuantizedTensor(both.data[0], both.scale_inv[0], spec) for both in quantize_both_ways([weight], spec)
@@ -57,73 +58,66 @@ def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> WeightOperand:
     return WeightOperand(codes, transposed)
 
 
-def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> WeightOperand:
+def group_operand(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> WeightOperand:
     """`numerics.ops.group_operand`: all experts, codes and transposes, in one launch."""
     return WeightOperand(*quantize_both_ways(weights, spec))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
     """`numerics.ops.linear`."""
     return _Linear.apply(x, weight, x.dtype, k_splits, plus)
 
 
-def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     """`numerics.ops.linear_partial`."""
     return _Linear.apply(x, weight, torch.float32, 1, None)
 
 
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     operand: WeightOperand,
     spec: QuantSpec,
     backward: Backward = "fp8",
     k_splits: int = 1,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
+    plus: Tensor | None = None,
+) -> Tensor:
     """`numerics.ops.fp8_linear`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, x.dtype, k_splits, 0.0, plus)
 
 
 def fp8_linear_partial(
-    x: torch.Tensor, weight: torch.Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward = "fp8"
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward = "fp8"
+) -> Tensor:
     """`numerics.ops.fp8_linear_partial`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0, None)
 
 
 def norm_fp8_linear(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: Tensor,
     operand: WeightOperand,
     spec: QuantSpec,
     backward: Backward = "fp8",
-) -> torch.Tensor:
+) -> Tensor:
     """`numerics.ops.norm_fp8_linear`: the norm is quantized where it is computed, and computed anew for backward."""
     return _Fp8Linear.apply(x, norm_weight, weight, operand, spec, backward, x.dtype, 1, eps, None)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        k_splits: int,
-        plus: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, k_splits: int, plus: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         if rows.dtype != weight.dtype:
             rows, weight = rows.float(), weight.float()
-        return matmul(rows, weight, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
+        return gemm(rows, weight, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
         dy = grads[0].reshape(-1, weight.shape[0]).to(ctx.dtype)
         dx = wide_mm(dy, weight).to(ctx.dtype).view(ctx.shape) if ctx.needs_input_grad[0] else None
@@ -137,17 +131,17 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor | None,
-        weight: torch.Tensor,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        weight: Tensor,
         operand: WeightOperand,
         spec: QuantSpec,
         backward: Backward,
         dtype: torch.dtype,
         k_splits: int,
         eps: float,
-        plus: torch.Tensor | None,
-    ) -> torch.Tensor:
+        plus: Tensor | None,
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if norm_weight is None:
             quantized, inverse_rms = quantize_rows(rows, spec.activation), None
@@ -160,7 +154,7 @@ class _Fp8Linear(torch.autograd.Function):
         return gemm(quantized, operand.codes, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows, norm_weight, inverse_rms = ctx.saved_tensors
         spec: QuantSpec = ctx.spec
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.dtype)
@@ -183,6 +177,6 @@ class _Fp8Linear(torch.autograd.Function):
         return dx.view(ctx.shape), dnorm, dw, *(None,) * 6, grads[0] if ctx.needs_input_grad[9] else None
 
 
-def _rows(plus: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+def _rows(plus: Tensor | None, weight: Tensor) -> Tensor | None:
     """Return plus [..., N] as a matrix of rows."""
     return None if plus is None else plus.reshape(-1, weight.shape[0]).contiguous()

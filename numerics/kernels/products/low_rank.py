@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dot
-from fp8rl.numerics.kernels.products.grouped import grouped_matmul, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, make_tiles
 from fp8rl.numerics.ops.linear import wide_mm
 
@@ -47,7 +47,7 @@ class _Term(torch.autograd.Function):
         if ctx.tiles is None:
             dh, db = wide_mm(dy, b), wide_mm(dy.t(), rows)
         else:
-            dh = grouped_matmul(dy, b.transpose(1, 2).contiguous(), ctx.tiles, dy.dtype)
+            dh = grouped_gemm(dy, b.transpose(1, 2).contiguous(), ctx.tiles, dy.dtype)
             db = grouped_wgrad_matmul(dy, rows, ctx.tiles, b.dtype)
         return (dh * ctx.scale).view(h.shape), db * ctx.scale, None, None, None
 

@@ -11,6 +11,7 @@ import dataclasses
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 
@@ -48,19 +49,19 @@ _TILES = 64  # that one program describes
 class Tiles:
     """The tiles of all experts, in the order of their rows; those past starts[experts] are unused, with 0 rows."""
 
-    expert: torch.Tensor
+    expert: Tensor
     """int32 [tiles], each tile's expert."""
-    first: torch.Tensor
+    first: Tensor
     """int32 [tiles], each tile's first row."""
-    rows: torch.Tensor
+    rows: Tensor
     """int32 [tiles], each tile's number of rows, 1 to `height`."""
-    starts: torch.Tensor
+    starts: Tensor
     """int32 [experts + 1], the first tile of each expert, and the number of tiles in use."""
     height: int = TALL
     """128 where a product sums over the tokens: their groups are the tiles."""
 
 
-def make_tiles(counts: torch.Tensor, rows: int, height: int = TALL) -> Tiles:
+def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     """Return the tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be
     0.
 

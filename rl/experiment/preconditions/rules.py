@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from fp8rl.models import ModelSizes
-from fp8rl.numerics.backend.implementation import (
+from fp8rl.numerics.backend.dispatch import (
     FEWEST_CAPABILITY,
     SMALL_CAPABILITY,
     capability_of,

@@ -12,7 +12,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fp8rl.numerics.backend.implementation import capability_of
+from fp8rl.numerics.backend.dispatch import capability_of
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.cluster.placement import Node
 from fp8rl.rollout.server.arguments import has_cuda

@@ -6,6 +6,7 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.attention import chunks as attention_chunks
+from fp8rl.numerics.kernels.attention import forward as attention_forward_kernel
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from tests.support.kernels import DEVICE, random
@@ -33,12 +34,12 @@ def attention64(q, k, v, positions):
 # Query tokens, keys, heads, key heads, head size. Rows of a tile: 128.
 SHAPES = [
     (1, 1, 1, 1, 64),
-    (9, 9, 5, 5, 16),
-    (70, 129, 8, 2, 64),
-    (33, 330, 8, 1, 128),
-    (310, 310, 1, 1, 64),
-    (20, 150, 6, 2, 256),
-    (60, 2070, 4, 2, 64),
+    (9, 9, 3, 3, 16),
+    (40, 129, 8, 2, 32),
+    (20, 330, 8, 1, 128),
+    (270, 270, 1, 1, 16),
+    (20, 150, 3, 1, 256),
+    (33, 1100, 4, 1, 16),
 ]
 
 
@@ -76,8 +77,8 @@ def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
 
 @pytest.mark.slow
 def test_positions_may_have_any_order():
-    q, k, v, _ = inputs(2, 50, 200, 8, 2, 64)
-    positions = torch.randint(0, 200, (2, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    q, k, v, _ = inputs(2, 40, 140, 8, 2, 16)
+    positions = torch.randint(0, 140, (2, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     exact, size = attention64(q, k, v, positions)
     found = attention(q, k, v, positions, SCALE).double()
     assert ((found - exact).abs() <= bound(exact, size)).all()
@@ -93,7 +94,7 @@ def test_gradients(shape):
 @pytest.mark.slow
 def test_keys_in_parts_get_the_gradients_that_they_get_together():
     """As ranks that share a row take them: all queries, and some keys next to each other."""
-    q, k, v, positions = inputs(2, 230, 230, 4, 2, 64)
+    q, k, v, positions = inputs(2, 150, 150, 4, 2, 16)
     dout = random(*q.shape, seed=4)
     whole = ops.AttentionInputs(q, k, v, positions, SCALE)
     _, result, logsumexp = attention_forward(whole)
@@ -102,7 +103,7 @@ def test_keys_in_parts_get_the_gradients_that_they_get_together():
     attention(*leaves, positions, SCALE).backward(dout)
     assert torch.equal(dq, leaves[0].grad)
     first = 0
-    for some in zip(k.split((70, 100, 60), 1), v.split((70, 100, 60), 1)):
+    for some in zip(k.split((50, 70, 30), 1), v.split((50, 70, 30), 1)):
         own = slice(first, first + some[0].shape[1])
         found = attention_dkv(dout, ops.AttentionInputs(q, *some, positions - first, SCALE), logsumexp, delta)
         for gradient, leaf in zip(found, leaves[1:]):
@@ -142,11 +143,13 @@ def test_strided_inputs_are_read_in_place():
     [
         (4, 1, 16, [1, 70, 130, 33]),
         (2, 2, 64, [1, 70, 130, 33]),
-        (1, 1, 16, [530, 500]),  # more than a chunk of keys together, and less each
-        (1, 1, 16, [1030, 70]),
+        (1, 1, 16, [150, 130]),  # more than a chunk of keys together, and less each
+        (1, 1, 16, [260, 70]),
     ],
 )
-def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, key_heads, dim, lengths):
+def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(
+    heads, key_heads, dim, lengths, short_chunks
+):
     width = max(lengths) + 10
     real = torch.arange(width, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
     q, k, v, positions = inputs(len(lengths), width, width, heads, key_heads, dim)
@@ -219,10 +222,17 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_head
     assert torch.equal(out, expected)
 
 
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Chunks of 256 keys, so that few keys are several."""
+    for module in (attention_forward_kernel, attention_chunks):
+        monkeypatch.setattr(module, "KEY_CHUNK", 256)
+
+
 @pytest.mark.slow
-def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch):
+def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch, short_chunks):
     """A program for every chunk, one that leaves the parts of all, and one that merges them itself."""
-    lengths = [2060, 1024, 3, 1025]
+    lengths = [530, 256, 3, 257]
     sequences = Sequences(lengths, 5, 1, 16, newest=30)
     for name, value in (("PROGRAMS", 528), ("PROGRAMS", 1), ("PART_BYTES", 0)):
         monkeypatch.setattr(attention_chunks, name, value)
@@ -242,9 +252,9 @@ def test_a_batch_that_is_filled_up_beside_chunks_of_keys():
 
 @pytest.mark.slow
 def test_every_position_decodes_to_the_bits_of_the_whole():
-    q, k, v, positions = inputs(2, 330, 330, 4, 1, 64)
+    q, k, v, positions = inputs(2, 260, 260, 4, 1, 16)
     whole = attention(q, k, v, positions, SCALE)
-    for t in (0, 1, 31, 32, 127, 128, 129, 255, 256, 300, 329):
+    for t in (0, 1, 31, 32, 127, 128, 129, 255, 256, 259):
         step = attention(q[1:, t : t + 1], k[1:, : t + 1], v[1:, : t + 1], positions[1:, t : t + 1], SCALE)
         assert torch.equal(step, whole[1:, t : t + 1])
         # Of several sequences at once, padded to the longest with what happens to be there.

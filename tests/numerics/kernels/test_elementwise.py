@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.backend.dispatch import using
 from fp8rl.numerics.kernels import norm, rope, swiglu
 from fp8rl.numerics.kernels import swiglu as triton_combine
-from fp8rl.numerics.ops.router import route
+from fp8rl.numerics.ops.experts import route
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fp8rl.numerics.kernels.products.gemm
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, quantize
 from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, GPU
@@ -111,15 +111,15 @@ def test_a_row_has_the_same_bits_among_any_others():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_unquantized_row_has_the_same_bits_among_any_others(dtype):
     a, b = numbers(200, 192, dtype=dtype).to(DEVICE), numbers(130, 192, seed=1, dtype=dtype).to(DEVICE)
-    whole = matmul(a, b, torch.float32)
+    whole = gemm(a, b, torch.float32)
     for rows in SOME_ROWS:
-        same(matmul(a[rows], b, torch.float32), whole[rows])
+        same(gemm(a[rows], b, torch.float32), whole[rows])
 
 
 def test_an_element_has_the_same_bits_in_a_wider_weight():
     """As on a tensor-parallel rank, which holds a part of the columns."""
     a, b = numbers(9, 128).to(DEVICE), numbers(2048, 128, seed=1).to(DEVICE)
-    same(matmul(a, b[:128], torch.bfloat16), matmul(a, b, torch.bfloat16)[:, :128])
+    same(gemm(a, b[:128], torch.bfloat16), gemm(a, b, torch.bfloat16)[:, :128])
     fp8, weight = quantized(a.cpu(), TensorSpec()), quantized(b.cpu(), BLOCK)
     narrow = QuantizedTensor(weight.data[:128], weight.scale_inv[:1], BLOCK)
     same(gemm(fp8, narrow, torch.bfloat16), gemm(fp8, weight, torch.bfloat16)[:, :128])
@@ -154,8 +154,8 @@ def test_slices_of_k_are_added_like_separate_products(granularity, splits):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_slices_of_an_unquantized_k(dtype):
     a, b = numbers(40, 384, dtype=dtype).to(DEVICE), numbers(130, 384, seed=1, dtype=dtype).to(DEVICE)
-    partials = [matmul(x, y, torch.float32) for x, y in zip(a.chunk(3, 1), b.chunk(3, 1), strict=True)]
-    same(matmul(a, b, torch.float32, 3), partials[0] + partials[1] + partials[2])
+    partials = [gemm(x, y, torch.float32) for x, y in zip(a.chunk(3, 1), b.chunk(3, 1), strict=True)]
+    same(gemm(a, b, torch.float32, 3), partials[0] + partials[1] + partials[2])
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_slices_of_an_unquantized_k(dtype):
 def test_unquantized_within_the_bound(shape, dtype, out):
     m, n, k = shape
     a, b = numbers(m, k, dtype=dtype).to(DEVICE), numbers(n, k, seed=1, dtype=dtype).to(DEVICE)
-    check(matmul(a, b, out), a, b)
+    check(gemm(a, b, out), a, b)
 
 
 def test_nothing_beyond_the_edges_is_read():
@@ -180,7 +180,7 @@ def test_nothing_beyond_the_edges_is_read():
     left, right = (QuantizedTensor(inside(x.data), inside(x.scale_inv), x.spec) for x in (a, b))
     same(gemm(left, right, torch.float32), gemm(a, b, torch.float32))
     a, b = numbers(70, 200).to(DEVICE), numbers(50, 200, seed=1).to(DEVICE)
-    same(matmul(inside(a), inside(b), torch.float32), matmul(a, b, torch.float32))
+    same(gemm(inside(a), inside(b), torch.float32), gemm(a, b, torch.float32))
 
 
 def test_transposed_scales_and_operands_of_any_stride():
@@ -220,21 +220,21 @@ def test_the_input_gradient_takes_the_transposed_weight():
 def test_no_rows_and_no_k():
     a, b = quantized(numbers(4, 128), TensorSpec()), quantized(numbers(128, 128), BLOCK)
     assert gemm(part(a, slice(0)), b, torch.bfloat16).shape == (0, 128)
-    assert not matmul(torch.ones(3, 0, device=DEVICE), torch.ones(5, 0, device=DEVICE), torch.float32).any()
+    assert not gemm(torch.ones(3, 0, device=DEVICE), torch.ones(5, 0, device=DEVICE), torch.float32).any()
 
 
 def test_what_does_not_fit_is_refused():
     a, b = quantized(numbers(4, 256), TensorSpec()), quantized(numbers(128, 256), BLOCK)
     x = numbers(4, 256).to(DEVICE)
     with pytest.raises(UserError, match="the same K"):
-        matmul(x, x[:, :128], torch.float32)
+        gemm(x, x[:, :128], torch.float32)
     with pytest.raises(UserError, match="2 and 2 dimensions"):
-        matmul(x, x[None], torch.float32)
+        gemm(x, x[None], torch.float32)
     with pytest.raises(UserError, match="groups of 128"):
         gemm(b, a, torch.float32)
     with pytest.raises(UserError, match="groups of 128"):
         gemm(a, x, torch.float32)
     with pytest.raises(UserError, match="float32"):
-        matmul(x, x.float(), torch.float32)
+        gemm(x, x.float(), torch.float32)
     with pytest.raises(UserError, match="k_splits: found 4"):
         gemm(a, b, torch.float32, 4)

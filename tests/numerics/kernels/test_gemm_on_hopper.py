@@ -1,10 +1,10 @@
-"""What the compiler makes of the product kernels for an H200, which is known without one."""
+"""What the compiler makes of the product kernels, adapters' too, for an H200, which is known without one."""
 
 import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # 18 kernels to compile
+pytestmark = pytest.mark.slow  # 23 kernels to compile
 
 SCRIPT = """
 import dataclasses
@@ -12,8 +12,9 @@ import torch
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.kernels.products import tiles as heights
-from fp8rl.numerics.kernels.products.gemm import gemm, matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.low_rank import low_rank_term
 from fp8rl.numerics.kernels.products.tiles import Tiles
 from tests.support.hopper import compiled_only
 
@@ -34,9 +35,9 @@ with compiled_only() as found:
     grouped_wgrad(tensor(2048, 4096), tensor(1536, 4096), tiles, full)
     gemm(tensor(4096, 2048, format="e5m2"), weight, half)
     for out, splits in ((half, 1), (full, 1), (half, 2)):
-        matmul(x, x, out, splits)
+        gemm(x, x, out, splits)
     grouped_wgrad_matmul(x, x, tiles, full)
-    matmul(x.float(), x[:128].float(), full)
+    gemm(x.float(), x[:128].float(), full)
     heights.allow_short(True)
     gemm(tensor(32, 2048), weight, half)
     gemm(tensor(32, 2048), weight, half, 2)
@@ -45,6 +46,13 @@ with compiled_only() as found:
     total = torch.empty(8, 2048, 1536)
     grouped_wgrad(tensor(2048, 4096), tensor(1536, 4096), tiles, half, total)
     grouped_wgrad_matmul(x, x, tiles, half, torch.empty(8, 2048, 2048))
+    plus = torch.empty(4096, 1536, dtype=half)
+    gemm(tensor(32, 2048), weight, half, plus=plus[:32])
+    heights.allow_short(False)
+    gemm(tensor(4096, 2048), weight, half, plus=plus)
+    gemm(tensor(4096, 2048), weight, half, 2, plus=plus)
+    for rank, parts in ((8, 3), (64, 2)):
+        low_rank_term(x[:, : rank * parts].contiguous(), x[:1536, : rank * parts].contiguous(), 2.0, parts)
 """
 
 
@@ -55,7 +63,7 @@ def kernels():
 
 def test_everything_fits(kernels):
     """227 KiB of shared memory, and no number of a sum outside the registers."""
-    assert len(kernels) == 18
+    assert len(kernels) == 23
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024 and not kernel["spilled"], kernel
 
@@ -68,6 +76,7 @@ def test_products_run_on_the_tensor_core(kernels):
     assert all("k16.f32.bf16.bf16" in name for names in matrix[8:12] for name in names) and all(matrix[8:12])
     assert not matrix[12] and "fma.rn.f32" in kernels[12]["instructions"]
     assert matrix[13:17] == [[shape + "e4m3.e4m3"]] * 4 and "k16.f32.bf16.bf16" in matrix[17][0]
+    assert matrix[18:21] == [[shape + "e4m3.e4m3"]] * 3 and all(matrix[21:])
 
 
 def test_two_tiles_of_64_rows_fit_on_a_multiprocessor(kernels):

@@ -1,4 +1,4 @@
-"""The grouped product kernels: each expert's rows and gradients bit for bit as `gemm` and `matmul` give them alone."""
+"""The grouped product kernels: each expert's rows and gradients bit for bit as `gemm` gives them alone."""
 
 from itertools import pairwise
 
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.kernels.products.gemm import gemm, matmul
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.kernels.products.gemm import gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import group_operand
@@ -98,21 +98,21 @@ def test_rows_are_those_of_gemm(n, k, format):
 
 def test_unquantized_rows_are_those_of_matmul():
     x, weights = numbers(200, 200).to(DEVICE), numbers(len(COUNTS), 130, 200, seed=1).to(DEVICE)
-    found = grouped_matmul(x, weights, tiles_of(COUNTS), torch.bfloat16)
+    found = grouped_gemm(x, weights, tiles_of(COUNTS), torch.bfloat16)
     for expert, span in enumerate(spans(COUNTS)):
-        same(found[span], matmul(x[span], weights[expert], torch.bfloat16))
+        same(found[span], gemm(x[span], weights[expert], torch.bfloat16))
 
 
 def test_experts_do_not_see_each_other():
     """NaN in one expert's rows and matrix, and beyond the edges of all, stays there."""
     spoiled = spans(COUNTS)[2]
     x, weights = numbers(200, 200), numbers(len(COUNTS), 130, 200, seed=1)
-    expected = grouped_matmul(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    expected = grouped_gemm(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
     dy = numbers(200, 130, seed=2)
     gradient = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), torch.float32)
     for tensor, where in ((x, spoiled), (weights, 2), (dy, spoiled)):
         tensor[where] = float("nan")
-    found = grouped_matmul(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    found = grouped_gemm(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
     kept = torch.ones(200, dtype=torch.bool)
     kept[spoiled] = False
     assert torch.equal(found[kept], expected[kept]) and found[spoiled].isnan().all()
@@ -190,14 +190,14 @@ def test_unquantized_weight_gradients_within_the_bound(out):
 def test_no_rows():
     tiles = make_tiles(torch.zeros(3, dtype=torch.int64, device=DEVICE), 0)
     x, dy = numbers(0, 128).to(DEVICE), numbers(0, 256).to(DEVICE)
-    assert grouped_matmul(x, numbers(3, 256, 128).to(DEVICE), tiles, torch.bfloat16).shape == (0, 256)
+    assert grouped_gemm(x, numbers(3, 256, 128).to(DEVICE), tiles, torch.bfloat16).shape == (0, 256)
     assert grouped_wgrad_matmul(dy, x, tiles, torch.bfloat16).tolist() == torch.zeros(3, 256, 128).tolist()
 
 
 def test_what_does_not_fit_is_refused():
     tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
     with pytest.raises(UserError, match="2 and 3 dimensions"):
-        grouped_matmul(x, x, tiles, torch.bfloat16)
+        grouped_gemm(x, x, tiles, torch.bfloat16)
     with pytest.raises(UserError, match="as many rows"):
         grouped_wgrad_matmul(x, x[1:], tiles, torch.bfloat16)
     columns = columns_of(numbers(256, 128), ROWS, [256])

@@ -14,7 +14,7 @@ from fp8rl.models.forms import LINEAR, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.models.trace import Op
-from fp8rl.numerics.ops.router import sigmoid
+from fp8rl.numerics.ops.experts import sigmoid
 
 EXPERTS = "specialists"
 

@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.ops.experts import kept_scores
 from fp8rl.numerics.ops.grouped import grouped_linear
-from fp8rl.numerics.ops.router import kept_scores
 from fp8rl.trainer.modules.latent import LatentAttention
 from fp8rl.trainer.modules.layer import LatentModules, LayerModules, asking
 from fp8rl.trainer.modules.precision import LayerPrecision

@@ -1,0 +1,303 @@
+"""What an engine serves: exact tensors, the directory that it starts from, whole or not there, and their bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from fp8rl.models import Model, read_model, read_shape
+from fp8rl.models.architecture import architectures
+from fp8rl.models.checkpoint import writing
+from fp8rl.models.checkpoint.reading import weight_files
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.weight_sync.served import (
+    convert_checkpoint,
+    quantization_config,
+    served_bytes,
+    served_tensors,
+    write_served_checkpoint,
+)
+from tests.support.definitions import SIZES, every_tensor
+from tests.support.paths import CONFIGS, EXAMPLES
+
+POW2, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")
+LAYER = "model.layers.3."
+MODEL = every_tensor(layers=5)
+# name -> shape, and the blocks of 128 x 128 that it has if it is quantized
+WEIGHTS = {
+    "model.embed_tokens.weight": ((64, 256), None),
+    LAYER + "input_layernorm.weight": ((256,), None),
+    LAYER + "self_attn.q_proj.weight": ((512, 256), (4, 2)),
+    LAYER + "self_attn.k_proj.weight": ((200, 256), (2, 2)),
+    LAYER + "self_attn.v_proj.weight": ((128, 300), (1, 3)),
+    LAYER + "self_attn.o_proj.weight": ((256, 512), (2, 4)),
+    LAYER + "self_attn.q_norm.weight": ((128,), None),
+    LAYER + "mlp.gate.weight": ((128, 256), None),  # the router: "gate" is not "gate_proj"
+    LAYER + "mlp.experts.11.gate_proj.weight": ((128, 256), (1, 2)),
+    LAYER + "mlp.experts.11.up_proj.weight": ((128, 256), (1, 2)),
+    LAYER + "mlp.experts.11.down_proj.weight": ((256, 128), (2, 1)),
+    "model.layers.4.mlp.gate_proj.weight": ((384, 256), (3, 2)),
+    "model.layers.4.mlp.up_proj.weight": ((384, 256), (3, 2)),
+    "model.layers.4.mlp.down_proj.weight": ((256, 384), (2, 3)),
+    "model.norm.weight": ((256,), None),
+    "lm_head.weight": ((64, 256), None),
+}
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, (shape, _) in WEIGHTS.items()}
+
+
+def test_names_shapes_and_formats(weights: dict[str, torch.Tensor]) -> None:
+    served = list(served_tensors(weights.items(), POW2, MODEL))
+    expected = []
+    for name, (shape, blocks) in WEIGHTS.items():
+        expected.append((name, shape, torch.float8_e4m3fn if blocks else torch.bfloat16))
+        if blocks:
+            expected.append((name + "_scale_inv", blocks, torch.float32))
+    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in served] == expected
+
+
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str) -> None:
+    spec = QuantSpec.preset(preset)
+    served = dict(served_tensors(weights.items(), spec, MODEL))
+    for name, (_, blocks) in WEIGHTS.items():
+        if blocks is None:
+            assert served[name] is weights[name]
+            continue
+        expected = quantize(weights[name], spec.weight)
+        assert torch.equal(served[name].view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(served[name + "_scale_inv"], expected.scale_inv)
+        largest = weights[name][:128, :128].float().abs().max()
+        held = (served[name][:128, :128].float() * served[name + "_scale_inv"][0, 0]).abs().max()
+        assert held == pytest.approx(largest, rel=2**-4)  # E4M3 keeps three bits behind the leading one
+
+
+def test_a_static_range_is_served_as_a_scale_of_one_half_in_every_block(weights: dict[str, torch.Tensor]) -> None:
+    served = dict(served_tensors(weights.items(), QuantSpec.preset("ironwood"), MODEL))
+    for name, (_, blocks) in WEIGHTS.items():
+        if blocks is not None:
+            assert served[name + "_scale_inv"].shape == blocks and (served[name + "_scale_inv"] == 0.5).all()
+            assert torch.equal(served[name].float(), (weights[name].float() * 2).to(torch.float8_e4m3fn).float())
+
+
+def test_a_kind_outside_the_scope_is_served_as_it_is(weights: dict[str, torch.Tensor]) -> None:
+    spec = POW2.override({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]})
+    scales = {name for name, _ in served_tensors(weights.items(), spec, MODEL) if name.endswith("_scale_inv")}
+    assert scales == {f"{LAYER}mlp.experts.11.{kind}_proj.weight_scale_inv" for kind in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(("first", "last", "in_fp8"), [(3, 0, "34"), (4, 0, "4"), (0, 1, "3"), (0, 0, "34")])
+def test_a_layer_that_is_an_exception_is_served_as_it_is(
+    weights: dict[str, torch.Tensor], first: int, last: int, in_fp8: str
+) -> None:
+    """Layers 3 and 4 of a model of five."""
+    spec = POW2.override({"first_layers_bf16": first, "last_layers_bf16": last})
+    served = dict(served_tensors(weights.items(), spec, MODEL))
+    quantized = {name for name in served if name + "_scale_inv" in served}
+    assert {name.split(".")[2] for name in quantized} == set(in_fp8)
+    assert all(served[name] is weights[name] for name in weights.keys() - quantized)
+
+
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+def test_what_the_trainer_quantized_is_served_as_it_is(preset: str) -> None:
+    spec = QuantSpec.preset(preset)
+    name = LAYER + "self_attn.o_proj.weight"
+    mine = quantize(torch.randn(256, 256), spec.weight)
+    served = dict(served_tensors([(name, mine)], spec, MODEL))
+    assert served[name] is mine.data and served[name + "_scale_inv"] is mine.scale_inv
+    (unquantized,) = dict(served_tensors([(name, mine)], BF16, MODEL)).values()
+    scales = mine.scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(unquantized, (mine.data.float() * scales).bfloat16())
+    other = QuantSpec.preset({"fp8_block_pow2": "fp8_block_fp32", "fp8_block_fp32": "fp8_block_pow2"}[preset])
+    with pytest.raises(UserError, match=f"{name}: found it quantized as"):
+        list(served_tensors([(name, mine)], other, MODEL))
+
+
+def test_bf16_passes_everything_through(weights: dict[str, torch.Tensor]) -> None:
+    served = list(served_tensors(weights.items(), BF16, MODEL))
+    assert [name for name, _ in served] == list(weights)
+    assert all(tensor is weights[name] for name, tensor in served)
+
+
+LAYERS = 1
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "model"
+    write_tiny_model(path, TinyModel(layers=LAYERS, experts=4))
+    return path
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory, found as loaders do."""
+    return {name: tensor for file in weight_files(path, "served") for name, tensor in load_file(file).items()}
+
+
+def assert_holds(path: Path, source: Path, spec: QuantSpec) -> None:
+    expected = dict(served_tensors(load_file(source / "model.safetensors").items(), spec, read_model(source)))
+    found = contents(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32", "bf16"])
+def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str) -> None:
+    spec = QuantSpec.preset(preset)
+    convert_checkpoint(source, tmp_path / "served", spec)
+    assert_holds(tmp_path / "served", source, spec)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    quantization = config.pop("quantization_config", None)
+    assert config == json.loads((source / "config.json").read_text())
+    block = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.layers.0.mlp.gate", "lm_head"],
+    }
+    by_preset = {"fp8_block_pow2": block | {"scale_fmt": "ue8m0"}, "fp8_block_fp32": block, "bf16": None}
+    assert quantization == by_preset[preset]
+    asked = "12+3="
+    assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"first_layers_bf16": 2, "last_layers_bf16": 1}, {"scope": ["q_proj", "k_proj", "v_proj", "o_proj"]}],
+)
+def test_loaders_take_what_is_quantized_for_quantized(changes: dict[str, Any]) -> None:
+    """By SGLang's and transformers' own reading of the config, for every product of an MoE of twelve layers."""
+    from sglang.srt.layers.quantization.utils import is_layer_skipped
+
+    spec, model = POW2.override(changes), Model(architectures()["Qwen3MoeForCausalLM"], replace(SIZES, layers=12))
+    kept = quantization_config(spec, model)["modules_to_not_convert"]
+    served = dict(served_tensors(((n, torch.zeros(row.shape)) for n, row in model.tensors.rows.items()), spec, model))
+    products = [row.name for row in model.tensors.rows.values() if row.product]
+    for name in products:
+        module, quantized = name.removesuffix(".weight"), name + "_scale_inv" in served
+        # SGLang and transformers hold a layer's experts in one module.
+        whole = module if ".experts." not in module else module.partition(".experts.")[0] + ".experts"
+        assert is_layer_skipped(whole, kept) is not quantized, module
+        assert should_convert_module(whole, kept) is quantized, module
+
+
+def test_the_engine_takes_a_pair_that_it_fuses_for_what_its_tensors_are() -> None:
+    """SGLang's GLM-4.7-Flash looks for its own module's name alone, its DeepSeek-V3 for those of the tensors."""
+    from sglang.srt.layers.quantization.utils import is_layer_skipped
+
+    model = read_model(CONFIGS / "glm_4_7_flash")
+    kept = quantization_config(POW2.override({"first_layers_bf16": 1}), model)["modules_to_not_convert"]
+    pair = "fused_qkv_a_proj_with_mqa"
+    for mapping in ({}, {pair: ["q_a_proj", "kv_a_proj_with_mqa"]}):
+        skipped = [is_layer_skipped(f"model.layers.{layer}.self_attn.{pair}", kept, mapping) for layer in (0, 1)]
+        assert skipped == [True, False]
+
+
+def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_SHARD_BYTES", 64 << 10)
+    convert_checkpoint(source, tmp_path / "served", POW2)
+    assert len(list((tmp_path / "served").glob("*.safetensors"))) > 3
+    assert_holds(tmp_path / "served", source, POW2)
+
+
+def test_a_quantized_source_directory_loses_its_old_description(source: Path, tmp_path: Path) -> None:
+    """Shards, index and quantization_config of the source do not leak into the new directory."""
+    quantized = tmp_path / "quantized"
+    convert_checkpoint(source, quantized, POW2)
+    for file in source.glob("*.safetensors"):
+        (quantized / "model-99999.safetensors").write_bytes(file.read_bytes())
+    write_served_checkpoint([("norm", torch.ones(2))], quantized, tmp_path / "served", BF16)
+    assert contents(tmp_path / "served").keys() == {"norm"}
+    assert "quantization_config" not in json.loads((tmp_path / "served" / "config.json").read_text())
+
+
+def test_tensors_that_share_memory_are_written_each_for_itself(source: Path, tmp_path: Path) -> None:
+    """The trainer's unquantized q, k and v are views of one parameter."""
+    fused = torch.randn(6, 4).bfloat16()
+    parts = dict(zip("qkv", fused.split([3, 2, 1]), strict=True))
+    write_served_checkpoint(parts.items(), source, tmp_path / "served", BF16)
+    found = contents(tmp_path / "served")
+    assert all(torch.equal(found[name], part) for name, part in parts.items())
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_failure_midway_leaves_what_was_there(source: Path, tmp_path: Path, earlier: bool) -> None:
+    path = tmp_path / "served"
+    if earlier:
+        convert_checkpoint(source, path, POW2)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(4)
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_served_checkpoint(failing(), source, path, POW2)
+    assert [entry.name for entry in tmp_path.iterdir()] == (["served"] if earlier else [])
+    if earlier:
+        assert_holds(path, source, POW2)
+
+
+def test_a_new_checkpoint_takes_the_place_of_the_old_one(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "served"
+    convert_checkpoint(source, path, POW2)
+    (path / "model-00077.safetensors").write_bytes(b"left over")
+    convert_checkpoint(source, path, POW2)
+    assert_holds(path, source, POW2)
+    assert not (path / "model-00077.safetensors").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["served"]
+
+
+def test_bf16_takes_two_bytes_of_a_parameter() -> None:
+    shape = read_shape(CONFIGS / "qwen3_4b")
+    assert served_bytes(shape, BF16) == 2 * shape.parameters
+
+
+def test_the_demo_model_worked_by_hand() -> None:
+    """Two layers of 13 x 3 blocks of 128 x 128 less the norms, the router and both ends."""
+    quantized = 2 * (128 * 512 + 256 * 128 + 8 * 3 * 128 * 128)
+    shape = read_shape(EXAMPLES / "models/tiny_qwen3_moe")
+    assert served_bytes(shape, POW2) == 2 * (shape.parameters - quantized) + quantized + 4 * quantized // 128**2
+
+
+def test_an_engine_of_qwen3_30b_takes_what_the_review_found() -> None:
+    assert served_bytes(read_shape(CONFIGS / "qwen3_30b_a3b"), POW2) / 2**30 == pytest.approx(29.0, abs=0.05)
+
+
+def test_ranks_of_an_engine_share_all_but_norms_and_routers() -> None:
+    shape = read_shape(CONFIGS / "qwen3_30b_a3b")
+    replicated = sum(2 * w.size * w.count for w in shape.weights if w.share == "replicated")
+    assert 8 * served_bytes(shape, POW2, 8) == served_bytes(shape, POW2) + 7 * replicated
+
+
+def test_layers_in_bf16_and_ragged_blocks_are_counted_as_such() -> None:
+    shape = read_shape(CONFIGS / "deepseek_v3")
+    spec = POW2.override({"first_layers_bf16": 61})
+    assert served_bytes(shape, spec) == 2 * shape.parameters
+    (kv_a,) = (weight for weight in shape.weights if weight.kind == "kv_a_proj")
+    one = POW2.override({"first_layers_bf16": 60})
+    # 576 rows are four and a half blocks: five rows of scales.
+    quantized = [w for w in shape.weights if w.kind and 60 in w.layers]
+    scales = sum(w.copies * sum(-(-n // 128) for n in w.pieces or (w.rows,)) * -(-w.columns // 128) for w in quantized)
+    assert -(-kv_a.rows // 128) == 5
+    saved = sum(w.size * w.copies for w in quantized) - 4 * scales
+    assert served_bytes(shape, spec) - served_bytes(shape, one) == saved
