@@ -52,6 +52,44 @@ class Report(ABC):
 
 
 @dataclass(frozen=True)
+class Difference:
+    """abs(d) of two log-probabilities of the same tokens, in nats; a number is None if no token is left."""
+
+    tokens: int
+    """With finite d, the denominator."""
+    nonfinite: int
+    """The others."""
+    mean: float | None
+    p99: float | None
+    max: float | None
+    exact_frac: float | None
+    """Of the tokens, those with d == 0."""
+    p50: float | None = None
+    k3_kl: float | None = None
+    """KL(second || first) by the estimate k3, per token (`rl.mismatch`)."""
+
+    @property
+    def zero(self) -> bool:
+        """Every token has d == 0."""
+        return self.nonfinite == 0 and self.max == 0.0
+
+    def __str__(self) -> str:
+        """`|d| mean 0, p99 0, max 0, exact 1 on 640 tokens`"""
+        if self.mean is None or self.exact_frac is None:
+            return f"no finite d, {self.nonfinite} that are not"
+        rest = f", {self.nonfinite} not finite" if self.nonfinite else ""
+        return (
+            f"|d| mean {shown_number(self.mean)}, p99 {shown_number(self.p99)}, max {shown_number(self.max)}, "
+            f"exact {self.exact_frac:.4g} on {self.tokens} tokens{rest}"
+        )
+
+
+def shown_number(value: float | None) -> str:
+    """`1.23e-04`, 0 for zero, `none` where there is nothing."""
+    return "none" if value is None else "0" if value == 0 else f"{value:.2e}"
+
+
+@dataclass(frozen=True)
 class Remark:
     """One thing about a machine or spec that its user should know."""
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fp8rl.diagnose.one_rank import one_trainer
+from fp8rl.diagnose.measure import one_trainer, score_recorded
 from fp8rl.diagnose.report import grid
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import check_path
@@ -85,8 +85,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
     capsule = read_capsule(path)
     if model is not None:
         check_path(model, "--model")
-    weights = model or capsule.weights
-    if weights is None:
+    if (weights := model or capsule.weights) is None:
         raise user_error(
             "--model",
             found="nothing, for a capsule without weights",
@@ -101,14 +100,8 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         adapter=capsule.beginning(weights).adapter,
     ) as trainer:
         _check_weights(capsule, trainer, weights)
-        rows, scored = trainer.score_routed(capsule.scored.batch)
-    order = torch.tensor(rows).argsort()
-    rescored = dataclasses.replace(
-        capsule.scored,
-        logprobs=scored.logprobs[order],
-        routes=None if scored.routes is None else scored.routes[order],
-        draws=None if scored.draws is None else scored.draws[order],
-    )
+        scored = score_recorded(trainer, capsule.scored.batch)
+    rescored = dataclasses.replace(capsule.scored, logprobs=scored.logprobs, routes=scored.routes, draws=scored.draws)
     return Rescored(capsule, rescored, rescored.metrics() | rescored.drift())
 
 

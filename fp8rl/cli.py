@@ -11,7 +11,8 @@ import typer
 import typer.core
 
 import fp8rl
-from fp8rl.commands import causes, certifying, checks, models, runs
+from fp8rl.commands import diagnosis, models, runs
+from fp8rl.commands.init import init
 from fp8rl.numerics.core.reading import at_home
 from fp8rl.rl.run.lifecycle.interrupts import end_on_signal
 from fp8rl.rl.run.lifecycle.stopping import exit_within
@@ -41,10 +42,10 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run": (runs.init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
-    "Before a run": (checks.doctor, checks.plan, checks.preflight, checks.audit),
-    "After a run": (causes.attribute, causes.rescore, models.eval, models.serve),
-    "Besides": (certifying.certify, models.convert, causes.study),
+    "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
+    "Before a run": (diagnosis.doctor, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
+    "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
+    "Besides": (diagnosis.certify, models.convert, runs.study),
 }
 """The commands by the heading that `--help` lists them under."""
 

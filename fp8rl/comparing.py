@@ -16,8 +16,9 @@ from rich.text import Text
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import Row
+from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import overlaid
-from fp8rl.rl.report.page import write_page
+from fp8rl.rl.report.page import Charts, Section, write_page
 from fp8rl.rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
 from fp8rl.run import Run
 
@@ -46,6 +47,12 @@ class Listing:
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
+
+    def on_a_page(self) -> page.Table:
+        columns: list[page.Column] = [
+            (name, "n" if index >= self.numbers else "") for index, name in enumerate(self.columns)
+        ]
+        return page.Table(columns, self.rows, f"{len(self.rows)} line{'s' * (len(self.rows) != 1)}")
 
 
 def runs_in(folder: Path) -> list[Run]:
@@ -113,17 +120,12 @@ def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
 def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing]) -> None:
     """Write a page of the tables and of the runs' curves over each other."""
     charts = overlaid(dict(zip(_labels(runs), (run.metrics for run in runs), strict=True)))
-    write_page(
-        path,
-        "compare",
-        [chart for _, group in charts for chart in group],
-        script="report",
-        kind="comparison",
-        name=" and ".join(_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
-        verdict=[],
-        sections=charts,
-        tables=tables,
-    )
+    name = " and ".join(_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs"
+    shown = [
+        *(Section(table.title or "Runs", table.on_a_page()) for table in tables),
+        *(Section(title, Charts(group)) for title, group in charts),
+    ]
+    write_page(path, "comparison", name, [], shown, footer=" from the metrics.jsonl and spec.yaml of the runs.")
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

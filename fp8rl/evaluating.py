@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8rl.diagnose.subject import Served, read_served
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.fetching import fetched
@@ -21,7 +22,7 @@ from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.console import no_room
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.background import Background
-from fp8rl.rl.run.evaluation import HeldOut, held_out, set_metrics
+from fp8rl.rl.run.evaluation import held_out, set_metrics
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rollout.deadlines import GRACE_S
@@ -29,7 +30,7 @@ from fp8rl.rollout.engine import sample_groups
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
-from fp8rl.serving import Served, read_served, serve
+from fp8rl.serving import serve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,8 +70,10 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         }
         experiment = compose_experiment(values, [*asked, *overrides], subject)
         if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
-            longest = f"rollout.max_new_tokens={_room(experiment, subject)}"
-            experiment = compose_experiment(values, [*asked, longest, *overrides], subject)
+            sets_asked = held_out(experiment, _tokenizer(subject))  # the longest prompt leaves room for an answer
+            longest = max((len(group.prompt.token_ids) for each in sets_asked for group in each.groups), default=0)
+            room = f"rollout.max_new_tokens={max(experiment.rollout.context_length - longest, 1)}"
+            experiment = compose_experiment(values, [*asked, room, *overrides], subject)
     if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
         raise UserError(_NOTHING_TO_ASK)
     experiment = fetched(experiment)
@@ -102,6 +105,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         def ask(group: Group, sampling: SamplingParams, *_: object) -> Future[list[Trajectory]]:
             return background.begin(sample_groups(client, [group], sampling))
 
+        answers: list[list[Trajectory]]
         conversations = None
         if experiment.environment.function != SINGLE_TURN:
             longest = experiment.rollout.context_length
@@ -110,9 +114,14 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         for each, judge in zip(sets, judges, strict=True):
             say(f"asking {len(each.groups)} problems of {each.name or 'data.eval'}")
             if conversations is None:
-                answers = _split(background.run(sample_groups(client, each.groups, each.sampling)), len(each.groups))
+                answers = [[] for _ in each.groups]
+                for answer in background.run(sample_groups(client, each.groups, each.sampling)):
+                    answers[answer.group].append(answer)
             else:
-                answers = _conversed(conversations, each)
+                asked = [conversations.begin(group, each.sampling, 0) for group in each.groups]
+                while wait(asked, _LOOK_SECONDS).not_done:
+                    conversations.check()
+                answers = [future.result() for future in asked]
             verdicts = [judge.begin(group.prompt, found) for group, found in zip(each.groups, answers, strict=True)]
             judged = [[one for one in judge.wait(verdict) if not one.trajectory.branch] for verdict in verdicts]
             metrics |= set_metrics(each, judged)
@@ -130,13 +139,6 @@ def _tokenizer(model: Path) -> PreTrainedTokenizerBase:
     return read_tokenizer(model, read_model(model, "RUN|MODEL").sizes.vocab_size, "RUN|MODEL")
 
 
-def _room(experiment: Experiment, model: Path) -> int:
-    """Count the tokens that the model's longest sequence has for an answer to the longest prompt."""
-    sets = held_out(experiment, _tokenizer(model))
-    longest = max((len(group.prompt.token_ids) for each in sets for group in each.groups), default=0)
-    return max(experiment.rollout.context_length - longest, 1)
-
-
 def _parsed(text: str) -> dict[str, Any]:
     """A set as `eval.sets` takes it; a path stands for one that is called as its file."""
     if not text.lstrip().startswith("{"):
@@ -146,17 +148,3 @@ def _parsed(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise user_error("--set", found=str(error), expected="YAML of plain values", remedy="Correct it.") from None
     return read
-
-
-def _split(answers: Sequence[Trajectory], groups: int) -> list[list[Trajectory]]:
-    of_group: list[list[Trajectory]] = [[] for _ in range(groups)]
-    for answer in answers:
-        of_group[answer.group].append(answer)
-    return of_group
-
-
-def _conversed(conversations: Conversations, each: HeldOut) -> list[list[Trajectory]]:
-    asked = [conversations.begin(group, each.sampling, 0) for group in each.groups]
-    while wait(asked, _LOOK_SECONDS).not_done:
-        conversations.check()
-    return [future.result() for future in asked]

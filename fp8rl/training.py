@@ -115,7 +115,8 @@ def run_experiment(
         if resume:
             check_resumable(files, experiment)
             for change in changes(files, experiment):
-                say(f"resuming with {change}")
+                say(text := f"resuming with {change}")
+                notes.append(text)
             for text in check_contents(files, contents(experiment), accept_changed_data):
                 say(text)
                 notes.append(text)

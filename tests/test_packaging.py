@@ -242,7 +242,7 @@ def test_the_wheel_has_one_package_with_every_file(wheel: Path) -> None:
         for path in folder.rglob("*.py")
     }
     assert modules == sources
-    assert (wheel / "fp8rl/rl/report/templates/report.html").is_file()
+    assert (wheel / "fp8rl/rl/report/templates/page.html").is_file()
     assert (wheel / "fp8rl/rl/record/metrics.md").is_file()
 
 

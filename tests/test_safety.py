@@ -12,9 +12,9 @@ pytestmark = pytest.mark.slow
 
 REMOVALS = {
     "diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
-    "diagnose/certify/dump/ours.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
+    "diagnose/certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
-    "fp8rl/starting.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
+    "fp8rl/commands/init.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
     "models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
@@ -137,9 +137,7 @@ def code(node: ast.AST) -> str | None:
 PRINTS = {
     "fp8rl/api.py": "a page of ours",
     "fp8rl/cli.py": "the version",
-    "fp8rl/commands/causes.py": "JSON",
-    "fp8rl/commands/certifying.py": "JSON",
-    "fp8rl/commands/checks.py": "JSON",
+    "fp8rl/commands/diagnosis.py": "JSON",
     "fp8rl/commands/models.py": "JSON",
     "numerics/core/terminal.py": "what was made printable",
     "rl/experiment/reference.py": "a page of ours",

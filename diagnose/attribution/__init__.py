@@ -1,21 +1,94 @@
-"""Attribution finds the source of a mismatch of trainer and engine: by op, by cause, by expert and by position."""
+"""Attribution finds the source of a mismatch of trainer and engine: by op, by cause, by expert and by position.
 
-from fp8rl.diagnose.attribution.attribute import attribute
-from fp8rl.diagnose.attribution.attribution_report import (
-    Attribution,
-    Cause,
-    ExpertDifference,
-    Finding,
-    OpDifference,
-    PositionDifference,
-)
+For a run that is over, or a capsule, trainer and engine are started here; `attribute` asks a pair that is live.
+"""
 
-__all__ = [
-    "Attribution",
-    "Cause",
-    "ExpertDifference",
-    "Finding",
-    "OpDifference",
-    "PositionDifference",
-    "attribute",
-]
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from fp8rl.diagnose.attribution.attribute import Pair, attribute
+from fp8rl.diagnose.attribution.attribution_report import Attribution
+from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
+from fp8rl.diagnose.subject import Subject
+from fp8rl.models import read_model
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.run.stack import Stack, open_pair
+from fp8rl.rollout.environments.config import EnvironmentSection
+from fp8rl.rollout.rewards.functions import RewardsSection
+from fp8rl.trainer.config import TrainerSection
+
+
+def page_of(subject: Subject) -> Path:
+    """The page of a run lies in its folder, that of a capsule beside it, as its files are sealed."""
+    path = subject.path
+    return path / "attribution.html" if subject.batch is None else path.with_name(f"{path.name}.attribution.html")
+
+
+def compared(subject: Subject) -> str:
+    """Say why |d| of the batch is not that of the run, if it is sampled anew."""
+    if subject.batch is not None:
+        return ""
+    return (
+        "Sampled for this attribution, at the current weights: answers to problems of the run, and to "
+        f"{LONG_PROMPTS} prompts of up to {LONG_TOKENS} tokens made of several of them. Attention over more tokens "
+        "merges more splits, so in native mode |d| grows with the length: compare it with the run's only at short "
+        "positions."
+    )
+
+
+def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], object]) -> Attribution:
+    """Start both sides and attribute; everything started ends with the call.
+
+    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights. quick: leave out the
+    causes that take another trainer and engine to switch, in native mode.
+
+    Raises:
+        UserError: what both sides refuse at their start.
+    """
+    say(f"attribute {subject.name}")
+    with _stack_of(subject, subject.numerics, say) as stack:
+        batch = subject.batch
+        if batch is None:
+            say("sampling a calibration batch")
+            batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
+        say("comparing op by op, then one cause at a time")
+        (endpoint,) = stack.engines.up()
+        return attribute(
+            stack.trainer,
+            endpoint,
+            batch,
+            subject.numerics,
+            read_model(subject.experiment.model.directory),
+            resync=stack.syncing.sync,
+            other_pair=None if quick else partial(_pair, subject, say),
+        )
+
+
+@contextmanager
+def _pair(subject: Subject, say: Callable[[str], object], numerics: NumericsConfig) -> Iterator[Pair]:
+    with _stack_of(subject, numerics, say) as stack:
+        (endpoint,) = stack.engines.up()
+        yield stack.trainer, endpoint
+
+
+@contextmanager
+def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
+    """An engine and a trainer of one rank each with the subject's weights.
+
+    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged
+    and nobody converses, so that no code is imported which the subject names.
+    """
+    trainer = TrainerSection(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
+    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
+    plain = {"rewards": RewardsSection(), "environment": EnvironmentSection()}
+    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
+    with open_pair(experiment, numerics, say) as stack:
+        if subject.checkpoint is not None:
+            with stack.turn("train"):
+                stack.trainer.load(subject.checkpoint)
+            stack.syncing.sync()
+        yield stack

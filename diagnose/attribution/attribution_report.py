@@ -173,17 +173,36 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
     from fp8rl.rl.report import page  # not for the ranks of a trainer
 
     write_atomically(path.with_suffix(".json"), json.dumps(attribution.to_dict(), indent=1, allow_nan=False) + "\n")
+    d, found = format_difference, [finding.text for finding in attribution.findings]
     charts = [chart for chart in (_op_map(attribution), _expert_map(attribution), _positions(attribution)) if chart]
+    causes = [(each.name, d(each.before), d(each.after), each.note) for each in attribution.causes]
+    ops = [
+        ("" if op.layer is None else op.layer, op.op, d(op.relative_rms), f"{op.differing:.1%}", d(op.largest))
+        for op in attribution.ops
+        if op.relative_rms
+    ]
+    of_causes: list[page.Column] = [("Cause", ""), ("Before", "n"), ("After", "n"), ("What was changed", "")]
+    of_ops: list[page.Column] = [("Layer", "n"), ("Op", "code"), ("Relative RMS", "n"), ("Elements", "n")]
+    changed = "Mean |d| on the same tokens, before and after one thing is changed"
+    ordered = "On the trainer's inputs, in the order of the forward pass"
     page.write_page(
         path,
         "attribution",
-        charts,
-        kind="attribution",
-        name=name,
-        verdict=[headline(attribution), *filter(None, [compared])],
-        findings=attribution.findings,
-        causes=attribution.causes,
-        ops=[op for op in attribution.ops if op.relative_rms],
+        name,
+        [headline(attribution), *filter(None, [compared])],
+        [
+            page.Section(
+                "Where the mismatch comes from",
+                page.Sentences(found) if found else page.Paragraph("No difference stands out."),
+            ),
+            page.Section("Where it sits", *([page.Charts(charts)] if charts else ())),
+            page.Section("One cause at a time", *([page.Table(of_causes, causes, changed)] if causes else ())),
+            page.Section(
+                "Ops that differ",
+                *([page.Table([*of_ops, ("Largest", "n")], ops, ordered, open=False)] if ops else ()),
+            ),
+        ],
+        footer=". d is trainer minus rollout log-probability of a token, in nats.",
     )
 
 
@@ -242,11 +261,6 @@ def _heat(x: list[str], y: list[str], values: Sequence[Sequence[float | None]]) 
         "kind": "heat",
         "x": x,
         "y": y,
-        "z": [[_shade(value) for value in row] for row in values],
+        "z": [[math.log10(min(max(value, LEAST), 1.0)) if value else None for value in row] for row in values],
         "text": [["" if value is None else format_difference(value) for value in row] for row in values],
     }
-
-
-def _shade(value: float | None) -> float | None:
-    """log10 within [LEAST, 1]; None for nothing and for zero."""
-    return math.log10(min(max(value, LEAST), 1.0)) if value else None

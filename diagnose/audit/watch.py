@@ -18,8 +18,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl.diagnose.audit.sightings import Grids, Sighting, held_by_optimizer, held_in_pass, stored
-from fp8rl.diagnose.audit.sites import Part, Site, Sites
+from fp8rl.diagnose.audit.sightings import (
+    Grids,
+    Part,
+    Sighting,
+    Site,
+    Sites,
+    held_by_optimizer,
+    held_in_pass,
+    stored,
+)
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
@@ -203,8 +211,10 @@ class _Watcher(TorchDispatchMode):
                     tensors[0].register_hook(
                         lambda grad: self._note("gradient.stream", path, self._grids.format(grad, "gradient"))
                     )
-            if site := self._sites.exactly(path):
-                self._left(site, tensors[0])
+            if site := self._sites.exactly(path):  # most probabilities are zero, and those of one expert 1
+                out, router = tensors[0], site.part == "router"
+                found = format_of(out.dtype) if router else self._grids.format(out, "activation")
+                self._note(_LEAVES[site.part], path, found)
 
         return leave
 
@@ -219,12 +229,6 @@ class _Watcher(TorchDispatchMode):
         return None if self._modules else torch._C._current_autograd_node()
 
     # What
-
-    def _left(self, site: Site, out: Tensor) -> None:
-        """A module's output."""
-        # Most probabilities are zero, and those of one expert 1.
-        found = format_of(out.dtype) if site.part == "router" else self._grids.format(out, "activation")
-        self._note(_LEAVES[site.part], site.path, found)
 
     def _computed(self, op: str, args: Any, out: Any) -> None:
         if op not in PRODUCTS | SUMS | SOFTMAX | BACKWARD | {"add_"}:
@@ -264,10 +268,15 @@ class _Watcher(TorchDispatchMode):
                 key = "scores.output" if first else "softmax.output"
                 self._note(key, site.path, format_of(out.dtype if first else left.dtype))
             return
-        with_weight = not backward or _storage(right) in self._weight_places()
+        if backward and self._weights is None:  # there are no more of them once the backward begins
+            operands = [tensor for _, operand in self._trainer.cache.operands() for tensor in tensors_in(operand)]
+            self._weights = {_storage(tensor) for tensor in operands} | self._parameters
+        with_weight = not backward or _storage(right) in (self._weights or ())
         roles: tuple[Role, Role] = "gradient" if backward else "activation", "weight" if with_weight else "activation"
         for role, operand in zip(roles, (left, right), strict=True):
-            found = self._operand(operand, role)
+            # A parameter is what its dtype says, whatever its values: they may come from a checkpoint in FP8.
+            own = role == "weight" and _storage(operand) in self._parameters
+            found = format_of(operand.dtype) if own else self._grids.format(operand, role)
             if site.part in ("product", "experts"):
                 self._note(f"{site.part}.{role}", site.path, found, site)
             elif site.part in ("head", "router"):
@@ -286,11 +295,6 @@ class _Watcher(TorchDispatchMode):
 
     def _from_adapter(self, values: Iterable[Any]) -> bool:
         return any(isinstance(value, Tensor) and _storage(value) in self._adapters for value in values)
-
-    def _operand(self, operand: Tensor, role: Role) -> str | None:
-        """A parameter is what its dtype says, whatever its values: they may come from a checkpoint in FP8."""
-        own = role == "weight" and _storage(operand) in self._parameters
-        return format_of(operand.dtype) if own else self._grids.format(operand, role)
 
     def _reduced(self, site: Site | None, path: str, op: str, backward: bool, found: str) -> None:
         """The operand of a reduction. The maxima that quantizers take are none of the map's business."""
@@ -330,13 +334,6 @@ class _Watcher(TorchDispatchMode):
         seen = (key, name, found, formats)
         self._seen[seen] += 1
         self._bytes[seen] += size
-
-    def _weight_places(self) -> set[int]:
-        """The storages of weights and of products' operands; there are no more of them once the backward begins."""
-        if self._weights is None:
-            operands = [tensor for _, operand in self._trainer.cache.operands() for tensor in tensors_in(operand)]
-            self._weights = {_storage(tensor) for tensor in operands} | self._parameters
-        return self._weights
 
 
 def _storage(tensor: Tensor) -> int:

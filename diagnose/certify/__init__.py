@@ -1,5 +1,226 @@
-"""The certificate of an engine: a row of a running server depends on nothing else; a dump is as near as its model."""
+"""The certificate of an engine. A running server is asked, `fp8rl certify --server URL`: does a token's log-probability
+depend on what else it computes? What an engine has said is judged in `dump`. Nothing here needs torch."""
 
-from fp8rl.diagnose.certify.server import ServerReport, certify_server, rendered
+from __future__ import annotations
 
-__all__ = ["ServerReport", "certify_server", "rendered"]
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fp8rl.diagnose.certify.api import Server, Writer
+from fp8rl.diagnose.certify.apis import OpenAI, SGLang
+from fp8rl.diagnose.certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
+from fp8rl.diagnose.certify.probe import Cause, Probe, Way
+from fp8rl.diagnose.report import Report, graded, grid, shown_number
+from fp8rl.numerics.core.errors import UserError, shown, user_error
+
+Verdict = Literal["certified", "broken", "undecided"]
+_STYLES = {"equal": "green", "differs": "bold red", "absent": "dim", "not reached": "yellow"}
+_BREAKS: dict[Cause, str] = {
+    "repetition": "the same request once more",
+    "cached prefix": "a prefix from the cache",
+    "batch": "what else is in the batch",
+    "prefill": "prefilling what was decoded",
+    "chunked prefill": "where chunks of a long prompt begin",
+    "load": "other work at the same time",
+}
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class ServerReport(Report):
+    """The findings on a server. Its JSON has these keys, and `schema`, `ok`, `verdict` and `breaks`."""
+
+    url: str
+    api: str
+    """SGLang or OpenAI."""
+    model: str
+    isolates: bool
+    """Each way began with an empty cache."""
+    chunk: int | None
+    """Tokens that it prefills at once; None: it does not say."""
+    ways: list[Way]
+    """In the order in which they were tried."""
+    seconds: float
+    """Of all requests."""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "certified"
+
+    @property
+    def verdict(self) -> Verdict:
+        """Broken by one difference; certified where nothing that this server has was left out."""
+        outcomes = {way.outcome for way in self.ways}
+        if "differs" in outcomes:
+            return "broken"
+        compared = "equal" in outcomes and any(way.found and way.found.size.max is not None for way in self.ways)
+        return "certified" if compared and "not reached" not in outcomes else "undecided"
+
+    @property
+    def breaks(self) -> list[Cause]:
+        """The causes of differences, each once."""
+        return list(dict.fromkeys(way.cause for way in self.ways if way.outcome == "differs"))
+
+    def derived(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, "breaks": self.breaks}
+
+
+def certify_server(
+    url: str,
+    model: str | None = None,
+    api_key: str | None = None,
+    *,
+    seconds: float = 300.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> ServerReport:
+    """Ask a server for the same answers in every way, for at most `seconds`.
+
+    Raises:
+        UserError: there is no such server, it refuses the key, has no such model, or gives no log-probabilities.
+    """
+    began = time.monotonic()
+    if not 0 < seconds <= _DAY_S:  # NaN, too
+        raise user_error(
+            "--seconds",
+            found=seconds,
+            expected=f"seconds, at most {_DAY_S:,.0f}",
+            remedy="Give fewer, or leave it out.",
+        )
+    http = Http(_base(url), _key(api_key), seconds)
+    try:
+        server = _connect(http, url, model)
+        ways: dict[str, Way] = {}
+        try:
+            writer = Writer(server)
+            server.look_at_cache(writer.prompt(writer.ids(48)))
+            for way in Probe(server, writer, say).ways():
+                ways[way.name] = way
+        except (TimeUp, Refused, ServerFailed) as error:
+            why = f"the time of {seconds:g} s was over" if isinstance(error, TimeUp) else str(error)
+            ways.setdefault("alone", Way("alone", "repetition", "not reached", why=why))
+        return ServerReport(
+            url=url,
+            api=server.api,
+            model=server.model,
+            isolates=server.isolates,
+            chunk=server.chunk,
+            ways=list(ways.values()),
+            seconds=round(time.monotonic() - began, 1),
+        )
+    except NoServer as error:
+        raise user_error(
+            "--server",
+            found=f"nothing that answers at {url} ({error})",
+            expected="a server that runs",
+            remedy="Start it, or correct the address.",
+        ) from None
+    finally:
+        http.close()
+
+
+def _key(api_key: str | None) -> str | None:
+    """The key, if a header can hold it. Raises `UserError`."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise user_error(
+            "--api-key",
+            found="one with other characters than printable ASCII",
+            expected="a key that a header can hold",
+            remedy="Correct it; a file that it is read from may end in a newline.",
+        )
+    return api_key
+
+
+def _base(url: str) -> str:
+    """The address before `/v1`."""
+    try:
+        parsed = urlsplit(url)
+        port = parsed.port  # which raises where it is none
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise _no_address(url, str(error)) from None
+    if parsed.scheme not in ("http", "https") or not parsed.hostname or port == 0:
+        raise _no_address(url, "no http address")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _no_address(url: str, why: str) -> UserError:
+    return user_error(
+        "--server",
+        found=f"{url}: {why}",
+        expected="an address like http://127.0.0.1:30000",
+        remedy="Correct it.",
+    )
+
+
+def _connect(http: Http, url: str, model: str | None) -> Server:
+    """The server by the API that it has: with `/v1` in the address, OpenAI's; else SGLang's where it has it."""
+    try:
+        server: Server | None = None
+        if not url.rstrip("/").endswith("/v1"):
+            server = SGLang.found(http, model)
+        server = server or OpenAI.found(http, model)
+    except TimeUp:
+        raise user_error(
+            "--server",
+            found=f"{url}, which does not answer in time",
+            expected="an answer",
+            remedy="Raise --seconds.",
+        ) from None
+    except (Refused, ServerFailed) as error:
+        raise user_error(
+            "--server", found=f"{url}, which fails: {error}", expected="completions", remedy="Look at its log."
+        ) from None
+    if server is None:
+        raise user_error(
+            "--server",
+            found=f"{url}, which has neither /generate nor /v1/models",
+            expected="a server with SGLang's API or OpenAI's completions",
+            remedy="Correct the address.",
+        )
+    return server
+
+
+def rendered(report: ServerReport) -> RenderableType:
+    """Render a line for each way, the first difference of each cause, and the verdict."""
+    rows: list[tuple[RenderableType, ...]] = []
+    notes = []
+    for way in report.ways:
+        outcome = Text(way.outcome, style=_STYLES[way.outcome])
+        numbers = ("", "", "", "")
+        if way.found is not None:
+            size, share = way.found.size, f"{way.found.differing:,} of {way.found.tokens:,}"
+            cached = "" if way.cached is None else f"{way.cached:,}"
+            numbers = (share, shown_number(size.mean), shown_number(size.max), cached)
+        rows.append((way.name, outcome, *numbers))
+        if way.why:
+            some = "" if way.found is None else f"asked with {way.found.answers} of its prompts, then "
+            notes.append(f"{way.name}: {some}{way.why}")
+    for cause in report.breaks:
+        way = next(way for way in report.ways if way.cause == cause and way.outcome == "differs")
+        if way.found is not None and (first := way.found.first) is not None:
+            tokens = " and ".join(shown(token, 60) for token in dict.fromkeys(first.tokens)) or "the end"
+            values = " against ".join("none" if value is None else f"{value!r}" for value in first.logprobs)
+            notes.append(f"{way.name}: first at prompt {first.prompt}, token {first.position}: {tokens}, {values}")
+    start = "each way began with an empty cache" if report.isolates else "its cache could not be emptied between ways"
+    chunk = f"chunks of {report.chunk} tokens" if report.chunk else "it does not say how long its chunks are"
+    verdict, grade = {
+        "certified": ("a row depends on nothing but itself, bit for bit, in every way above", "good"),
+        "broken": (f"answers change with {', '.join(_BREAKS[cause] for cause in report.breaks)}", "bad"),
+        "undecided": ("no difference was found, but not every way was reached", "warning"),
+    }[report.verdict]
+    return Group(
+        Text(f"{shown(report.model)[1:-1]} at {report.url}, asked by {report.api}'s API"),
+        f"{start}; {chunk}",
+        Text(),
+        grid(("the same answers", "", "differing", "|d| mean", "max", "cached"), rows, numbers=2),
+        *([Text(), *map(Text, notes)] if notes else []),
+        Text(),
+        graded(f"{report.verdict}: {verdict} ({report.seconds:.0f} s)", grade),  # type: ignore[arg-type]
+    )

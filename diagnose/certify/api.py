@@ -1,8 +1,8 @@
 """Requests to a server, whichever API it speaks: prompts that it has never seen, and answers with the log-probability
 of each token.
 
-Two APIs are known, a file each: SGLang's own (`sglang_api`) and OpenAI's completions (`openai_api`). Here is what both
-share: a request that is bounded in time, and what may come of it.
+Two APIs are known, SGLang's own and OpenAI's completions (`apis`). Here is what both share: a request that is bounded
+in time, and what may come of it.
 """
 
 from __future__ import annotations
@@ -26,43 +26,39 @@ OTHERS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer to one prompt.
-
-    tokens: ids, or texts where a server gives no ids. logprobs: of each, in nats; NaN where there is none.
-    others: the log-probabilities of the most probable tokens beside each, the largest first; none where not given.
-    cached: tokens of the prompt that came from a cache; None where the server does not say.
-    scored: log-probabilities of the prompt's tokens from the second on, if asked for.
-    """
+    """A server's answer to one prompt."""
 
     tokens: tuple[int | str, ...]
+    """Ids, or texts where a server gives no ids."""
     logprobs: tuple[float, ...]
+    """Of each, in nats; NaN where there is none."""
     others: tuple[tuple[float, ...], ...] = ()
+    """Log-probabilities of the most probable tokens beside each, the largest first; none where not given."""
     cached: int | None = None
+    """Tokens of the prompt that came from a cache; None: the server does not say."""
     scored: tuple[float, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second on, if asked for."""
 
 
 class Server(ABC):
-    """One server and how it is asked.
-
-    Attributes:
-        model: how the server calls it.
-        lists: it takes several prompts in one request, which it then has at the same time; else they are sent as
-            requests at the same time.
-        takes_ids: prompts may be token ids; else they are text. context: tokens of prompt and answer; None: not known.
-        isolates: prompts under another salt share no cached prefix, and the server proves it by what it says of its
-            cache. caches: it was seen to reuse a prefix; None: it does not say.
-        chunk: tokens that it prefills at once; None: it does not say.
-    """
+    """One server and how it is asked."""
 
     api: ClassVar[str]
     lists: bool = True
+    """It takes several prompts in one request, at the same time; else they are sent as requests at the same time."""
     takes_ids: bool = True
+    """Prompts may be token ids; else they are text."""
     context: int | None = None
+    """Tokens of prompt and answer; None: not known."""
     isolates: bool = False
+    """Prompts under another salt share no cached prefix, and the server proves it by what it says of its cache."""
     caches: bool | None = None
+    """It was seen to reuse a prefix; None: it does not say."""
     chunk: int | None = None
+    """Tokens that it prefills at once; None: it does not say."""
 
     def __init__(self, http: Http, model: str) -> None:
+        """model: as the server calls it."""
         self.http, self.model = http, model
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""SGLang's own API: `/generate` with token ids."""
+"""The two APIs of servers: SGLang's `/generate` with token ids, and OpenAI's completions."""
 
 from __future__ import annotations
 

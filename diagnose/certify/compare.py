@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from statistics import fmean
 
 from fp8rl.diagnose.certify.api import Answer
-from fp8rl.diagnose.difference import Difference, difference
+from fp8rl.diagnose.report import Difference
+
+_MAX_EXPONENT = 20.0
+"""As in `rl.mismatch.statistics`."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The point at which two answers to one prompt part: the earliest position of all prompts.
-
-    prompt: its number. position: of the token in the answer, from 0. tokens, logprobs: of the first way and of the
-    second, of this token or one beside it; a log-probability that is not finite is None.
-    """
+    """The point at which two answers to one prompt part: the earliest position of all prompts."""
 
     prompt: int
+    """Its number."""
     position: int
+    """Of the token in the answer, from 0."""
     tokens: list[int | str]
+    """Of the first way and of the second."""
     logprobs: list[float | None]
+    """Likewise, of this token or one beside it; None: not finite."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,18 @@ class Comparison:
 
     A token's log-probabilities are its own and those of the most probable ones beside it; the one that is furthest
     apart speaks for it.
-
-    answers: compared. tokens: compared; behind the first token that is another one, nothing is. differing: tokens that
-    are other ones, or whose log-probabilities are. other_tokens: those that are other ones. size: of the
-    log-probabilities of equal tokens.
     """
 
     answers: int
     tokens: int
+    """Compared ones: behind the first token that is another one, nothing is."""
     differing: int
+    """Tokens that are other ones, or whose log-probabilities are."""
     other_tokens: int
+    """Those that are other ones."""
     first: FirstDifference | None
     size: Difference
+    """Of the log-probabilities of equal tokens."""
 
     @property
     def equal(self) -> bool:
@@ -72,10 +74,29 @@ def compare(first: Sequence[Answer], second: Sequence[Answer]) -> Comparison:
             if a != b:
                 others += 1
                 break
-    both = torch.tensor(pairs, dtype=torch.float64).reshape(1, -1, 2)
-    size = difference(both[..., 0], both[..., 1], ~both.isnan().all(2))
     earliest = min(parted, key=lambda each: (each.position, each.prompt), default=None)
-    return Comparison(len(first), tokens, differing, others, earliest, size)
+    return Comparison(len(first), tokens, differing, others, earliest, difference(pairs))
+
+
+def difference(pairs: Sequence[tuple[float, float]]) -> Difference:
+    """Do as `measure.difference` does with tensors, on a machine that may have no torch. Two NaNs are left out."""
+    known = [x - y for x, y in pairs if not (math.isnan(x) and math.isnan(y))]
+    d = [each for each in known if math.isfinite(each)]
+    if not d:
+        return Difference(0, len(known), None, None, None, None)
+    sizes = sorted(map(abs, d))
+    p50, p99 = (sizes[-(-percent * len(d) // 100) - 1] for percent in (50, 99))
+    exponents = [max(-_MAX_EXPONENT, min(_MAX_EXPONENT, each)) for each in d]
+    return Difference(
+        tokens=len(d),
+        nonfinite=len(known) - len(d),
+        mean=fmean(sizes),
+        p99=p99,
+        max=sizes[-1],
+        exact_frac=sum(each == 0 for each in d) / len(d),
+        p50=p50,
+        k3_kl=fmean(math.expm1(exponent) - each for exponent, each in zip(exponents, d, strict=True)),
+    )
 
 
 def _said(answer: Answer, position: int) -> tuple[int | str, list[float]]:

@@ -42,21 +42,18 @@ Cause = Literal["repetition", "cached prefix", "batch", "prefill", "chunked pref
 
 @dataclass(frozen=True)
 class Way:
-    """The same answers, asked for in another way.
-
-    Attributes:
-        name, cause: of the way, and of what a difference in it comes from.
-        outcome: `equal`; `differs`; `absent`, where this server has no such way, or none that can be asked for;
-            `not reached`, where it should have one.
-        why: of an outcome without a comparison. cached: tokens of the prompts that came from the cache; None: not said.
-    """
+    """The same answers, asked for in another way."""
 
     name: str
     cause: Cause
+    """Of a difference in it."""
     outcome: Literal["equal", "differs", "absent", "not reached"]
+    """`absent`: this server has no such way, or none that can be asked for; `not reached`: it should have one."""
     found: Comparison | None = None
     why: str = ""
+    """Of an outcome without a comparison."""
     cached: int | None = None
+    """Tokens of the prompts that came from the cache; None: not said."""
 
 
 class Probe:

@@ -1,7 +1,213 @@
-"""The doctor says what is installed, what the GPUs can do, and where the two sides of a spec would run."""
+"""Judge where a spec would run on a given machine, and its obstacles. A function of data: nothing is probed here.
 
-from fp8rl.diagnose.doctor.doctor_report import Diagnosis, rendered
-from fp8rl.diagnose.doctor.judge import judge
-from fp8rl.diagnose.doctor.machine import Machine, gather
+The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
+TransformerEngine, `rollout.server.arguments` for the engine.
+"""
 
-__all__ = ["Diagnosis", "Machine", "gather", "judge", "rendered"]
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
+from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
+from fp8rl.diagnose.report import Remark
+from fp8rl.numerics.backend.dispatch import FEWEST_CAPABILITY, implementation_for
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.server.arguments import server_arguments
+from fp8rl.trainer.megatron.lowering import by_mx, lower
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+BLOCK_CUDA = (12, 9)
+"""cuBLASLt multiplies with 128-blocks from this CUDA release on, and TransformerEngine asks for it."""
+
+_ALWAYS = ("torch", "megatron-core", "mbridge", "transformers", "sglang", "ray", "wandb")
+_WITH_GPU = ("triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
+_TE = ("transformer_engine", "transformer_engine_torch")
+_PATCHED = {"torch", "megatron-core", "sglang"}
+"""Their inner workings are hooked or patched, so another version is refused; others may do."""
+_INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image of the Dockerfile."}
+
+
+def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
+    """Say where both sides of `numerics` run on `machine`, and name every obstacle, the gravest first."""
+    remarks = [
+        *_of_the_install(machine, numerics),
+        *_of_the_gpus(machine),
+        *_of_the_compilers(machine),
+        *_of_the_arithmetic(machine, numerics),
+        *_of_native_mode(machine, numerics),
+    ]
+    return Diagnosis(
+        machine,
+        numerics.mode,
+        numerics.spec.digest(),
+        (_trainer(machine, numerics), _engine(machine, numerics)),
+        tuple(features(gpu, machine.torch_cuda) for gpu in machine.gpus),
+        tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
+    )
+
+
+def features(gpu: InstalledGpu, torch_cuda: str | None) -> Features:
+    """Say what one GPU can do under torch's CUDA release.
+
+    Blackwell multiplies blocks as MX, with power-of-two scales alone.
+    """
+    recent = torch_cuda is not None and _numbers(torch_cuda) >= BLOCK_CUDA
+    hopper, blackwell = HOPPER <= gpu.capability < BLACKWELL, gpu.capability >= BLACKWELL
+    blocks: Blocks = "native" if hopper and recent else "by MX" if blackwell and recent else "no"
+    return Features(gpu.capability >= FEWEST_CAPABILITY, blocks, blackwell)
+
+
+def _device(machine: Machine) -> str:
+    return "cuda" if machine.torch_sees else "cpu"
+
+
+def _weakest(machine: Machine) -> InstalledGpu | None:
+    """Return the GPU that decides, as a run may use any of them."""
+    return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
+
+
+def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool) -> str:
+    gpu = _weakest(machine)
+    kernels = implementation_for(gpu.capability if gpu else None, spec) == "triton"
+    return (
+        "shared ops, Triton kernels" + ", FP8 products on DeepGEMM" * deepgemm * spec.quantized
+        if kernels
+        else "shared ops, torch" + ", emulated FP8" * spec.quantized
+    )
+
+
+def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:
+    spec, device = numerics.trainer_spec, _device(machine)
+    if numerics.mode == "exact":
+        return Side("trainer", numerics.trainer, device, _shared_ops(machine, spec, numerics.deepgemm))
+    ops = "TransformerEngine" if _has_te(machine) else "Megatron-core" + ", emulated FP8" * spec.quantized
+    return Side("trainer", numerics.trainer, device, ops)
+
+
+def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
+    spec, device = numerics.rollout_spec, _device(machine)
+    arguments = server_arguments(
+        Path(), RolloutSection(), port=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
+    )
+    option = "--attention-backend"
+    attention = arguments[arguments.index(option) + 1] if option in arguments else "SGLang's choice"
+    if numerics.mode == "exact":
+        ops = _shared_ops(machine, spec, numerics.deepgemm)
+    else:
+        ops = "SGLang" + ", emulated FP8" * (spec.quantized and device == "cpu")
+    return Side("engine", numerics.rollout, device, ops, attention)
+
+
+def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+    device = _device(machine)
+    for name in (*_ALWAYS, *(_WITH_GPU if machine.torch_sees else ())):
+        version, wanted = machine.libraries.get(name), machine.wanted.get(name, "")
+        if version is None:
+            yield Remark(True, name, "not installed", wanted or "installed", _INSTALL[device])
+        elif not SpecifierSet(wanted).contains(version, prereleases=True):
+            yield Remark(name in _PATCHED, name, version, wanted, _INSTALL[device])
+    if machine.torch_sees and numerics.mode == "native":
+        yield from _of_transformer_engine(machine)
+    stubs = machine.libraries.get("fp8rl-cpu-stubs") is not None
+    if machine.torch_sees and stubs:
+        expected = "SGLang's own kernels, beside a GPU"
+        yield Remark(True, "fp8rl-cpu-stubs", "installed", expected, "Run `pip uninstall fp8rl-cpu-stubs`.")
+    if not machine.torch_sees and not stubs:
+        expected = "the stand-ins for SGLang's CUDA kernels, without which its CPU engine does not start"
+        yield Remark(True, "fp8rl-cpu-stubs", "not installed", expected, _INSTALL["cpu"])
+
+
+def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
+    """Without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
+    (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
+    version = machine.libraries.get(name)
+    if version is None:
+        expected = f"{wanted}; FP8 is emulated without it, which is slow"
+        yield Remark(False, name, "not installed", expected, _INSTALL["cuda"])
+    elif machine.libraries.get(extension) is None:
+        yield Remark(True, extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+    elif not SpecifierSet(wanted).contains(version, prereleases=True):
+        yield Remark(False, name, version, wanted, _INSTALL["cuda"])
+
+
+def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
+    if not machine.gpus or machine.torch_sees:
+        return
+    found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"
+    if machine.torch_cuda is None:
+        expected, remedy = "a torch that is built for CUDA", _INSTALL["cuda"]
+    elif machine.driver_cuda and _numbers(machine.driver_cuda)[0] < _numbers(machine.torch_cuda)[0]:
+        found = f"driver {machine.driver}, which serves CUDA {machine.driver_cuda}: the run stays on the CPU"
+        expected, remedy = f"a driver for CUDA {machine.torch_cuda}, as torch is built for", "Update the driver."
+    else:
+        expected, remedy = "GPUs that torch can use", "Look at CUDA_VISIBLE_DEVICES, and at what the container may use."
+    yield Remark(False, "gpu", found, expected, remedy)
+
+
+def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
+    if machine.torch_sees:
+        if machine.cc is None:
+            yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
+        if machine.nvcc is None:
+            expected = "nvcc, with which SGLang makes some of its kernels as it starts"
+            yield Remark(True, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
+    elif machine.compiles is False:
+        found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
+        yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")
+
+
+def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+    if numerics.mode != "exact":
+        return
+    if machine.row_variant is None:
+        remedy = "Mend what it says, or set numerics.mode=native."
+        yield Remark(True, "row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
+    elif machine.row_variant:
+        found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
+        expected = "row-invariant ops, in exact mode"
+        yield Remark(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
+    if machine.without_deepgemm is not None:
+        expected = "numerics.deepgemm: a Hopper GPU on which DeepGEMM gives the bits of our kernels"
+        yield Remark(True, "DeepGEMM", machine.without_deepgemm, expected, "Set numerics.deepgemm=false.")
+
+
+def _has_te(machine: Machine) -> bool:
+    """Return whether TransformerEngine is installed: native mode's trainer is then made of it (`trainer.device`)."""
+    return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
+
+
+def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+    """Judge native mode on a GPU: whether the libraries, which multiply by themselves there, can do what the spec
+    asks."""
+    gpu = _weakest(machine)
+    if gpu is None or numerics.mode != "native":
+        return
+    can, place = features(gpu, machine.torch_cuda), f"fp8 on {gpu.name} with CUDA {machine.torch_cuda}"
+    trainer, remedy = numerics.trainer_spec, "Set it to bf16, or numerics.mode=exact."
+    if numerics.rollout_spec.quantized and not can.fp8:
+        yield Remark(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
+    if trainer.quantized and _has_te(machine):
+        if by_mx(trainer) and not can.mx:
+            expected = "a Blackwell GPU (compute capability 10.0), for TransformerEngine's MXFP8"
+            yield Remark(True, "numerics.trainer", place, expected, remedy)
+        elif not by_mx(trainer) and can.blocks == "no":
+            expected = "compute capability 9.0 and CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
+            yield Remark(True, "numerics.trainer", place, expected, remedy)
+        if can.blocks == "by MX" and trainer.weight.scale != "pow2":
+            expected = f"power-of-two scales, as {gpu.name} multiplies 128-blocks as MX"
+            yield Remark(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
+    try:
+        lower(numerics, _has_te(machine))
+    except UserError as error:
+        yield Remark.refusal(error)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -44,56 +44,52 @@ PROBE_SECONDS = 120
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """One GPU as the driver shows it.
-
-    memory: bytes. capability: compute capability, (9, 0) for an H200.
-    """
+    """One GPU as the driver shows it."""
 
     name: str
     memory: int
+    """Bytes; 0 where it shares the machine's."""
     capability: tuple[int, int]
+    """Compute capability, (9, 0) for an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The equipment of a machine, for `judge` to judge.
-
-    Attributes:
-    python, system: versions as text.
-    libraries: version of each of LIBRARIES, None for one that is not installed.
-    wanted: the versions that this release and its SGLang are written for, as specifiers (`==0.5.19`); those they name.
-    gpus: all that the driver shows; `torch_sees` says whether torch can use them.
-    torch_cuda: CUDA version that torch is built for, None for a CPU build.
-    driver, driver_cuda: NVIDIA's driver and the newest CUDA version that it serves.
-    cublaslt, cudnn, nccl: versions of the loaded libraries.
-    nvcc: path of CUDA's compiler, which SGLang's kernels are made with at run time.
-    cc: path of the C compiler, which Triton's launchers are made with. cxx: the same for C++, which torch.compile uses
-        on a CPU. compiles: whether it works.
-    without_deepgemm: why products cannot run on DeepGEMM, which the spec asks for.
-    row_variant: ops that give a row other bits in another batch; None if the probe died, and `probe_error` is its end.
-    probed: whether a process has tried the ops; without it what it finds out is taken to be well.
-    """
+    """The equipment of a machine, for `judge` to judge. Versions are texts, compilers are paths."""
 
     python: str
     system: str
     libraries: Mapping[str, str | None]
+    """Version of each of LIBRARIES; None: not installed."""
     wanted: Mapping[str, str]
+    """The versions that this release and its SGLang are written for, as specifiers (`==0.5.19`)."""
     gpus: tuple[InstalledGpu, ...] = ()
+    """All that the driver shows."""
     torch_sees: bool = False
+    """Torch can use the GPUs."""
     torch_cuda: str | None = None
+    """CUDA version that torch is built for; None: a CPU build."""
     driver: str | None = None
     driver_cuda: str | None = None
+    """The newest CUDA version that NVIDIA's driver serves."""
     cublaslt: str | None = None
     cudnn: str | None = None
     nccl: str | None = None
     nvcc: str | None = None
+    """CUDA's compiler, which SGLang's kernels are made with at run time."""
     cc: str | None = None
+    """The C compiler, which Triton's launchers are made with."""
     cxx: str | None = None
+    """That of C++, which torch.compile uses on a CPU."""
     compiles: bool | None = None
+    """torch.compile works with it."""
     row_variant: tuple[str, ...] | None = ()
+    """Ops that give a row other bits in another batch; None: the probe died, and `probe_error` is its end."""
     probe_error: str = ""
     without_deepgemm: str | None = None
+    """Why products cannot run on DeepGEMM, which the spec asks for."""
     probed: bool = True
+    """A process has tried the ops; without it what it finds out is taken to be well."""
 
 
 def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: bool = False) -> Machine:
@@ -106,9 +102,14 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
     probe = None if quick else _start_probe(numerics)
     say("checking libraries, GPUs and compilers")
     torch_sees = torch.cuda.is_available()
-    driver, shown = _nvidia_smi()
+    driver, gpus = _nvidia_smi()
+    if torch_sees:
+        seen = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        gpus = tuple(InstalledGpu(each.name, each.total_memory, (each.major, each.minor)) for each in seen)
     shown_libraries = {name: _version(name) for name in LIBRARIES}
-    _import_what_conditions_need()
+    with suppress(ImportError):  # seconds that the checks need anyway, while the probe is at work
+        from transformers import AutoTokenizer  # noqa: F401
+    cuda_home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     untried: _Answer = (None, (), None, "")
     compiles, row_variant, without_deepgemm, probe_error = untried if probe is None else _answer(probe)
     return Machine(
@@ -116,7 +117,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         system=f"{platform.system()} {platform.machine()}",
         libraries=shown_libraries,
         wanted=_specifiers("sglang") | _specifiers("fp8rl"),
-        gpus=tuple(_seen(index) for index in range(torch.cuda.device_count())) if torch_sees else shown,
+        gpus=gpus,
         torch_sees=torch_sees,
         torch_cuda=torch.version.cuda,
         driver=driver,
@@ -124,7 +125,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         cublaslt=_cublaslt() if torch_sees else None,
         cudnn=_dotted(torch.backends.cudnn.version()) if torch_sees else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
-        nvcc=_nvcc(),
+        nvcc=shutil.which("nvcc") or shutil.which("nvcc", path=f"{cuda_home}/bin"),
         cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
         cxx=shutil.which(os.environ.get("CXX", "g++")),
         compiles=compiles,
@@ -149,11 +150,6 @@ def _specifiers(distribution: str) -> dict[str, str]:
     requirements = map(Requirement, importlib.metadata.requires(distribution) or [])
     asked = {canonicalize_name(r.name): str(r.specifier) for r in requirements if r.specifier}
     return {name: asked[canonicalize_name(name)] for name in LIBRARIES if canonicalize_name(name) in asked}
-
-
-def _seen(index: int) -> InstalledGpu:
-    properties = torch.cuda.get_device_properties(index)
-    return InstalledGpu(properties.name, properties.total_memory, (properties.major, properties.minor))
 
 
 def _nvidia_smi() -> tuple[str | None, tuple[InstalledGpu, ...]]:
@@ -202,17 +198,6 @@ def _dotted(number: int | None) -> str | None:
     if not number:
         return None
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def _nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-
-
-def _import_what_conditions_need() -> None:
-    """Two seconds of imports, while the probe is at work. None where they are what is missing."""
-    with suppress(ImportError):
-        from transformers import AutoTokenizer  # noqa: F401
 
 
 def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:

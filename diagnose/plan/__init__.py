@@ -1,20 +1,280 @@
-"""The planner calculates, before there is a machine, what a spec takes in bytes and time, and whether FP8 pays."""
+"""A plan: what a model or a spec costs on GPUs of one kind, from its configuration alone."""
 
-from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
-from fp8rl.diagnose.plan.plan import Plan, fitted_plan, make_plan
-from fp8rl.diagnose.plan.plan_report import rendered
-from fp8rl.diagnose.plan.subject import read_subject
-from fp8rl.rl.experiment.budget.gpus import GPUS, gpu_named
+from __future__ import annotations
 
-__all__ = [
-    "GPUS",
-    "Efficiency",
-    "Plan",
-    "assumed",
-    "fitted_plan",
-    "gpu_named",
-    "make_plan",
-    "measured",
-    "read_subject",
-    "rendered",
-]
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fp8rl.diagnose.plan import layouts, verdict
+from fp8rl.diagnose.plan.efficiency import Efficiency
+from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
+from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
+from fp8rl.diagnose.plan.time import Decode, StepTime, decode_step, step_time
+from fp8rl.diagnose.plan.verdict import Bracket, Pays
+from fp8rl.diagnose.report import Remark, Report
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.rl.experiment.budget.job import Job
+from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.weight_sync.served import served_bytes
+
+DECODED = (1, 32, 256)
+"""Answers at a time for which decoding is calculated."""
+
+
+@dataclass(frozen=True)
+class Plan(Report):
+    """The calculated bytes and times. Its JSON has these keys, and `schema` and `ok`."""
+
+    subject: str
+    gpu: Gpu
+    gpus: int
+    """Of the trainer; `job.engines` * `job.engine_tp` more where engines have their own."""
+    job: Job
+    parameters: int
+    active_parameters: int
+    """Those that a token takes."""
+    kv_bytes: int
+    """Of a token in the engine's cache."""
+    training_flops: float
+    """Of a token, forward and backward."""
+    memory: Mapping[str, Memory]
+    """Of the fullest GPU: `colocated`, `trainer`, `engine`."""
+    decides: Literal["colocated", "trainer"]
+    """The memory by which the plan is judged."""
+    slack: float
+    """Bytes of that GPU that the calculation leaves free."""
+    needed_slack: float
+    """Bytes that a real run needs free."""
+    fewest: TrainerSection | None
+    """A layout on as few GPUs as leave that much; None: no number of them does."""
+    fewest_apart: bool
+    """Engines need GPUs of their own for that, or there are none."""
+    assumed: str
+    """Assumptions about a model without a spec."""
+    keys: tuple[str, ...] | None
+    """With which a plan that was looked for fits; None: it was not looked for, or not found (`searched`)."""
+    searched: bool
+    fits_with: tuple[str, ...] | None
+    """Keys with which as many GPUs do, where as it stands they do not; None: none, or they do."""
+    stages: tuple[Memory, ...]
+    """Of each pipeline stage's first rank, the trainer's alone."""
+    on_a_cpu: tuple[float, float]
+    """Peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process."""
+    largest_micro_batch: Mapping[str, int]
+    """Tokens that fit, colocated, and with the trainer alone."""
+    largest_with_slack: int
+    """Tokens that leave the slack that a real run needs, where the plan is judged."""
+    sync_bytes: tuple[int, ...]
+    """To each engine, and what it would be in BF16."""
+    fp8: Mapping[str, StepTime]
+    """A training step in FP8, at both corners."""
+    bf16: Mapping[str, StepTime]
+    tokens_per_second: Bracket
+    """Of a training step, on one GPU."""
+    fp8_over_bf16: Bracket
+    """Of their times."""
+    pays: Pays
+    break_even: tuple[int | None, int | None]
+    """Tokens of a step from which FP8 is faster, slow corner and fast."""
+    decode: tuple[tuple[Decode, Decode], ...]
+    """Decode steps by answers at a time, half of a row each, in the spec's precision and in BF16, slow corner."""
+    efficiency: Efficiency
+    """Of which all times are."""
+    left_out: tuple[str, ...]
+    """Costs that no number here counts."""
+    remarks: tuple[Remark, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(remark.blocks for remark in self.remarks)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields; of the job, its layout, batch and numerics."""
+
+        def sizes(layout: TrainerSection) -> dict[str, int]:
+            return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
+
+        job = self.job
+        names = [field.name for field in dataclasses.fields(self) if field.name != "job"]
+        values = {name: _plain(getattr(self, name)) for name in names}
+        values["fewest"] = None if self.fewest is None else sizes(self.fewest)
+        values["job"] = {
+            "layout": sizes(job.layout) | {"micro_batch_tokens": job.layout.micro_batch_tokens},
+            "numerics": job.numerics.to_dict(),
+            "rows": job.rows,
+            "length": job.length,
+            "micro_batches": job.micro_batches,
+            "engines": job.engines,
+            "engine_tp": job.engine_tp,
+        }
+        for name, memory in self.memory.items():
+            values["memory"][name]["peak"] = memory.peak
+        return values
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return values | ({"total": value.total} if isinstance(value, StepTime) else {})
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def make_plan(
+    subject: Subject,
+    gpu: Gpu,
+    efficiency: Efficiency,
+    gpus: int | None = None,
+    length: int | None = None,
+) -> Plan:
+    """Raises UserError: the GPUs cannot be divided over the layout, or the model over any."""
+    check_has_fp8(subject.experiment, gpu)
+    shape, job = subject.shape, job_on(subject, gpu, length)
+    if not subject.engines_chosen:
+        job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
+    if subject.chosen:
+        job = replace(job, layout=job.layout if gpus is None else layouts.on_gpus(job.layout, gpus))
+        layouts.check_ranks(shape, job.layout)
+    else:
+        layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
+        job = layouts.choose(job, gpu, count, efficiency)
+    plan = _calculated(subject, job, gpu, efficiency)
+    if plan.ok and plan.slack >= plan.needed_slack:
+        return plan
+    keys = keys_that_fit(subject, gpu, efficiency, plan.gpus, length)
+    return plan if keys is None else replace(plan, fits_with=tuple(written(keys)))
+
+
+def fitted_plan(
+    name: str | None,
+    overrides: Sequence[str],
+    gpu: Gpu,
+    efficiency: Callable[[Mode], Efficiency],
+    gpus: int | None = None,
+    length: int | None = None,
+) -> Plan:
+    """The plan of a spec or model under the keys that make it fit, which `Plan.keys` has; as it stands, without `keys`,
+    where none do.
+
+    Raises:
+        UserError: as `read_subject` and `make_plan`.
+    """
+    subject = read_subject(name, overrides)
+    check_has_fp8(subject.experiment, gpu)
+    keys = keys_that_fit(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
+    shown = dense_layers_in_bf16(subject, gpu) if keys is None else keys
+    kept = [each for each in overrides if each.partition("=")[0] not in shown]
+    subject = read_subject(name, [*kept, *written(shown)])
+    gpus = gpus if keys is None else None
+    plan = make_plan(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
+    return replace(plan, searched=True, keys=None if keys is None else tuple(written(keys)))
+
+
+def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
+    """Raises UserError: a side is to compute in FP8, which the GPU does not have."""
+    if experiment.numerics.quantizes and not gpu.fp8:
+        capability = ".".join(map(str, gpu.capability))
+        raise user_error(
+            "--gpu",
+            found=f"{gpu.name}, which has no FP8 (compute capability {capability})",
+            expected="a GPU with FP8 (8.9 or higher) for a spec in FP8",
+            remedy="Plan BF16 on both sides, with numerics.mode=native numerics.preset=bf16 numerics.trainer=bf16 "
+            "numerics.rollout=bf16, or another GPU.",
+        )
+
+
+def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) -> Plan:
+    corners = {"slow": efficiency.slow, "fast": efficiency.fast}
+    apart = is_apart(subject.experiment, job)
+    job = with_cache(job, subject.experiment, gpu.memory, apart)
+    memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
+    decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
+    full = fullest(job, apart)
+    ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
+    times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
+    break_even = verdict.break_even(job, gpu, efficiency)
+    fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
+    remarks = [
+        *verdict.refusals(subject, job, gpu, full),
+        *verdict.stand_in(subject),
+        *verdict.remarks(job, gpu, full, ratio, break_even),
+    ]
+    world = job.layout.world_size
+    shape = job.shape
+    return Plan(
+        subject=subject.name,
+        gpu=gpu,
+        gpus=world,
+        job=job,
+        parameters=shape.parameters,
+        active_parameters=shape.active_parameters,
+        kv_bytes=shape.kv_bytes(),
+        training_flops=shape.training_flops(job.length),
+        memory=memory,
+        decides=decides,
+        slack=gpu.memory - full.peak,
+        needed_slack=SLACK * gpu.memory,
+        fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
+        fewest_apart=fewest is None,
+        assumed=subject.assumed,
+        keys=None,
+        searched=False,
+        fits_with=None,
+        stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
+        on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
+        largest_micro_batch={
+            name: largest_micro_batch(job, memory[name], gpu.memory) for name in ("colocated", "trainer")
+        },
+        largest_with_slack=largest_micro_batch(job, memory[decides], gpu.memory, SLACK),
+        sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
+        fp8=times,
+        bf16={corner: step_time(job.in_bf16(), gpu, rates) for corner, rates in corners.items()},
+        tokens_per_second=Bracket(*(job.tokens / times[corner].total / world for corner in corners)),
+        fp8_over_bf16=ratio,
+        pays=verdict.pays(ratio),
+        break_even=break_even,
+        decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)) if job.engines else (),
+        efficiency=efficiency,
+        left_out=tuple(_left_out(subject.experiment)),
+        remarks=tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
+    )
+
+
+def _left_out(experiment: Experiment) -> Iterator[str]:
+    """List what a run of the spec does or holds beside the training step, the policy and the engine."""
+    if experiment.algorithm.samples:
+        yield "sampling, rewards and syncs"
+    needs = experiment.algorithm.needs
+    if needs.old_logprobs:
+        yield "scoring by the policy before its first update"
+    others = [role for role in ("reference", "critic", "teacher") if getattr(needs, role)]
+    if others:
+        yield f"the time in which {' and '.join(others)} score"
+    if needs.teacher:
+        yield "the engines of the teacher"
+    if experiment.trainer.optimizer.offload:
+        yield "the extra time of an update on the host"
+    yield "evaluations and checkpoints"
+
+
+def _batches(job: Job) -> list[int]:
+    """Those of DECODED whose answers, half grown, the cache holds, and all that it holds."""
+    room = max(1, job.kv_tokens // (job.length // 2 or 1))
+    return sorted({min(batch, room) for batch in DECODED})
+
+
+def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[Decode, Decode]:
+    """The time of a decode step in the spec's precision and in BF16."""
+    first, second = (
+        decode_step(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp)
+        for each in (job, job.in_bf16())
+    )
+    return first, second

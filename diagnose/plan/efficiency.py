@@ -23,22 +23,21 @@ LARGE = 4096
 
 @dataclass(frozen=True)
 class Rates:
-    """One corner: parts of the GPU's rates.
-
-    Attributes:
-        dense, experts: of BF16 products; fp8_dense, fp8_experts: of FP8 products, operands quantized before.
-        attention: of BF16's peak. bandwidth: of the memory's. link: of NVLink's and the network's.
-        hidden: transfers go on beside products.
-    """
+    """One corner: parts of the GPU's rates."""
 
     dense: float
+    """Of BF16 products, like experts."""
     experts: float
     fp8_dense: float
+    """Of FP8 products of quantized operands, like fp8_experts."""
     fp8_experts: float
     attention: float
+    """Of BF16's peak."""
     bandwidth: float
     link: float
+    """Of NVLink's and the network's."""
     hidden: bool
+    """Transfers go on beside products."""
 
     def product(self, experts: bool, fp8: bool) -> float:
         """The efficiency of one product."""
@@ -49,11 +48,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Both corners. source: where they are from, for the page."""
+    """Both corners."""
 
     slow: Rates
     fast: Rates
     source: str
+    """Their origin, for the page."""
 
 
 _NATIVE = Efficiency(

@@ -105,17 +105,13 @@ def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> I
     sizes = shape.sizes
     for tp in _divisors(gpus, GPUS_PER_NODE):
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
-            for ep in _experts_ranks(sizes):
+            for ep in _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]:
                 layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
                 try:
                     check_layout(sizes, layout, spec)
                 except UserError:
                     continue
                 yield layout
-
-
-def _experts_ranks(sizes: ModelSizes) -> list[int]:
-    return _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fp8rl.diagnose.plan.plan import Plan
+from fp8rl.diagnose.plan import Plan
 from fp8rl.diagnose.plan.verdict import by
 from fp8rl.diagnose.report import Grade, graded, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase

@@ -26,25 +26,22 @@ LONGEST = 8192
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and the experiment that it is planned in.
-
-    Attributes:
-        name: as it was given. shape: of the model.
-        chosen: whether somebody said how the trainer is laid out; else the plan chooses. engines_chosen: likewise how
-            many ranks an engine has.
-        teacher: shape of the spec's teacher; the policy's where nobody has made it yet.
-        assumed: what a model without a spec is planned in, in words; "" for a spec.
-        stands_in: name of the packaged config that is planned with, because the spec's model is not there yet.
-    """
+    """A model, and the experiment that it is planned in."""
 
     name: str
+    """As it was given."""
     shape: Shape
     experiment: Experiment
     chosen: bool
+    """Somebody said how the trainer is laid out; else the plan chooses."""
     engines_chosen: bool = True
+    """Likewise, how many ranks an engine has."""
     stands_in: str = ""
+    """The packaged config that is planned with, because the spec's model is not there yet."""
     assumed: str = ""
+    """Assumptions about a model without a spec, in words."""
     teacher: Shape | None = None
+    """Of the spec's teacher; the policy's where nobody has made it yet."""
 
 
 def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:

@@ -34,24 +34,20 @@ router, top-k, sorting, dispatch and combination. Counted in Megatron's modules;
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one training step.
-
-    Attributes:
-        products, quantization, attention, elementwise: of the slowest stage's micro-batches.
-        launches: what the host takes to start all kernels; where that is more than these together, it counts for them.
-        transfers: tensor, expert and data parallelism's, as far as nothing hides them.
-        optimizer: the update, and making the quantized weights anew.
-        bubble: the stage's wait for the others.
-    """
+    """Seconds of one training step, on the slowest stage."""
 
     products: float
     quantization: float
     attention: float
     elementwise: float
     launches: float
+    """Of the host, to start all kernels; where that is more than the four above together, it counts for them."""
     transfers: float
+    """Of tensor, expert and data parallelism, as far as nothing hides them."""
     optimizer: float
+    """Of the update, and of making the quantized weights anew."""
     bubble: float
+    """The stage's wait for the others."""
 
     @property
     def work(self) -> float:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.calibration import sampled_batch
-from fp8rl.diagnose.difference import Difference, described, difference, shown_number
-from fp8rl.diagnose.preflight.preflight_report import Check, judged
-from fp8rl.diagnose.preflight.same_spec import SAME_PRECISION
+from fp8rl.diagnose.measure import difference, sampled_batch
+from fp8rl.diagnose.preflight.same_spec import SAME_PRECISION, Check, judged
+from fp8rl.diagnose.report import Difference, shown_number
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.rl.run.stack import Stack
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.server.client import SCORED_SHORT_OF
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -27,33 +26,43 @@ OTHER_TEMPERATURES = (0.8, 1.25)
 
 
 def trainer_against_engine(numerics: NumericsConfig, measured: Difference, bf16: Difference | None) -> Check:
-    """The agreement itself. Exact mode: d == 0. Native mode: at most NATIVE_LIMIT times BF16/BF16, if that is known."""
-    mixed = (numerics.trainer == "bf16") != (numerics.rollout == "bf16")
-    ok, expected = _bound(numerics.mode, measured, bf16)
-    return judged(
-        "logprobs",
-        "trainer against engine",
-        ok,
-        found=described(measured),
-        expected=expected,
-        remedy=SAME_PRECISION if mixed else _REMEDY[numerics.mode],
+    """Check the agreement itself.
+
+    Exact mode: d == 0. Native mode: at most NATIVE_LIMIT times BF16/BF16, if that is known.
+    """
+    ok, expected = measured.zero, "d == 0 on every token"
+    remedy = (
+        "Both sides run one precision, so an op or a weight differs: train a few steps and ask `fp8rl attribute RUN` "
+        "which."
     )
+    if numerics.mode == "native":
+        remedy = (
+            "Compare the scale formats of both sides, or take numerics.mode=exact; `fp8rl attribute RUN` says where "
+            "the difference comes from."
+        )
+        ok = measured.nonfinite == 0 and measured.mean is not None
+        expected = "finite log-probabilities (BF16/BF16 was not measured, so there is no bound)"
+        if bf16 is not None and bf16.mean is not None:
+            ok = ok and (measured.mean or 0.0) <= NATIVE_LIMIT * bf16.mean
+            ratio = f", found {measured.mean / bf16.mean:.2f}" if measured.mean is not None and bf16.mean else ""
+            expected = f"mean at most {NATIVE_LIMIT:g} times BF16/BF16's {shown_number(bf16.mean)}{ratio}"
+    if (numerics.trainer == "bf16") != (numerics.rollout == "bf16"):
+        remedy = SAME_PRECISION
+    return judged("logprobs", "trainer against engine", ok, str(measured), expected, remedy)
 
 
 def noise_floor(mode: Mode, floors: Mapping[str, Difference]) -> list[Check]:
     """Each floor as a check: 0 in exact mode, as measured in native mode."""
-    return [
-        judged(
-            "logprobs",
-            f"floor: {name}",
-            floor.zero if mode == "exact" else floor.nonfinite == 0 and floor.tokens > 0,
-            found=described(floor),
-            expected="d == 0 on every token" if mode == "exact" else "finite log-probabilities",
-            remedy="A token's result depends on its batch on this machine, or it is not finite: run one thread "
-            "(OMP_NUM_THREADS=1), and see docs/exactness.md.",
-        )
-        for name, floor in floors.items()
-    ]
+    expected = "d == 0 on every token" if mode == "exact" else "finite log-probabilities"
+    remedy = (
+        "A token's result depends on its batch on this machine, or it is not finite: run one thread "
+        "(OMP_NUM_THREADS=1), and see docs/exactness.md."
+    )
+    checks = []
+    for name, floor in floors.items():
+        ok = floor.zero if mode == "exact" else floor.nonfinite == 0 and floor.tokens > 0
+        checks.append(judged("logprobs", f"floor: {name}", ok, str(floor), expected, remedy))
+    return checks
 
 
 def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -> Check:
@@ -64,35 +73,17 @@ def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -
         for factor in OTHER_TEMPERATURES
     }
     means = {asked: measured.mean, **{t: d.mean for t, d in others.items()}}
-    shown = ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in means.items())
+    ok = all(measured.mean is not None and d.mean is not None and measured.mean < d.mean for d in others.values())
     return judged(
         "logprobs",
         "sampler temperature",
-        all(measured.mean is not None and d.mean is not None and measured.mean < d.mean for d in others.values()),
-        found=f"mean |d| {shown}",
-        expected=f"the smallest at rollout.temperature = {asked:g}",
-        remedy="The engine samples at another temperature, or reports logprobs from before it: unset "
+        ok,
+        "mean |d| " + ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in means.items()),
+        f"the smallest at rollout.temperature = {asked:g}",
+        "The engine samples at another temperature, or reports logprobs from before it: unset "
         "SGLANG_RETURN_ORIGINAL_LOGPROB, and compare the versions of sglang.",
     )
 
-
-def _bound(mode: Mode, measured: Difference, bf16: Difference | None) -> tuple[bool, str]:
-    if mode == "exact":
-        return measured.zero, "d == 0 on every token"
-    finite = measured.nonfinite == 0 and measured.mean is not None
-    if bf16 is None or bf16.mean is None:
-        return finite, "finite log-probabilities (BF16/BF16 was not measured, so there is no bound)"
-    ok = finite and measured.mean is not None and measured.mean <= NATIVE_LIMIT * bf16.mean
-    ratio = f", found {measured.mean / bf16.mean:.2f}" if measured.mean is not None and bf16.mean else ""
-    return ok, f"mean at most {NATIVE_LIMIT:g} times BF16/BF16's {shown_number(bf16.mean)}{ratio}"
-
-
-_REMEDY: dict[Mode, str] = {
-    "exact": "Both sides run one precision, so an op or a weight differs: train a few steps and ask "
-    "`fp8rl attribute RUN` which.",
-    "native": "Compare the scale formats of both sides, or take numerics.mode=exact; `fp8rl attribute RUN` says where "
-    "the difference comes from.",
-}
 
 # The noise floor: how far log-probabilities differ where nothing is wrong. One engine against itself, when the same
 # tokens are computed in another way: prefilled instead of decoded, or alone instead of in a batch. And trainer against
@@ -100,8 +91,6 @@ _REMEDY: dict[Mode, str] = {
 
 ALONE = 8
 """Sequences that are scored one by one."""
-RESERVED = 6
-"""SGLang 0.5.19 takes prompts that are this many tokens short of its context length."""
 
 
 def against_trainer(stack: Stack, batch: TokenBatch) -> Difference:
@@ -142,17 +131,10 @@ def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Dif
 def _scored(stack: Stack, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Prefilled log-probabilities [B, S] and which of them there are: none at index 0, nor behind the longest prompt
     that the engine takes."""
-    longest = stack.experiment.rollout.context_length - RESERVED
+    longest = stack.experiment.rollout.context_length - SCORED_SHORT_OF
     sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
-    return _padded(stack.engines.ask(lambda client: _score(client, sequences)), batch.width)
-
-
-async def _score(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:
-    return await client.score(list(sequences))
-
-
-def _padded(rows: Sequence[list[float]], width: int) -> tuple[Tensor, Tensor]:
-    values, known = torch.zeros(len(rows), width), torch.zeros(len(rows), width, dtype=torch.bool)
+    rows = stack.engines.ask(lambda client: client.score(sequences))
+    values, known = torch.zeros(len(rows), batch.width), torch.zeros(len(rows), batch.width, dtype=torch.bool)
     for row, logprobs in enumerate(rows):
         values[row, 1 : 1 + len(logprobs)] = torch.tensor(logprobs)
         known[row, 1 : 1 + len(logprobs)] = True

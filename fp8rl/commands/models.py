@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands.shared import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
+from fp8rl.commands import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
 
@@ -37,18 +38,21 @@ def serve(
         if mode not in ("exact", "native"):
             raise UserError(f"--mode: found {mode!r}, expected exact or native. Correct it.")
         from fp8rl import serving
+        from fp8rl.diagnose.subject import read_served
 
         serving.check_open(host, api_key)
         own = None if architecture is None else str(architecture.absolute())
-        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset, own)
+        served = read_served(subject, "exact" if mode == "exact" else "native", preset, own)
         if tool_parser is not None:
-            served = serving.with_tools(served, tool_parser)
+            served = served.with_tools(tool_parser)
         digest = served.numerics.rollout_spec.digest()
         mode = served.numerics.mode
         show(f"starting an engine with {served.path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
             with serving.serve(served, Path(folder) / "engine.log", port, host, api_key) as server:
-                url, key = server.endpoint.url, "THE_KEY_YOU_CHOSE" if api_key else server.endpoint.api_key
+                url, key = server.endpoint.url, shlex.quote(server.endpoint.api_key)
+                if api_key is not None and api_key == os.environ.get("FP8RL_API_KEY"):
+                    key = '"$FP8RL_API_KEY"'  # a log of what is printed then has no secret
                 models = ", or without its adapter ".join(filter(None, [served.name, served.base_name]))
                 show(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}    # model {models}", soft_wrap=True)
                 while True:
@@ -101,34 +105,12 @@ def convert(
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
-        from fp8rl.models import load_architecture
-        from fp8rl.models.checkpoint.reading import check_stored
-        from fp8rl.models.hub import model_directory
-        from fp8rl.numerics.core.files import check_writable, writing
-        from fp8rl.numerics.core.reading import check_path
-        from fp8rl.numerics.spec import QuantSpec
-        from fp8rl.rl.experiment.preconditions import read_model
-        from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-        from fp8rl.trainer.config import TrainerSection
-        from fp8rl.trainer.megatron.model_checks import check_layout
-        from fp8rl.weight_sync.served import convert_checkpoint
+        from fp8rl.serving import convert_model
 
-        check_path(model, "MODEL")
-        if architecture is not None:
-            load_architecture(str(architecture), "--architecture")
-        quant_spec = QuantSpec.preset(preset)
-        model = model_directory(str(model), None, "MODEL")
-        definition = read_model(model, "MODEL")
-        check_layout(definition.sizes, TrainerSection(), quant_spec)
-        check_stored(model, definition, "MODEL", say=lambda note: show(f"note: {note}", soft_wrap=True))
-        if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
-            tokenizer = load_tokenizer(model, "MODEL")
-            if tokenizer.chat_template:
-                check_chat_template(tokenizer, model, "MODEL")
-        check_writable(out, "OUT")
-        if os.path.lexists(out):
-            raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
-        with interruptible(), writing(out, "OUT"):
-            convert_checkpoint(model, out, quant_spec, adapter=adapter)
+        def note(text: str) -> None:
+            show(f"note: {text}", soft_wrap=True)
+
+        with interruptible():
+            spec = convert_model(model, out, preset, adapter, architecture, note)
         merged = f" with {adapter}" if adapter else ""
-        show(f"{out}: quantized{merged} as {preset}, quantization spec {quant_spec.digest()}", soft_wrap=True)
+        show(f"{out}: quantized{merged} as {preset}, quantization spec {spec.digest()}", soft_wrap=True)

@@ -1,14 +1,26 @@
-"""Commands that make a run, or show one: train, demo, submit, report."""
+"""Commands that make runs or show them: train, demo, submit, report and runs; and study, which measures claims."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fp8rl.commands import complete
-from fp8rl.commands.shared import AcceptChangedData, Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
+from fp8rl.commands import (
+    AcceptChangedData,
+    Overrides,
+    Overwrite,
+    Resume,
+    SpecPath,
+    complete_runs,
+    end,
+    progress,
+    show,
+    user_errors,
+)
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.lifecycle.interrupts import interruptible
@@ -91,25 +103,12 @@ def _train(spec: Path, overrides: list[str], **options: bool) -> None:
         raise typer.Exit(STOPPED)
 
 
-# Commands for one's own experiments: init, runs.
-
-
-def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
-    """Write a first experiment that runs as it is: a spec, a reward, problems, a tiny model, and what to change."""
-    with user_errors():
-        from fp8rl.starting import write_start
-
-        for path in write_start(folder):
-            show(str(path), soft_wrap=True)
-        show(f"\ncd {folder} && fp8rl train spec.yaml", soft_wrap=True)
-
-
 def runs(
     one: Annotated[
-        str | None, typer.Argument(metavar="A", help="A run, by name or path.", autocompletion=complete.run_names)
+        str | None, typer.Argument(metavar="A", help="A run, by name or path.", autocompletion=complete_runs)
     ] = None,
     other: Annotated[
-        str | None, typer.Argument(metavar="B", help="The run to compare it with.", autocompletion=complete.run_names)
+        str | None, typer.Argument(metavar="B", help="The run to compare it with.", autocompletion=complete_runs)
     ] = None,
     folder: Annotated[Path, typer.Option("--dir", help="Where the runs are.")] = Path("runs"),
     every: Annotated[bool, typer.Option("--all", help="Show equal metrics too.")] = False,
@@ -143,3 +142,32 @@ def runs(
             with writing(page, "--page"):
                 write_comparison(page, found, tables)
             show(str(page), soft_wrap=True)
+
+
+def study(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Studies to run.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, without verdicts.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Repetitions; by default as many as a verdict needs.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Copy results into docs/studies; needs a clean tree.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of results, with one for each study.")] = Path("runs/studies"),
+) -> None:
+    """Test claims about FP8, and write OUT/NAME with results, tables and figures.
+
+    Exit code 0, 1 if a control does not hold, 2 for bad input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        checkout = Path(__file__).parents[2]
+        if not (checkout / "lab/studies").is_dir():
+            raise user_error(
+                "study",
+                found="an installed fp8rl",
+                expected="one in a checkout, as studies are in its folder lab/ and not in the package",
+                remedy="Clone the repository, and run `make install` and `.venv/bin/fp8rl study` in it.",
+            )
+        sys.path.insert(0, str(checkout))
+        from lab.studies.run import run_studies
+
+        with interruptible():
+            sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress(), out=out)
+    end(sound)

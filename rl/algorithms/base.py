@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class AlgorithmConfig(Section):
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantage of each token, float32 [B, S], 0 where the loss has no target."""
-        raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
+        raise UnwrittenMethodError(self, "advantages")
 
     def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
         """The fields that the objective learns from, float32 [B, S] each, made of a scored batch."""
@@ -118,11 +119,11 @@ class AlgorithmConfig(Section):
 
     def objective(self, batch: TokenBatch) -> Objective:
         """The loss of a step on `batch`, with the denominators of the whole batch."""
-        raise NotImplementedError
+        raise UnwrittenMethodError(self, "objective")
 
     def critic_objective(self, batch: TokenBatch) -> Objective:
         """The critic's loss, likewise."""
-        raise NotImplementedError
+        raise UnwrittenMethodError(self, "critic_objective")
 
     def remarks(self) -> list[str]:
         """Differences from other frameworks that a user should know, one sentence each."""
@@ -142,6 +143,18 @@ class AlgorithmConfig(Section):
         """C of the clip fractions: the configured cap, so that a gate that tightens the cap does not change its own
         metric."""
         return CAP_WITHOUT_TIS
+
+
+class UnwrittenMethodError(NotImplementedError):
+    """A method that an algorithm must have is not written, or is written under another name."""
+
+    def __init__(self, algorithm: AlgorithmConfig, method: str) -> None:
+        own = [each for each in type(algorithm).__mro__ if not each.__module__.startswith(("fp8rl.", "pydantic."))]
+        names = [name for each in own for name, value in vars(each).items() if isinstance(value, FunctionType)]
+        near = difflib.get_close_matches(method, names, n=1)
+        self.found = f"{algorithm.name} with def {near[0]}" if near else algorithm.name
+        self.expected = f"def {method}{inspect.signature(getattr(type(algorithm), method))}".replace("'", "")
+        super().__init__(f"found {self.found}, expected {self.expected}")
 
 
 def used_tokens(batch: TokenBatch) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
-from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
+from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import spread, whitened
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
 from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
@@ -301,7 +301,7 @@ class PolicyGradient(AlgorithmConfig):
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """The advantage of each trajectory, float32 [N]; arguments as of `Outcomes`."""
-        raise NotImplementedError
+        raise UnwrittenMethodError(self, "trajectory_advantages")
 
     def kl_price(self, batch: TokenBatch) -> Tensor:
         """Return what each token pays for being likelier than with the reference, at the weights that the batch was

@@ -1,4 +1,4 @@
-"""The charts of a run's report as plain data; `templates/report.js` draws them with plotly.
+"""The charts of a run's report as plain data; `templates/page.js` draws them with plotly.
 
 Which metric is a curve of which chart stands in the registry (`rl.record.metrics`); here stands how a chart looks.
 """

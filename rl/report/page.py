@@ -1,14 +1,18 @@
-"""An HTML page in one file that needs no network: a template of `templates/`, its charts and plotly."""
+"""An HTML page in one file that needs no network: sentences, tiles, and sections of charts, tables and texts.
+
+`templates/page.html` renders the blocks, `templates/page.js` draws the charts with plotly.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jinja2
 import plotly.offline
@@ -16,35 +20,96 @@ import plotly.offline
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import read_resolved
-from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rollout.data.sources import load_problems
 
+Column = tuple[str, Literal["", "n", "text", "code"]]
+"""A heading, and what the cells below it are: words, numbers, texts of several lines, or code."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, which has no head if its headings are empty."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[object]]
+    summary: str = ""
+    """The line that it is folded under; empty: it is not folded."""
+    open: bool = True
+    form: ClassVar[str] = "table"
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts side by side: curves (`traces`), bars of several sides (`series`), or `kind` bars or heat."""
+
+    charts: Sequence[dict[str, Any]]
+    form: ClassVar[str] = "charts"
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """A numbered list."""
+
+    lines: Sequence[str]
+    form: ClassVar[str] = "list"
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    text: str
+    dim: bool = False
+    form: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text as it is, folded."""
+
+    summary: str
+    text: str
+    form: ClassVar[str] = "code"
+
+
+@dataclass(frozen=True)
+class Svg:
+    """A figure of ours, which is not escaped."""
+
+    svg: str
+    form: ClassVar[str] = "svg"
+
+
+class Section:
+    """A heading and the blocks below it; one without blocks is left out."""
+
+    def __init__(self, title: str, *blocks: Table | Charts | Sentences | Paragraph | Code | Svg) -> None:
+        self.title, self.blocks = title, blocks
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A headline number. standing: good, bad or neutral, which colours it."""
+
+    label: str
+    value: str
+    below: str
+    standing: str = "neutral"
+
 
 def write_page(
-    path: Path, template: str, charts: Sequence[dict[str, Any]] | None, *, script: str = "", **content: Any
+    path: Path,
+    kind: str,
+    name: str,
+    verdict: Sequence[str],
+    sections: Sequence[Section],
+    *,
+    tiles: Sequence[Tile] = (),
+    footer: str = "",
 ) -> None:
-    """Render `template`.html, which extends page.html, to `path`.
-
-    charts: what `script`.js (else `template`.js) draws, in the order of the template's elements; None: it draws
-        nothing, and needs no plotly.
-    content: the template's variables; page.html itself needs `name`, `kind` and `verdict`, its sentences.
-    """
-    page = _environment().get_template(f"{template}.html")
-    text = page.render(
-        **content,
-        charts=charts,
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        # JSON inside a script element must not contain "</script" or "<!--".
-        charts_json=json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
-        style=_read("page.css"),
-        script="" if charts is None else _read("page.js") + _read(f"{script or template}.js"),
-        plotly="" if charts is None else plotly.offline.get_plotlyjs(),
-    )
-    write_atomically(path, text)
-
-
-def _environment() -> jinja2.Environment:
+    """Write the page of `name` to `path`. kind: of page. verdict: the sentences that it begins with."""
+    charts = [
+        chart for each in sections for block in each.blocks if isinstance(block, Charts) for chart in block.charts
+    ]
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
@@ -52,8 +117,21 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["difference"] = lambda value: "" if value is None else format_difference(value)
-    return environment
+    text = environment.get_template("page.html").render(
+        kind=kind,
+        name=name,
+        verdict=verdict,
+        tiles=tiles,
+        sections=[each for each in sections if each.blocks],
+        footer=footer,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        # JSON inside a script element must not contain "</script" or "<!--".
+        charts_json=json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
+        style=_read("page.css"),
+        script=_read("page.js") if charts else "",
+        plotly=plotly.offline.get_plotlyjs() if charts else "",
+    )
+    write_atomically(path, text)
 
 
 def _read(name: str) -> str:

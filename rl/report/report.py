@@ -7,21 +7,25 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import check_page, writing
 from fp8rl.numerics.core.reading import BadLine, check_path, read_text
 from fp8rl.rl.experiment.plain_yaml import parse_yaml
-from fp8rl.rl.record.console import format_percent
-from fp8rl.rl.record.events import events_found
+from fp8rl.rl.record.console import format_difference, format_percent
+from fp8rl.rl.record.events import Event, events_found
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import metrics_found
-from fp8rl.rl.record.rollouts import rollouts_found, shown
+from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.page import references
+from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, references
 from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
+
+MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 
 
 def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
@@ -51,26 +55,24 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
     summary = summarize(rows, events)
-    charts = sections(rows)
     warned, stepped_in = by_kind(events)
     others = [event for event in events if event not in warned and event not in stepped_in]
     with writing(run.report, "report"):
         page.write_page(
             run.report,
-            "report",
-            [chart for _, group in charts for chart in group],
-            kind="run report",
-            name=run.name,
-            verdict=verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
+            "run report",
+            run.name,
+            verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
+            [
+                *(Section(title, Charts(group)) for title, group in sections(rows)),
+                _events("Interventions", stepped_in, run),
+                _events("Warnings", warned, run),
+                _events("What it went on with", others, run),
+                _samples(run, samples),
+                Section("Reference", *_facts(sessions), _metric_table(rows), Code("Resolved spec", spec)),
+            ],
             tiles=_tiles(summary),
-            sections=charts,
-            events=[("Interventions", stepped_in), ("Warnings", warned), ("What it went on with", others)],
-            facts=_facts(sessions),
-            run=run.path,
-            samples=samples,
-            references=references(run, {record.prompt for _, records in samples for record in records}),
-            metrics=_metric_table(rows),
-            spec=spec,
+            footer=" from metrics.jsonl, rollouts and spec.yaml of this run.",
         )
     return run.report, damage
 
@@ -109,7 +111,35 @@ def _steps_of(spec: str) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _facts(sessions: Sequence[Session]) -> list[tuple[str, str]]:
+def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
+    columns: list[Column] = [("Step", "n"), ("Action", "code"), ("Why", ""), ("Capsule", "code")]
+    rows = [
+        (each.step, each.action, each.text, f"fp8rl rescore {run.path}/{each.capsule}" if each.capsule else "")
+        for each in events
+    ]
+    return Section(title, Table(columns, rows, "When, what and why")) if rows else Section(title)
+
+
+def _samples(run: RunDir, samples: Sequence[tuple[int, Sequence[RolloutRecord]]]) -> Section:
+    """Show answers of a few steps, the newest open, beside the reference where the run's data still have it."""
+    known = references(run, {record.prompt for _, records in samples for record in records})
+    columns: list[Column] = [("Prompt", "text"), ("Answer of the model", "text"), ("Reference", "text")]
+    columns = [*columns[: 3 if known else 2], ("Reward", "n"), ("Mean |d|", "n")]
+    tables = []
+    for step, records in samples:
+        rows = []
+        for each in records:
+            said = [MARK.format(text) if by == "environment" else text for by, text in each.said] or [each.text]
+            parts = each.reward_parts if len(each.reward_parts) > 1 else {}
+            reward = [f"{each.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
+            d = "" if each.abs_diff_mean is None else format_difference(each.abs_diff_mean)
+            answer = (Markup("").join(said), *((known.get(each.prompt, ""),) if known else ()))
+            rows.append((each.prompt, *answer, Markup("").join(reward), d))
+        tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0]))
+    return Section("Sample rollouts", *tables)
+
+
+def _facts(sessions: Sequence[Session]) -> list[Table]:
     """Return where and with what the run was made: name and value, of each start."""
     facts = []
     for session in sessions:
@@ -121,58 +151,50 @@ def _facts(sessions: Sequence[Session]) -> list[tuple[str, str]]:
             ("Commit", session.commit or "not a git repository"),
             ("Versions", ", ".join(f"{name} {version}" for name, version in session.versions.items())),
         ]
-    return facts
+    return [Table([("", ""), ("", "")], facts, "Where and with what")] if facts else []
 
 
-def _tiles(summary: RunSummary) -> list[dict[str, str]]:
-    """The headline numbers: label, value, a line below it, and a standing that colours it."""
+def _tiles(summary: RunSummary) -> list[Tile]:
+    """The headline numbers."""
     tiles = []
     if summary.accuracy_after is not None:
         before = "" if summary.accuracy_before is None else f"{summary.accuracy_before:.3f} before training"
         if summary.accuracy_change is not None:
             before += ", change {:+.3f} to {:+.3f}".format(*summary.accuracy_change)
-        tiles.append(_tile("Held-out accuracy", f"{summary.accuracy_after:.3f}", before))
+        tiles.append(Tile("Held-out accuracy", f"{summary.accuracy_after:.3f}", before))
     elif summary.reward_last is not None:
-        tiles.append(
-            _tile("Mean reward", f"{summary.reward_last:.3f}", f"{summary.reward_first:.3f} at the first step")
-        )
+        tiles.append(Tile("Mean reward", f"{summary.reward_last:.3f}", f"{summary.reward_first:.3f} at the first step"))
     if summary.largest_abs_diff is not None and summary.exact_fraction is not None:
         share = "all" if summary.exact_fraction == 1.0 else f"{format_percent(summary.exact_fraction)} of"
         below = f"{share} {summary.compared_tokens:,} tokens of the trainer's version exact"
         value = "0" if summary.largest_abs_diff == 0 else f"{summary.largest_abs_diff:.3g} nats"
-        tiles.append(_tile("Largest mismatch |d|", value, below, summary.agreement_standing))
+        tiles.append(Tile("Largest mismatch |d|", value, below, summary.agreement_standing))
     if summary.largest_drift is not None:
         below = f"at most {summary.largest_drift:.3g}, over {summary.older_tokens:,} trained tokens"
-        tiles.append(_tile("Mean drift of older tokens", f"{summary.mean_drift:.3g} nats", below))
+        tiles.append(Tile("Mean drift of older tokens", f"{summary.mean_drift:.3g} nats", below))
     if summary.syncs:
         below = f"{summary.mismatched_tensors} mismatched tensors"
         tiles.append(
-            _tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_standing)
+            Tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_standing)
         )
     if summary.equal_reward_groups is not None:
         share = f"{summary.equal_reward_groups:.0%}"
-        tiles.append(_tile("Groups of equal rewards", share, "of all: they teach nothing"))
+        tiles.append(Tile("Groups of equal rewards", share, "of all: they teach nothing"))
     seconds = "" if summary.step_seconds is None else f"{summary.step_seconds:.2f} s median"
-    tiles.append(_tile("Steps", f"{summary.steps}", seconds))
+    tiles.append(Tile("Steps", f"{summary.steps}", seconds))
     return tiles
 
 
-def _tile(label: str, value: str, below: str, standing: str = "neutral") -> dict[str, str]:
-    return {"label": label, "value": value, "below": below, "standing": standing}
-
-
-def _metric_table(rows: Sequence[Row]) -> list[dict[str, str]]:
+def _metric_table(rows: Sequence[Row]) -> Table:
     """Every metric of the run: last, least and greatest value, unit and meaning, in the order of first appearance."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     table = []
     for name in names:
-        values = [row[name] for row in rows if name in row]
-        declared = metric(name)
-        numbers = {"last": _number(values[-1]), "least": _number(min(values)), "greatest": _number(max(values))}
-        table.append(
-            {"name": name, **numbers, "unit": declared.unit, "meaning": declared.meaning, "over": declared.over}
-        )
-    return table
+        values, declared = [row[name] for row in rows if name in row], metric(name)
+        numbers = map(_number, (values[-1], min(values), max(values)))
+        table.append((name, *numbers, declared.unit, declared.meaning, declared.over))
+    columns: list[Column] = [("Metric", "code"), ("Last", "n"), ("Least", "n"), ("Greatest", "n")]
+    return Table([*columns, ("Unit", ""), ("Meaning", ""), ("Over", "")], table, "All metrics", open=False)
 
 
 def _number(value: Any) -> str:

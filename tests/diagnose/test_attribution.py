@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
+from fp8rl.diagnose.attribution import page_of
 from fp8rl.diagnose.attribution.attribution_report import (
     Attribution,
     Cause,
@@ -29,7 +30,7 @@ from fp8rl.diagnose.attribution.compare import (
     relative_rms,
 )
 from fp8rl.diagnose.attribution.findings import Clues, rank
-from fp8rl.diagnose.attribution.offline import read_subject
+from fp8rl.diagnose.subject import read_subject
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
 from fp8rl.models.families.mlp import EXPERTS, TOPK
@@ -278,19 +279,19 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     spec = load_experiment("examples/arithmetic.yaml", ["trainer.tp=2"])
     (run / "spec.yaml").write_text(spec.to_yaml())
     with pytest.raises(UserError, match="neither model/ nor a checkpoint"):
-        read_subject(run)
+        read_subject(run, "attribute")
     (run / "model").mkdir()
-    subject = read_subject(run)
+    subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (str(run / "model"), None)
     assert subject.numerics.k_splits == 2 and subject.batch is None
     for step, bf16 in ((20, False), (100, True)):
         checkpoint = run / f"checkpoints/step_{step}"
         checkpoint.mkdir(parents=True)
         write_about(checkpoint, About(step, {"standing": GateState(bf16=bf16).to_dict()}, {}))
-    subject = read_subject(run)
+    subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
-    assert (subject.name, subject.page) == ("demo", run / "attribution.html")
+    assert (subject.name, page_of(subject)) == ("demo", run / "attribution.html")
 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:

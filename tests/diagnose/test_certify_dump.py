@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.certify.dump import DumpReport, certify_dump, write_page
-from fp8rl.diagnose.certify.dump import certify as certifying
-from fp8rl.diagnose.certify.dump.dump_report import sentence
+from fp8rl.diagnose.certify import dump as certifying
+from fp8rl.diagnose.certify.dump import certify_dump
+from fp8rl.diagnose.certify.dump.dump_report import DumpReport, sentence, write_page
 from fp8rl.diagnose.certify.dump.reading import read_dump
 from fp8rl.diagnose.certify.dump.reference import Reference
 from fp8rl.diagnose.certify.dump.rows import Sampling
@@ -245,12 +245,9 @@ def _of_nearly_these_weights(model: Path, tokens: list[list[int]]) -> Tensor:
 
 
 UNKNOWN: dict[str, Callable[[Path, list[list[int]]], Tensor]] = {
-    "a soft cap of 5": lambda model, tokens: _soft_capped(model, tokens, 5.0),
     "a soft cap of 10": lambda model, tokens: _soft_capped(model, tokens, 10.0),
     "noise of 0.2": lambda model, tokens: _noisy(model, tokens, 0.2),
-    "noise of 2": lambda model, tokens: _noisy(model, tokens, 2.0),
     "clipped at -1": lambda model, tokens: said(model, tokens).clamp(min=-1.0),
-    "clipped at -4": lambda model, tokens: said(model, tokens).clamp(min=-4.0),
     "other rotary embeddings": _of_another_base,
     "weights nearby": _of_nearly_these_weights,
     "a number on top": lambda model, tokens: said(model, tokens) - 0.2,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import random
 import socket
 import subprocess
 import sys
@@ -11,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
+from fp8rl.diagnose import measure
 from fp8rl.diagnose.certify import ServerReport, api, certify_server, rendered
 from fp8rl.diagnose.certify.api import Answer
-from fp8rl.diagnose.certify.compare import compare
+from fp8rl.diagnose.certify.compare import compare, difference
 from fp8rl.diagnose.certify.http import Http, TimeUp
 from tests.support.planted_server import NAME, Planted, ask_little, serve
 
@@ -34,7 +38,7 @@ def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
 
 
 def test_a_server_is_certified_without_the_libraries_of_a_run() -> None:
-    libraries = {"ray", "megatron", "mbridge", "sglang", "transformers"}
+    libraries = {"ray", "megatron", "mbridge", "sglang", "transformers", "torch"}
     code = f"import fp8rl.diagnose.certify, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
@@ -144,6 +148,17 @@ def test_answers_are_compared_up_to_the_first_other_token() -> None:
         [Answer((5,), (-1.0,), ((-0.5, -1.125),))],
     )
     assert (beside.differing, beside.size.max) == (1, 0.125), "a token beside it has another probability"
+
+
+def test_differences_are_those_of_tensors() -> None:
+    """The server's half does without torch; its numbers are those of every other diagnosis."""
+    draw = random.Random(0)
+    for count in (1, 2, 99, 100, 101, 1000):
+        pairs = [(x := -draw.random(), x + draw.choice((0.0, 1e-7, -0.25, 30.0))) for _ in range(count)]
+        for odd in ([], [(math.nan, math.nan)], [(math.nan, -1.0), (-math.inf, -1.0), (-math.inf, -math.inf)]):
+            both = torch.tensor(pairs + odd, dtype=torch.float64)[None]
+            expected = measure.difference(both[..., 0], both[..., 1], ~both.isnan().all(2))
+            assert vars(difference(pairs + odd)) == pytest.approx(vars(expected), rel=1e-12)
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-import fp8rl.diagnose.doctor
+import fp8rl.diagnose.doctor.machine
 from fp8rl.cli import app
-from fp8rl.diagnose.doctor import Diagnosis, Machine, judge, rendered
-from fp8rl.diagnose.doctor.doctor_report import DataFound
-from fp8rl.diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
+from fp8rl.diagnose.doctor import judge
+from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, rendered
+from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.paths import EXAMPLES
@@ -89,6 +89,9 @@ def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision: s
     return NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), **precision)  # type: ignore[arg-type]
 
 
+NATIVE = numerics("native")
+
+
 def ops(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     return [(side.name, side.device, side.ops) for side in diagnosis.sides]
 
@@ -98,7 +101,7 @@ def keys(diagnosis: Diagnosis) -> list[tuple[str, bool]]:
 
 
 def test_a_cpu_runs_both_modes_emulated() -> None:
-    exact, native = judge(CPU, numerics()), judge(CPU, numerics("native"))
+    exact, native = judge(CPU, numerics()), judge(CPU, NATIVE)
     assert exact.ok and native.ok and exact.remarks == native.remarks == ()
     shared = "shared ops, torch, emulated FP8"
     assert ops(exact) == [("trainer", "cpu", shared), ("engine", "cpu", shared)]
@@ -134,20 +137,16 @@ def test_an_h200_runs_native_mode_on_the_libraries() -> None:
 def test_without_transformer_engine_an_h200_emulates_native_mode() -> None:
     machine = without(H200, "transformer_engine", "transformer_engine_torch")
     assert judge(machine, numerics()).remarks == ()
-    found = judge(machine, numerics("native"))
+    found = judge(machine, NATIVE)
     assert found.ok and keys(found) == [("transformer_engine", False)]
     assert found.sides[0].ops == "Megatron-core, emulated FP8" and found.sides[1].ops == "SGLang"
     assert "==2.20.2" in found.remarks[0].expected and "install-gpu" in found.remarks[0].remedy
 
 
-def test_transformer_engine_without_its_torch_extension_is_in_the_way() -> None:
-    machine = without(H200, "transformer_engine_torch")
-    assert keys(judge(machine, numerics("native"))) == [("transformer_engine_torch", True)]
-
-
-def test_another_transformer_engine_is_a_warning() -> None:
+def test_another_transformer_engine_is_a_warning_and_one_without_its_torch_extension_in_the_way() -> None:
+    assert keys(judge(without(H200, "transformer_engine_torch"), NATIVE)) == [("transformer_engine_torch", True)]
     machine = dataclasses.replace(H200, libraries=GPU_LIBRARIES | {"transformer_engine": "2.12.0"})
-    assert keys(judge(machine, numerics("native"))) == [("transformer_engine", False)]
+    assert keys(judge(machine, NATIVE)) == [("transformer_engine", False)]
 
 
 def test_transformer_engine_refuses_what_it_does_not_offer() -> None:
@@ -160,7 +159,7 @@ def test_transformer_engine_refuses_what_it_does_not_offer() -> None:
 def test_cuda_12_8_has_no_128_blocks() -> None:
     machine = dataclasses.replace(H200, torch_cuda="12.8")
     assert judge(machine, numerics()).remarks == ()
-    found = judge(machine, numerics("native"))
+    found = judge(machine, NATIVE)
     assert found.features[0].fp8 and found.features[0].blocks == "no"
     assert keys(found) == [("numerics.trainer", True)]
     assert "12.8" in found.remarks[0].found and "12.9" in found.remarks[0].expected
@@ -170,7 +169,7 @@ def test_cuda_12_8_has_no_128_blocks() -> None:
 
 def test_an_a100_has_no_fp8() -> None:
     machine = with_gpu("NVIDIA A100-SXM4-80GB", (8, 0))
-    exact, native = judge(machine, numerics()), judge(machine, numerics("native"))
+    exact, native = judge(machine, numerics()), judge(machine, NATIVE)
     assert exact.ok and exact.sides[0].ops == "shared ops, torch, emulated FP8"
     can = exact.features[0]
     assert (can.fp8, can.blocks, can.mx) == (False, "no", False)
@@ -189,7 +188,7 @@ def test_mxfp8_takes_a_b200() -> None:
 
 def test_a_b200_multiplies_blocks_as_mx() -> None:
     machine = with_gpu("NVIDIA B200", (10, 0))
-    found = judge(machine, numerics("native"))
+    found = judge(machine, NATIVE)
     assert found.ok and (found.features[0].blocks, found.features[0].mx) == ("by MX", True)
     assert keys(judge(machine, numerics("native", "fp8_block_fp32"))) == [("numerics.preset", True)]
 
@@ -236,7 +235,7 @@ def test_every_obstacle_is_named_with_a_remedy(machine: Machine, key: str, block
 
 
 def test_native_mode_asks_for_no_row_invariance() -> None:
-    assert judge(dataclasses.replace(CPU, row_variant=("bf16 product",)), numerics("native")).ok
+    assert judge(dataclasses.replace(CPU, row_variant=("bf16 product",)), NATIVE).ok
 
 
 def test_obstacles_stand_before_warnings() -> None:
@@ -251,7 +250,7 @@ def console_text(diagnosis: Diagnosis) -> str:
 
 
 def test_the_page_says_it_all() -> None:
-    text = console_text(judge(dataclasses.replace(H200, torch_cuda="12.8"), numerics("native")))
+    text = console_text(judge(dataclasses.replace(H200, torch_cuda="12.8"), NATIVE))
     for part in ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "obstacle"):
         assert part in text
     assert "cannot run here yet" in text
@@ -267,7 +266,7 @@ def test_nvidia_smi_is_read() -> None:
 
 
 def test_json_holds_the_diagnosis() -> None:
-    values = json.loads(judge(H200, numerics("native")).to_json())
+    values = json.loads(judge(H200, NATIVE).to_json())
     assert values["schema"] == 1 and values["ok"] and values["mode"] == "native"
     assert values["spec_digest"] == QuantSpec.preset("fp8_block_pow2").digest()
     assert values["machine"]["gpus"][0]["capability"] == [9, 0] and values["features"][0]["blocks"] == "native"
@@ -304,15 +303,13 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
-    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: CPU)
-    example = str(EXAMPLES / "arithmetic.yaml")
-    assert CliRunner().invoke(app, ["doctor", example]).exit_code == 0
-    result = CliRunner().invoke(app, ["doctor", example, override])
+    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: CPU)
+    result = CliRunner().invoke(app, ["doctor", str(EXAMPLES / "arithmetic.yaml"), override])
     assert result.exit_code == 1 and said in result.output
 
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8rl.diagnose.doctor, "gather", lambda numerics, say, quick: without(CPU, "ray"))
+    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: without(CPU, "ray"))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output
 

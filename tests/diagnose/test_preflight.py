@@ -16,10 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.difference import Difference, described, difference
-from fp8rl.diagnose.preflight import PreflightReport, preflight, preflight_run, rendered, same_spec
-from fp8rl.diagnose.preflight.preflight_report import Check
+from fp8rl.diagnose.measure import difference
+from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, same_spec
 from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
+from fp8rl.diagnose.preflight.same_spec import Check
+from fp8rl.diagnose.report import Difference
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
@@ -79,7 +80,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     def must_not_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr(preflight_run, "open_pair", must_not_start)
+    monkeypatch.setattr("fp8rl.diagnose.preflight.open_pair", must_not_start)
 
     def invoke(shape: TinyModel, *arguments: str, **config: object) -> Result:
         write_tiny_model(tmp_path / "model", shape)
@@ -283,8 +284,8 @@ def test_a_failed_check_shows_what_was_expected_and_the_remedy(tmp_path: Path) -
 
 
 def test_zero_is_written_as_zero_and_nothing_else_is() -> None:
-    assert described(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens"
-    assert "mean 1.00e-09" in described(made(1e-9))
+    assert str(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens"
+    assert "mean 1.00e-09" in str(made(1e-9))
 
 
 def test_native_mode_is_not_judged_without_its_floor() -> None:

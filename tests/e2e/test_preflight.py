@@ -14,9 +14,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
+from fp8rl.diagnose import audit
 from fp8rl.diagnose.audit import AuditReport as Audit
-from fp8rl.diagnose.audit import audit_run as audit
-from fp8rl.diagnose.preflight import PreflightReport, preflight_run
+from fp8rl.diagnose.preflight import PreflightReport
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.stack import Stack, open_pair
@@ -44,7 +44,7 @@ def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         assert result.exit_code in (0, 1), (result.output, result.exception)
         return result, PreflightReport.from_json(result.stdout)
 
-    monkeypatch.setattr(preflight_run, "open_pair", opened_as(stack))
+    monkeypatch.setattr("fp8rl.diagnose.preflight.open_pair", opened_as(stack))
     return invoke
 
 

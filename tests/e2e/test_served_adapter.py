@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fp8rl import serving
+from fp8rl.diagnose.subject import read_served
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.peft import write_adapter
 from fp8rl.numerics.core.errors import UserError
@@ -50,7 +51,7 @@ def write(path: Path, experiment: Experiment, base: Any) -> None:
 def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_them(
     run: Path, tmp_path: Path, warm_engines: None
 ) -> None:
-    served = serving.with_tools(serving.read_served(run, "exact", "fp8_block_pow2"), "qwen25")
+    served = read_served(run, "exact", "fp8_block_pow2").with_tools("qwen25")
     with serving.serve(served, tmp_path / "engine.log") as server:
         url, key = f"{server.endpoint.url}/v1", server.endpoint.api_key
         with openai.OpenAI(base_url=url, api_key=key) as client, ThreadPoolExecutor(16) as at_once:
@@ -111,6 +112,6 @@ def test_an_adapter_of_another_base_is_refused_before_an_engine_starts(run: Path
     serving.convert_checkpoint(Path(experiment.model.path), other, experiment.numerics_config().spec)
     write(run / "adapter", experiment, other)
     with pytest.raises(UserError, match="trained beside weights with the digest .* Give the model that they were tra"):
-        with serving.serve(serving.read_served(run, "exact", "fp8_block_pow2"), tmp_path / "engine.log"):
+        with serving.serve(read_served(run, "exact", "fp8_block_pow2"), tmp_path / "engine.log"):
             raise AssertionError("an engine was started")
     assert not (tmp_path / "engine.log").exists()

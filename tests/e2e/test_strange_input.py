@@ -102,7 +102,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "fp8rl.rl.run.stack.Stack.open",
         "fp8rl.diagnose.rescore.one_trainer",
         "fp8rl.diagnose.preflight.preflight",
-        "fp8rl.diagnose.attribution.offline._stack_of",
+        "fp8rl.diagnose.attribution._stack_of",
         "fp8rl.serving.serve",
     ):
         monkeypatch.setattr(name, start)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from typer.testing import CliRunner
 
-import fp8rl.diagnose.attribution.offline
+import fp8rl.diagnose.attribution
 import fp8rl.diagnose.certify.dump
 import fp8rl.evaluating
 import fp8rl.rl.run.lifecycle.attempts
@@ -57,7 +57,7 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FP8RL_API_KEY", raising=False)
     monkeypatch.setattr(fp8rl.rl.run.lifecycle.attempts, "attempted", _accept)
-    monkeypatch.setattr(fp8rl.diagnose.attribution.offline, "attribute_offline", _accept)
+    monkeypatch.setattr(fp8rl.diagnose.attribution, "attribute_offline", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
     monkeypatch.setattr(SGLangServer, "start", _accept)
     monkeypatch.setattr(fp8rl.diagnose.certify.dump, "certify_dump", _read_only)

@@ -6,7 +6,10 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -49,12 +52,11 @@ def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_every_command_explains_itself(option: str) -> None:
+def test_every_command_explains_itself() -> None:
     names = [command.__name__ for commands in COMMANDS.values() for command in commands]
     assert len(names) == len(set(names)) == 17
-    for name in names:
-        code, printed = invoke(name, option)
+    for number, name in enumerate(names):
+        code, printed = invoke(name, "--help" if number % 2 else "-h")
         assert code == 0 and f"fp8rl {name}" in printed.replace("root", "fp8rl")
 
 
@@ -71,7 +73,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
         "import fp8rl.rl.experiment.preconditions, fp8rl.rl.run.run, fp8rl.rl.loop, fp8rl.rl.run.lifecycle.attempts; "
-        "import fp8rl.diagnose.preflight, fp8rl.diagnose.attribution.offline, sys; "
+        "import fp8rl.diagnose.preflight, fp8rl.diagnose.attribution, sys; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'mbridge', 'sglang', 'apex'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -163,3 +165,30 @@ def test_serve_says_what_it_cannot_serve(
     }
     code, printed = invoke("serve", *(argument.format(**places) for argument in arguments))
     assert code == 2 and expected.format(**places) in printed.replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "shown"),
+    [([], None, "made-up"), (["--api-key", "a;b"], None, "'a;b'"), ([], "mine", '"$FP8RL_API_KEY"')],
+    ids=["none", "option", "variable"],
+)
+def test_serve_prints_a_line_for_another_shell(
+    arguments: list[str], variable: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key from the environment is not printed, as what is printed may be kept."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def serve(
+        served: object, log: object, port: object, host: object, api_key: str | None
+    ) -> Iterator[SimpleNamespace]:
+        endpoint = SimpleNamespace(url="http://127.0.0.1:1", api_key=api_key or "made-up")
+        yield SimpleNamespace(endpoint=endpoint, check=interrupted)
+
+    monkeypatch.setattr("fp8rl.serving.serve", serve)
+    model = str(ROOT / "examples/models/tiny_qwen3_moe")
+    result = CliRunner().invoke(app, ["serve", model, *arguments], env={"FP8RL_API_KEY": variable})
+    line = f"export OPENAI_BASE_URL=http://127.0.0.1:1/v1 OPENAI_API_KEY={shown}    # model tiny_qwen3_moe"
+    assert result.exit_code == 130 and line in result.output

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.attribution import offline
+from fp8rl.diagnose import attribution
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import Experiment, load_experiment
@@ -140,7 +140,7 @@ def test_an_attribution_starts_with_nothing_that_a_run_names(
         started.append(experiment)
         raise UserError("nothing is started here")
 
-    monkeypatch.setattr(offline, "open_pair", refused)
+    monkeypatch.setattr(attribution, "open_pair", refused)
     result = CliRunner().invoke(app, ["attribute", str(forged.path)])
     assert result.exit_code == 2 and not ran.exists()
     (experiment,) = started

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fp8rl import commands
 from fp8rl.cli import app
-from fp8rl.commands import complete
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.experiment.reference import schema_text
 from fp8rl.rl.experiment.validation import valid_keys
@@ -114,19 +114,21 @@ def test_a_narrow_terminal_folds_names_and_cuts_none(two_runs: Path, monkeypatch
 
 
 def test_keys_values_and_names_of_runs_are_completed(two_runs: Path) -> None:
-    assert set(valid_keys()) >= {key[:-1] for key, _ in complete.overrides([], "")}
-    assert [key for key, _ in complete.overrides([], "trainer.l")] == ["trainer.lr="]
-    assert ("numerics.preset=mxfp8", "") in complete.overrides([], "numerics.preset=")
-    assert complete.overrides(["numerics.mode", "="], "n") == [("native", "")], "bash splits at ="
-    assert {("algorithm.name=grpo", ""), ("algorithm.name=sft", "")} <= {*complete.overrides([], "algorithm.name=")}
-    assert complete.run_names("a") == ["a"] and complete.run_names(f"{two_runs}/runs/b") == [f"{two_runs}/runs/b[red]"]
-    assert "qwen3_30b_a3b" in complete.models("qwen3_3")
-    assert complete.SCHEMA.read_text() == schema_text()
+    assert set(valid_keys()) >= {key[:-1] for key, _ in commands.complete_keys([], "")}
+    assert [key for key, _ in commands.complete_keys([], "trainer.l")] == ["trainer.lr="]
+    assert ("numerics.preset=mxfp8", "") in commands.complete_keys([], "numerics.preset=")
+    assert commands.complete_keys(["numerics.mode", "="], "n") == [("native", "")], "bash splits at ="
+    assert {("algorithm.name=grpo", ""), ("algorithm.name=sft", "")} <= {*commands.complete_keys([], "algorithm.name=")}
+    assert commands.complete_runs("a") == ["a"] and commands.complete_runs(f"{two_runs}/runs/b") == [
+        f"{two_runs}/runs/b[red]"
+    ]
+    assert "qwen3_30b_a3b" in commands.complete_models("qwen3_3")
+    assert commands.SCHEMA.read_text() == schema_text()
 
 
 def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> None:
     code = (
-        "import sys; from fp8rl.commands import complete; complete.overrides([], 'tr');"
+        "import sys; from fp8rl import commands; commands.complete_keys([], 'tr');"
         "print([name for name in ('torch', 'pydantic', 'transformers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

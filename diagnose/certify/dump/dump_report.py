@@ -11,8 +11,8 @@ from rich.text import Text
 
 from fp8rl.diagnose.certify.dump.explain import Explanation
 from fp8rl.diagnose.certify.dump.tokens import Part
-from fp8rl.diagnose.difference import Difference, shown_number
-from fp8rl.diagnose.report import Grade, Report, graded, grid
+from fp8rl.diagnose.report import Difference, Grade, Report, graded, grid, shown_number
+from fp8rl.rl.record.console import format_difference
 from fp8rl.rl.report import page
 
 Verdict = Literal["equal", "within the floor", "above the floor", "broken"]
@@ -142,8 +142,7 @@ def rendered(report: DumpReport) -> RenderableType:
     compared = []
     for name, each in differences(report):
         numbers = (each.mean, each.p50, each.p99, each.max, each.k3_kl)
-        share = "" if each.exact_frac is None else f"{100 * each.exact_frac:.3g}%"
-        compared.append((name, *map(shown_number, numbers), share))
+        compared.append((name, *map(shown_number, numbers), _share(each)))
     rows = f"{report.rows:,} of {report.of_rows:,} rows" if report.rows < report.of_rows else f"{report.rows:,} rows"
     return Group(
         f"{report.dump}, {report.kind}: {rows}, {report.tokens:,} sampled tokens; weights of {report.model}",
@@ -169,16 +168,50 @@ _NOTES = {
 
 def write_page(report: DumpReport, path: Path) -> None:
     """Write the page to `path`."""
+
+    def d(value: float | None) -> str:
+        return "" if value is None else format_difference(value)
+
+    headings = ("|d| mean", "p50", "p99", "max", "KL (k3)", "equal", "tokens")
+    compared = [
+        (name, *map(d, (e.mean, e.p50, e.p99, e.max, e.k3_kl)), _share(e), e.tokens) for name, e in differences(report)
+    ]
+    sides = [side.name for side in report.sides]
+    rows = [(row.place, row.tokens, *(d(row.means[name]) for name in sides)) for row in report.worst]
     page.write_page(
         path,
         "certify",
-        _charts(report),
-        kind="certify",
-        name=Path(report.dump).name,
-        verdict=[sentence(side, report) for side in report.sides],
-        report=report,
-        rows=differences(report),
+        Path(report.dump).name,
+        [sentence(side, report) for side in report.sides],
+        [
+            page.Section(
+                "How far apart",
+                page.Table([("Log-probabilities", ""), *((name, "n") for name in headings)], compared),
+                *(page.Paragraph(note, dim=True) for note in report.notes),
+            ),
+            *(_causes(side) for side in report.sides if side.explanations),
+            page.Section("Where it sits", page.Charts(_charts(report))),
+            page.Section(
+                "Rows that differ most",
+                page.Table([("Row", ""), ("tokens", "n"), *((f"{name}, mean |d|", "n") for name in sides)], rows),
+            ),
+        ],
+        footer=f". {report.dump}, {report.kind}; weights of {report.model}; {report.rows} of {report.of_rows} rows. "
+        "d in nats, from the model's own forward pass in FP32.",
     )
+
+
+def _causes(side: SideReport) -> page.Section:
+    columns: list[page.Column] = [("Cause", ""), ("Mean |d|", "n"), ("With it made good", "n"), ("tokens", "n")]
+    rows = [
+        (each.text, format_difference(each.before), format_difference(each.after), each.tokens)
+        for each in side.explanations
+    ]
+    return page.Section(f"What would explain {side.name}", page.Table(columns, rows))
+
+
+def _share(each: Difference) -> str:
+    return "" if each.exact_frac is None else f"{100 * each.exact_frac:.3g}%"
 
 
 def _charts(report: DumpReport) -> list[Chart]:

@@ -43,39 +43,40 @@ LEFT_OUT = 0.01
 
 @dataclass(frozen=True)
 class Explanation:
-    """One mistake that would explain a difference.
-
-    name: in a word. text: a clause that follows the side's name. before, after: mean abs(d) on the `tokens` that it
-    was tried on, as they are and with the mistake made good.
-    """
+    """One mistake that would explain a difference."""
 
     name: str
+    """In a word."""
     text: str
+    """A clause that follows the side's name."""
     before: float
+    """Mean abs(d) on the `tokens` that it was tried on."""
     after: float
+    """Likewise, with the mistake made good."""
     tokens: int
 
 
 @dataclass
 class Looks:
-    """Other readings of the logits of N rows, taken while they are there; see `Tokens`.
-
-    earlier, later: log-probabilities of the token before and after each, by row, NaN where there is none. plain: among
-    all tokens, where some are left out. raw: that, at temperature 1. bos: with the text's first token in front, or
-    without it; of some rows.
-    places, logits: of kept tokens, which are the `places` of `Tokens`.
-    """
+    """Other readings of the logits of N rows, taken while they are there; see `Tokens`."""
 
     rows: Sequence[DumpRow]
     samplings: Sequence[Sampling]
     bos_id: int | None
     earlier: dict[int, Tensor] = field(default_factory=dict)
+    """Log-probabilities of the token before each, by row; NaN where there is none."""
     later: dict[int, Tensor] = field(default_factory=dict)
+    """Of the token behind each, likewise."""
     plain: dict[int, Tensor] = field(default_factory=dict)
+    """Among all tokens, where some are left out."""
     raw: dict[int, Tensor] = field(default_factory=dict)
+    """That, at temperature 1."""
     bos: dict[int, Tensor] = field(default_factory=dict)
+    """With the text's first token in front, or without it; of some rows."""
     places: list[int] = field(default_factory=list)
+    """Of kept tokens, those of `Tokens`."""
     logits: list[Tensor] = field(default_factory=list)
+    """Of kept tokens."""
     _seen: int = 0
 
     def __call__(self, model: Reference, number: int, logits: Tensor) -> None:
@@ -182,7 +183,8 @@ def _fitted(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> It
             yield _tried("temperature", text, said[at], reference[at], fitted)
         if not any(each.truncation.cuts for each in looks.samplings):
             for cut in CANDIDATES:
-                text = f"its log-probabilities are those among the tokens that {_named(cut)} leaves"
+                named = f"top-p {cut.top_p:g}" if cut.top_p < 1 else f"top-k {cut.top_k}"
+                text = f"its log-probabilities are those among the tokens that {named} leaves"
                 narrowed = logprobs(own, tokens.ids[at], Sampling(temperature, cut))
                 yield _tried("renormalised", text, said[at], reference[at], narrowed)
 
@@ -194,10 +196,6 @@ def _written(fit: TemperatureFit, logits: Tensor, ids: Tensor, said: Tensor) -> 
         if rounded and (untruncated(logits, ids, rounded) - said).abs().mean() <= HARDLY * fit.abs_diff_mean:
             return rounded
     return fit.temperature
-
-
-def _named(cut: Truncation) -> str:
-    return f"top-p {cut.top_p:g}" if cut.top_p < 1 else f"top-k {cut.top_k}"
 
 
 def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor) -> Explanation | None:

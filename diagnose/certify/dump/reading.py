@@ -11,10 +11,10 @@ from typing import Any
 
 from fp8rl.diagnose.certify.dump import slime_verl
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
+from fp8rl.diagnose.subject import open_run, run_at
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_file, check_path, read_bytes, whole_json_lines
-from fp8rl.rl.experiment import Experiment, read_resolved
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
 
@@ -121,15 +121,14 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
     Raises:
         UserError: there is no such run or step, or its weights are gone.
     """
-    run = RunDir((path if path.is_dir() else path.parents[1]).absolute())
-    if not run.experiment.is_file():
-        raise user_error(
-            "DUMP",
-            found=f"{path}, and no spec.yaml in {run.path}",
-            expected="a run, with its spec.yaml",
-            remedy="Give the folder of a run, such as runs/demo, or a file in its rollouts/.",
-        )
-    experiment = read_resolved(run.experiment)
+    folder = path.absolute() if path.is_dir() else path.absolute().parents[1]
+    run, experiment = open_run(
+        folder,
+        key="DUMP",
+        found=f"{path}, and no spec.yaml in {folder}",
+        expected="a run, with its spec.yaml",
+        remedy="Give the folder of a run, such as runs/demo, or a file in its rollouts/.",
+    )
     if experiment.adapter is not None:
         raise user_error(
             "DUMP",
@@ -141,19 +140,20 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
     missing: UserError | None = None
     for file in files:
         records = whole_json_lines(file, "DUMP", parse_rollout)
-        version = _version(records)
+        versions = Counter(version for record in records for version in record.weight_versions)
+        version = versions.most_common(1)[0][0] if versions else 0  # of most of the tokens
         try:
-            found, checkpoint = (model, None) if model else _weights(run, experiment, version)
+            found, step = (model, None) if model else _weights(run, experiment, version)
         except UserError as error:
             missing = missing or error
             continue
-        step = None if checkpoint is None else version
-        numerics = GateState.of_checkpoint(run, step).numerics(experiment.numerics_config())
+        subject = run_at(run, experiment, step)
         sampling = Sampling(experiment.rollout.temperature, experiment.rollout.truncation)
-        rows = whole(
-            file, f"{file.stem.replace('_', ' ')} of the run {run.name}", _run_rows(records, version), sampling
+        kind = f"{file.stem.replace('_', ' ')} of the run {run.name}"
+        rows = whole(file, kind, _run_rows(records, version), sampling)
+        return dataclasses.replace(
+            rows, unread=[], model=found, checkpoint=subject.checkpoint, numerics=subject.numerics
         )
-        return dataclasses.replace(rows, unread=[], model=found, checkpoint=checkpoint, numerics=numerics)
     raise missing or user_error(
         "DUMP",
         found=f"{run.path} without rollouts",
@@ -162,18 +162,12 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
     )
 
 
-def _version(records: list[RolloutRecord]) -> int:
-    """The version of most of the tokens; 0 where there are none."""
-    counts = Counter(version for record in records for version in record.weight_versions)
-    return counts.most_common(1)[0][0] if counts else 0
-
-
-def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, Path | None]:
-    """Directory of the model, and the checkpoint that is loaded over it."""
+def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, int | None]:
+    """Directory of the model, and the step of the checkpoint that is loaded over it."""
     if version == 0:
         return experiment.model.directory, None
     if version in run.checkpoint_steps():
-        return experiment.model.directory, run.checkpoint(version)
+        return experiment.model.directory, version
     kept = ", ".join(map(str, run.checkpoint_steps())) or "none"
     raise user_error(
         "DUMP",

@@ -30,24 +30,20 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts from a model's directory, whatever its architecture.
-
-    vocabulary: ids that it has an embedding for. positions: tokens of a row, None if it does not say. bos: id that its
-    texts begin with, if any. special: ids that are no text.
-    """
+    """Facts from a model's directory, whatever its architecture."""
 
     vocabulary: int
+    """Ids that it has an embedding for."""
     positions: int | None
+    """Tokens of a row; None: it does not say."""
     bos: int | None
+    """The id that its texts begin with, if any."""
     special: frozenset[int]
+    """Ids that are no text."""
 
 
 class Reference:
-    """A model of transformers, in one dtype, which is asked for the logits of one row after the other.
-
-    Attributes:
-        model: transformers' own.
-    """
+    """A model of transformers, in one dtype, which is asked for the logits of one row after the other."""
 
     def __init__(self, path: Path, dtype: torch.dtype, attention: Attention = None) -> None:
         """Raises UserError: transformers cannot make a model of the directory."""

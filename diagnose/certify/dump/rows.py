@@ -34,29 +34,37 @@ class Sampling:
         """The divisor of the logits."""
         return self.temperature or 1.0
 
+    def replaced(
+        self, temperature: float | None, top_p: float | None, top_k: int | None, min_p: float | None
+    ) -> Sampling:
+        """Return it with those of these settings that are said; top_k 0 is none."""
+        given = (temperature, top_p, top_k, min_p)
+        own = (self.temperature, self.truncation.top_p, self.truncation.top_k, self.truncation.min_p)
+        heat, p, k, least = (mine if said is None else said for said, mine in zip(given, own, strict=True))
+        return Sampling(heat, Truncation(p, int(k) or -1, least))
+
 
 class DumpRow(BaseModel):
-    """One answer.
-
-    tokens: ids of prompt and answer. prompt_length: how many of them are the prompt's.
-    logprobs: the engine's, one for each token of the answer. trainer_logprobs: the trainer's, likewise.
-    mask: likewise, 0 where the model has not sampled the token; what is said of such a token does not count.
-    temperature, top_p, top_k, min_p: that the answer was sampled with; null: not said.
-    version: of the weights, one for the answer or one for each of its tokens.
-    """
+    """One answer. Settings of the sampler that are null are not said."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     tokens: list[TokenId]
+    """Of prompt and answer."""
     prompt_length: Annotated[int, Field(ge=1, strict=True)]
+    """How many of the tokens are the prompt's."""
     logprobs: list[float | None]
+    """The engine's, one for each token of the answer."""
     trainer_logprobs: list[float | None] | None = None
+    """The trainer's, likewise."""
     mask: list[bool] | None = None
+    """Likewise, 0 where the model has not sampled the token; what is said of such a token does not count."""
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     version: Version | list[Version] = None
+    """Of the weights, one for the answer or one for each of its tokens."""
 
     @field_validator("mask", mode="before")
     @classmethod
@@ -96,16 +104,7 @@ class DumpRow(BaseModel):
 
     def sampling(self, default: Sampling) -> Sampling:
         """Return its settings, those that it does not say itself from `default`."""
-
-        def said(name: str, otherwise: Any) -> Any:
-            value = getattr(self, name)
-            return otherwise if value is None else value
-
-        cut = default.truncation
-        return Sampling(
-            said("temperature", default.temperature),
-            Truncation(said("top_p", cut.top_p), said("top_k", cut.top_k) or -1, said("min_p", cut.min_p)),
-        )
+        return default.replaced(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def version_of(self, place: int) -> Version:
         """The version that sampled the token at a place of the answer."""
@@ -161,24 +160,24 @@ SCHEMA_KEYS = frozenset(DumpRow.model_fields)
 
 @dataclass(frozen=True)
 class Dump:
-    """The rows of a file, and what it knows of their model.
-
-    kind: what wrote it, in words. rows: with at least one token that the model has sampled. places: of each row in its
-        file, in words.
-    sampling: of rows that do not say theirs, where the file or its run does.
-    unread: keys that were not looked at.
-    model: directory of the weights, where the dump knows it. checkpoint: whose weights are loaded over those of the
-        directory. numerics: of the run that it is from.
-    """
+    """The rows of a file, and what it knows of their model."""
 
     kind: str
+    """The program that wrote it, in words."""
     rows: list[DumpRow]
+    """Those with at least one token that the model has sampled."""
     places: list[str]
+    """Of each row in its file, in words."""
     sampling: Sampling | None = None
+    """Of rows that do not say theirs, where the file or its run does."""
     unread: list[str] = field(default_factory=list)
+    """Keys that were not looked at."""
     model: Path | None = None
+    """Directory of the weights, where the dump knows it."""
     checkpoint: Path | None = None
+    """Its weights are loaded over those of the directory."""
     numerics: NumericsConfig | None = None
+    """Of the run that it is from."""
 
 
 def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sampling: Sampling | None = None) -> Dump:

@@ -161,7 +161,8 @@ def _samples(path: Path, samples: list[Any]) -> Iterator[tuple[str, dict[str, An
         place = f"sample {number}"
         if not isinstance(sample, Mapping):
             raise _closed(path, f"{place}, a {type(sample).__name__}")
-        values = {key: _plain(value) for key, value in sample.items()}
+        arrays = (torch.Tensor, np.ndarray)
+        values = {key: value.tolist() if isinstance(value, arrays) else value for key, value in sample.items()}
         if values.get("status") in ("aborted", "pending"):
             continue
         yield place, _slime_row(values)
@@ -189,7 +190,3 @@ def _transposed(path: Path, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise _closed(path, "rollout_data without a list of tokens")
     whole_columns = {k: v for k, v in columns.items() if isinstance(v, list) and len(v) == len(tokens)}
     return [{key: column[index] for key, column in whole_columns.items()} for index in range(len(tokens))]
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value

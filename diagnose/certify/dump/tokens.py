@@ -18,21 +18,22 @@ Side = str
 
 @dataclass(frozen=True)
 class Tokens:
-    """N sampled tokens, row after row.
-
-    ids, row, place: int64 [N]; the place is that in the answer. length: int64 [N], of the answer. temperature: float64
-    [N], that logits are divided by. special: bool [N], such as the end of an answer. version: of each.
-    said: float64 [N] by side, the engine's and the trainer's; NaN where it says nothing.
-    """
+    """N sampled tokens, row after row."""
 
     ids: Tensor
+    """int64 [N], like row, place and length."""
     row: Tensor
     place: Tensor
+    """In the answer."""
     length: Tensor
+    """Of the answer."""
     temperature: Tensor
+    """float64 [N], that logits are divided by."""
     special: Tensor
+    """bool [N], such as the end of an answer."""
     version: list[Version]
     said: dict[Side, Tensor] = field(default_factory=dict)
+    """float64 [N] by side, the engine's and the trainer's; NaN where it says nothing."""
 
     @classmethod
     def of(cls, rows: Sequence[DumpRow], samplings: Sequence[Sampling], special: frozenset[int]) -> Tokens:

@@ -62,18 +62,21 @@ def write_tables(path: Path, result: Result) -> None:
 
 def write_index(path: Path, result: Result, figures: Mapping[str, str]) -> None:
     """`index.html`: verdicts, figures and tables in one file that needs no network."""
+    tables = [claims_table(result), *result.study.tables(result.measurement)]
+    shown = [
+        page.Section(
+            table.title,
+            *([page.Paragraph(LEGEND, dim=True)] if table is tables[0] else ()),
+            page.Table(
+                [(column, "") for column in table.columns],
+                [[cell.replace("**", "") for cell in row] for row in table.rows],
+            ),
+        )
+        for table in tables
+    ]
+    drawn = page.Section(result.study.question, *map(page.Svg, figures.values()))
     page.write_page(
-        path,
-        "study",
-        None,
-        kind="study",
-        name=result.study.name,
-        verdict=_sentences(result),
-        question=result.study.question,
-        figures=list(figures.values()),
-        tables=[claims_table(result), *result.study.tables(result.measurement)],
-        legend=LEGEND,
-        caption=result.caption(),
+        path, "study", result.study.name, _sentences(result), [drawn, *shown], footer=f" · {result.caption()}"
     )
 
 

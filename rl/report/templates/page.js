@@ -1,24 +1,100 @@
 "use strict";
-const page = (() => {
+(() => {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--soft") });
   const axis = () => ({ gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--grid"), automargin: true });
+  const category = () => ({ ...axis(), type: "category", showgrid: false });
+  const legend = { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom" };
   const layout = () => ({
     font: font(), paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", bargap: 0.12,
     margin: { l: 58, r: 14, t: 8, b: 42 },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font(), color: css("--ink") } },
   });
 
-  // Draws each chart, and again where the colours of the page change. `figure(chart, place)` gives its traces and layout.
-  const draw = (figure) => {
-    const charts = JSON.parse(document.getElementById("charts").textContent);
-    const all = () => charts.forEach((chart, i) => {
-      const place = document.getElementById(`chart-${i}`);
-      const { traces, layout } = figure(chart, place);
-      Plotly.react(place, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
-    });
-    all();
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
+  // Curves over the steps of a run.
+  const color = (trace, i) => css(trace.color ? `--${trace.color}` : `--c${i % 5}`);
+  const curve = (trace, i) => {
+    const shared = { x: trace.x, y: trace.y, name: trace.name, text: trace.text };
+    const hover = trace.text ? "%{text}" : "%{y:.4~g}";
+    shared.hovertemplate = `${trace.name} ${hover}<extra></extra>`;
+    if (trace.kind === "bars") return { ...shared, type: "bar", marker: { color: color(trace, i), line: { width: 0 } } };
+    return {
+      ...shared, type: "scatter", mode: trace.kind, cliponaxis: false,
+      line: { color: color(trace, i), width: 2, dash: trace.dash },
+      marker: { color: color(trace, i), size: 6 },
+    };
   };
-  return { css, font, axis, layout, draw };
+  const curves = (chart) => {
+    const own = { ...axis(), tickcolor: css("--line"), fixedrange: false };
+    const { title, ...y } = chart.y;
+    const result = {
+      ...layout(), hovermode: "x unified", barmode: "stack", showlegend: chart.traces.length > 1,
+      legend: { ...legend, traceorder: "normal" },
+      xaxis: { ...own, title: { text: "optimizer step", standoff: 6 }, showgrid: false, ticks: "outside", ticklen: 4, rangemode: "tozero", tickformat: "d", hoverformat: "d" },
+      yaxis: { ...own, title: { text: title, standoff: 8 }, exponentformat: "none", ...y },
+      annotations: [], shapes: [],
+    };
+    const last = Math.max(...chart.traces.flatMap((trace) => trace.x));
+    if (last <= 10) Object.assign(result.xaxis, { tick0: 0, dtick: 1 });  // halves would round to one step twice
+    if (chart.annotation) {
+      result.annotations.push({
+        text: chart.annotation, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.55,
+        font: { ...font(), size: 15, color: css("--good") },
+      });
+    }
+    if (chart.zero_line) {
+      result.shapes.push({
+        type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.zero_line, y1: chart.zero_line,
+        line: { color: css("--muted"), width: 1, dash: "dot" },
+      });
+    }
+    return { traces: chart.traces.map(curve), layout: result };
+  };
+
+  // Bars of several sides beside each other.
+  const groups = (chart) => ({
+    traces: chart.series.map((series, i) => ({
+      type: "bar", x: chart.x, y: series.y, name: series.name,
+      marker: { color: css(series.name === "floor" ? "--muted" : `--c${i}`) },
+      hovertemplate: `${series.name}, %{x}: %{y:.4~g}<extra></extra>`,
+    })),
+    layout: {
+      ...layout(), barmode: "group", bargap: 0.25, legend, xaxis: category(),
+      yaxis: { ...axis(), title: { text: chart.unit, standoff: 8 }, rangemode: "tozero", exponentformat: "power" },
+    },
+  });
+
+  // Bars of one thing, and maps of decades.
+  const bars = (chart) => ({
+    traces: [{ type: "bar", x: chart.x, y: chart.y, marker: { color: css("--c0") }, hovertemplate: "%{x}: %{y:.4~g}<extra></extra>" }],
+    layout: {
+      ...layout(), height: 262, xaxis: category(),
+      yaxis: { ...axis(), title: { text: "mean |d| in nats", standoff: 8 }, rangemode: "tozero" },
+    },
+  });
+  const decades = [-6, -5, -4, -3, -2, -1, 0];
+  const heat = (chart) => ({
+    traces: [{
+      type: "heatmap", x: chart.x, y: chart.y, z: chart.z, text: chart.text, zmin: -6, zmax: 0, xgap: 1, ygap: 1,
+      hovertemplate: "%{y} %{x}: %{text}<extra></extra>", hoverongaps: false,
+      colorscale: [[0, css("--line")], [0.5, css("--c1")], [1, css("--bad")]],
+      colorbar: { thickness: 10, outlinewidth: 0, tickvals: decades, ticktext: decades.map((k) => `1e${k}`) },
+    }],
+    layout: {
+      ...layout(), height: Math.max(180, 110 + 22 * chart.y.length), xaxis: category(),
+      yaxis: { ...category(), autorange: "reversed" },
+    },
+  });
+
+  // Each chart is drawn, and again where the colours of the page change.
+  const figure = (chart) => chart.traces ? curves(chart) : chart.series ? groups(chart) : { bars, heat }[chart.kind](chart);
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const all = () => charts.forEach((chart, i) => {
+    const place = document.getElementById(`chart-${i}`);
+    const { traces, layout } = figure(chart);
+    if (layout.height) place.style.height = "auto";
+    Plotly.react(place, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
+  });
+  all();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
 })();

@@ -9,14 +9,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.record.events import CONSOLE
-from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rollout.deadlines import kill_family
+
+if TYPE_CHECKING:
+    from fp8rl.rl.record.run_dir import RunDir
 
 STOPPED = 3
 """Exit code of a run that a gate, a loss that is not finite, or a failure of what it runs on has stopped."""
@@ -35,6 +36,8 @@ def say_failed(files: RunDir, error: object) -> None:
 
 def end_without_ray(files: RunDir, why: str) -> None:
     """Say it and end this process on the spot: without Ray nothing can be unwound. All else dies with its owner."""
+    from fp8rl.rl.record.events import CONSOLE  # the help of a command does without the models of its rows
+
     CONSOLE.error(why)
     say_failed(files, why)
     os._exit(STOPPED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.plan import Plan, assumed, fitted_plan, gpu_named, make_plan, measured, read_subject, rendered
-from fp8rl.diagnose.written_tables import with_plan
+from fp8rl.diagnose.plan import Plan, fitted_plan, make_plan
+from fp8rl.diagnose.plan.efficiency import assumed, measured
+from fp8rl.diagnose.plan.plan_report import rendered
+from fp8rl.diagnose.plan.subject import read_subject
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment.budget.gpus import GPUS
+from fp8rl.rl.experiment.budget.gpus import GPUS, gpu_named
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
     Phase,
@@ -26,9 +29,11 @@ from fp8rl.rl.experiment.budget.memory import (
     trainer_memory,
 )
 from lab.studies.document.calculated import on_h20
+from lab.written_tables import with_plan
 from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 
 
+@cache
 def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
     found = read_subject(subject, overrides)
     return make_plan(found, gpu_named(gpu), assumed(found.experiment.numerics.mode), gpus, **options)
@@ -307,9 +312,9 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
 @pytest.mark.slow
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
-    """`python -m fp8rl.diagnose.written_tables SPEC...` writes it."""
+    """`python -m lab.written_tables SPEC...` writes it."""
     path = EXAMPLES / f"{example}.yaml"
-    assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_plan(path)
+    assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_plan(path, planned)
 
 
 @pytest.mark.slow

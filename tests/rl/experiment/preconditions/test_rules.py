@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from fp8rl.diagnose.plan import gpu_named, read_subject
+from fp8rl.diagnose.plan.subject import read_subject
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.core.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE
+from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE, gpu_named
 from fp8rl.rl.experiment.preconditions.rules import (
     CONTEXT,
     DEEPGEMM,

@@ -1,21 +1,24 @@
 """Tables that the code writes into files: the precision map into docs/precision.md, the plan into specs that have one.
 
-`python -m fp8rl.diagnose.written_tables docs/precision.md examples/NAME.yaml ...` makes them anew.
+`python -m lab.written_tables docs/precision.md examples/NAME.yaml ...` makes them anew.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from fp8rl.diagnose.plan import Plan, assumed, gpu_named, make_plan, read_subject
+from fp8rl.diagnose.plan import Plan, make_plan
+from fp8rl.diagnose.plan.efficiency import assumed
+from fp8rl.diagnose.plan.subject import read_subject
 from fp8rl.numerics.precision_map import CLASSES
+from fp8rl.rl.experiment.budget.gpus import gpu_named
 from fp8rl.rl.experiment.budget.memory import PHASES
 
 PAGE = "docs/precision.md"
-BEGIN, END = f"<!-- table: python -m fp8rl.diagnose.written_tables {PAGE} -->", "<!-- end of table -->"
+BEGIN, END = f"<!-- table: python -m lab.written_tables {PAGE} -->", "<!-- end of table -->"
 _SPEC = {
     "activation": "`activation`",
     "weight": "`weight`",
@@ -53,15 +56,18 @@ def _formats(formats: str) -> str:
     return " or ".join(said).format(**_SPEC)
 
 
-def with_plan(path: Path) -> str:
+def plan_of(spec: str, *, gpu: str) -> Plan:
+    subject = read_subject(spec)
+    return make_plan(subject, gpu_named(gpu), assumed(subject.experiment.numerics.mode))
+
+
+def with_plan(path: Path, planned: Callable[..., Plan] = plan_of) -> str:
     """Make the table of a spec anew, as the planner calculates it now for the GPU that the table names."""
     lines = path.read_text().splitlines()
     first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
     title = next(index for index, line in enumerate(lines[:first]) if re.fullmatch(_TITLE.format(r"\w+"), line))
     gpu = lines[title].partition("--gpu ")[2].partition("`")[0]
-    subject = read_subject(str(path))
-    plan = make_plan(subject, gpu_named(gpu), assumed(subject.experiment.numerics.mode))
-    return "\n".join([*lines[:title], *_plan_table(plan, gpu), *lines[first:]]) + "\n"
+    return "\n".join([*lines[:title], *_plan_table(planned(str(path), gpu=gpu), gpu), *lines[first:]]) + "\n"
 
 
 def _plan_table(plan: Plan, gpu: str) -> list[str]:

@@ -1,15 +1,19 @@
-"""A first experiment of one's own: a folder with a spec, a reward, data, a model, and what to change."""
+"""`fp8rl init`: a first experiment of one's own, a folder with a spec, a reward, data, a model, and what to change."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from fp8rl.commands import show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import check_writable, new_directory, writing
 
-MODEL = Path(__file__).parent / "examples/models/tiny_qwen3_moe"
+MODEL = Path(__file__).parents[1] / "examples/models/tiny_qwen3_moe"
 """A model of half a million parameters that has seen sums."""
 _FILES = {
     "spec.yaml": """\
@@ -60,27 +64,26 @@ def right(answer: str, reference: str) -> float:
 }
 
 
-def write_start(folder: Path) -> list[Path]:
-    """Write the files of a first experiment; their paths.
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
+    """Write a first experiment that runs as it is: a spec, a reward, problems, a tiny model, and what to change."""
+    with user_errors():
+        from fp8rl.rl.experiment.reference import schema_text
 
-    Raises:
-        UserError: there is something in the folder, it is a file, or it cannot be made. DiskFullError: there is no
-            room for it; nothing is left in it.
-    """
-    from fp8rl.rl.experiment.reference import schema_text
-
-    check_writable(folder, "DIR")
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise user_error(
-            "DIR", found=str(folder), expected="a new folder, or an empty one", remedy="Choose another name."
-        )
-    with writing(folder, "DIR"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with new_directory(folder / ".new") as whole:
-            shutil.copytree(MODEL, whole / "model")
-            for name, text in {**_FILES, "spec.schema.json": schema_text()}.items():
-                (whole / name).write_text(text)
-        for path in (folder / ".new").iterdir():
-            path.rename(folder / path.name)
-        (folder / ".new").rmdir()
-    return [folder / name for name in (*_FILES, "spec.schema.json", "model")]
+        check_writable(folder, "DIR")
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise user_error(
+                "DIR", found=str(folder), expected="a new folder, or an empty one", remedy="Choose another name."
+            )
+        files = {**_FILES, "spec.schema.json": schema_text()}
+        with writing(folder, "DIR"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with new_directory(folder / ".new") as whole:  # a disk that is full leaves nothing
+                shutil.copytree(MODEL, whole / "model")
+                for name, text in files.items():
+                    (whole / name).write_text(text)
+            for path in (folder / ".new").iterdir():
+                path.rename(folder / path.name)
+            (folder / ".new").rmdir()
+        for name in (*files, "model"):
+            show(str(folder / name), soft_wrap=True)
+        show(f"\ncd {folder} && fp8rl train spec.yaml", soft_wrap=True)

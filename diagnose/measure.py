@@ -1,0 +1,146 @@
+"""Measurements that several diagnoses share: the batch on which both sides are compared, our ops on one rank in this
+process, and the distance of two log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8rl.diagnose.report import Difference
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.sampling import EVERY_TOKEN
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.mismatch import agreement
+from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+from fp8rl.rl.run.feed.problems import training_problems
+from fp8rl.rollout.types import Prompt
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.result import Scored
+
+if TYPE_CHECKING:
+    from fp8rl.rl.run.stack import Stack
+    from fp8rl.trainer.distributed.layout import Layout
+    from fp8rl.trainer.scorer import Scorer
+    from fp8rl.trainer.trainer import Trainer
+
+# The calibration batch: the experiment's own problems, and prompts long enough to strain.
+
+PROBLEMS = 16
+ANSWERS = 2
+LONG_PROMPTS = 4
+LONG_TOKENS = 320
+"""Beyond two key splits of the attention, where an order of summation shows that short prompts never reach."""
+
+
+def check_has_engine(experiment: Experiment) -> None:
+    """Raise `UserError` for an experiment that samples nothing."""
+    if not experiment.needs_engines:
+        raise user_error(
+            "algorithm.name",
+            found="sft with eval.problems = 0",
+            expected="a run with an engine: there is nothing for its trainer to agree with",
+            remedy="Train it as it is, or set eval.problems.",
+        )
+
+
+def calibration_prompts(stack: Stack) -> list[Prompt]:
+    """The problems of the run's first step, at most PROBLEMS, and LONG_PROMPTS made of several of them in a row."""
+    experiment = stack.experiment
+    prompts = to_prompts(stack.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
+    room = experiment.rollout.context_length - experiment.rollout.max_new_tokens - 1
+    tokens = min(LONG_TOKENS, room)
+    long = []
+    for index in range(LONG_PROMPTS):  # prompts in a row, over and over, cut at their beginning
+        turned = prompts[index:] + prompts[:index]
+        row = [token for prompt in turned for token in prompt.token_ids]
+        long.append(Prompt(turned[-1].problem, (row * -(-tokens // len(row)))[-tokens:]))
+    return prompts + long
+
+
+def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
+    """`group_size` answers to each prompt, as a step would batch them, without advantages."""
+    groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
+    answers = stack.sampling.sample(groups, temperature)
+    truncation = stack.experiment.rollout.truncation if temperature else EVERY_TOKEN
+    return batch_from_trajectories(answers, temperature, replay=stack.replays, truncation=truncation)
+
+
+# One rank of the trainer in this process, for what is scored without a run. Megatron is imported here alone.
+
+
+@contextmanager
+def one_rank(config: TrainerSection, numerics: NumericsConfig) -> Iterator[Layout]:
+    """Hold the place of a trainer that is alone, on `numerics`; they may carry the reduction order of a larger layout.
+
+    Raises:
+        UserError: exact mode, on a machine where a token's result depends on its batch.
+    """
+    from fp8rl.trainer import device
+    from fp8rl.trainer.distributed import parallel
+
+    device.start(0, numerics)
+    layout = parallel.initialize(config)
+    try:
+        from fp8rl.trainer.trainer import check_row_invariance  # Megatron is quiet from here on
+
+        if numerics.mode == "exact":
+            check_row_invariance()
+        yield layout
+    finally:
+        parallel.shutdown()
+
+
+@contextmanager
+def one_trainer(
+    weights: Path,
+    numerics: NumericsConfig,
+    *,
+    micro_batch_tokens: int,
+    longest: int,
+    adapter: AdapterSection | None = None,
+) -> Iterator[Trainer]:
+    """Hold a trainer of one rank with these weights, which scores and exports; see `one_rank`. longest: of a row."""
+    config = TrainerSection(micro_batch_tokens=micro_batch_tokens)
+    with one_rank(config, numerics) as layout:
+        from fp8rl.trainer.trainer import Trainer
+
+        yield Trainer(
+            weights, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=longest, adapter=adapter
+        )
+
+
+def score_recorded(model: Scorer, batch: TokenBatch) -> Scored:
+    """Score recorded tokens with our ops on one rank; the rows stay in the order of the batch."""
+    rows, scored = model.score_routed(batch)
+    order = torch.tensor(rows).argsort()
+    routes, draws = (None if each is None else each[order] for each in (scored.routes, scored.draws))
+    return Scored(scored.logprobs[order], routes, draws)
+
+
+# How far two log-probabilities of the same tokens are apart, in the numbers that every diagnosis gives.
+
+_ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
+
+
+def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
+    """Compare on the tokens of a bool mask; all of one shape [B, S]."""
+    values = agreement(first, second, mask)
+    return Difference(
+        tokens=int(values["mismatch/tokens"]),
+        nonfinite=int(values["mismatch/nonfinite_count"]),
+        mean=values.get(_ABS_DIFF + "mean"),
+        p99=values.get(_ABS_DIFF + "p99"),
+        max=values.get(_ABS_DIFF + "max"),
+        exact_frac=values.get("mismatch/exact_frac"),
+        p50=values.get(_ABS_DIFF + "p50"),
+        k3_kl=values.get("mismatch/k3_kl"),
+    )

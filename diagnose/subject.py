@@ -1,0 +1,224 @@
+"""Reads the argument of a command, the folder of a run, a capsule or the directory of a model: its weights, the
+experiment and the numerics that they are computed in, and the batch of a capsule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fp8rl.models import load_architecture
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.models.architecture import Model
+from fp8rl.models.checkpoint.peft import read_config
+from fp8rl.models.checkpoint.reading import check_stored
+from fp8rl.models.hub import model_directory
+from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import check_path, read_json
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment import Experiment, read_resolved
+from fp8rl.rl.experiment.preconditions import read_model
+from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
+from fp8rl.rl.experiment.sections import NumericsSection
+from fp8rl.rl.guard.capsule import read_capsule
+from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.run.engines.serving import engine_adapter
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.environments.recording import parsers
+from fp8rl.trainer.step.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run or a capsule, and its weights, numerics and batch."""
+
+    name: str
+    path: Path
+    experiment: Experiment
+    """With the model directory to start from."""
+    numerics: NumericsConfig
+    """Those that were in force."""
+    checkpoint: Path | None = None
+    """Its weights are loaded over those of the directory."""
+    batch: TokenBatch | None = None
+    """None if it is still to be sampled."""
+
+
+def read_subject(path: Path, key: str) -> Subject:
+    """Read a run's folder, at its newest weights, or a capsule. key: what messages call the argument.
+
+    Raises:
+        UserError: it is neither, it has no weights, or it is damaged.
+    """
+    check_path(path, key)
+    path = Path(path).absolute()
+    if (path / "capsule.json").is_file():
+        capsule = read_capsule(path)
+        if capsule.weights is None:
+            raise user_error(
+                key,
+                found=f"{path} without weights",
+                expected="a capsule with its weights",
+                remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
+            )
+        experiment = capsule.beginning(capsule.weights)
+        name = f"{experiment.run.name} {path.name}"
+        return Subject(name, path, experiment, capsule.numerics, batch=capsule.scored.batch)
+    run, experiment = open_run(
+        path,
+        key=key,
+        found=str(path),
+        expected="the directory of a run or of a capsule",
+        remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
+    )
+    step = max(run.checkpoint_steps(), default=None)
+    if step is None and run.model.is_dir():
+        model = experiment.model.model_copy(update={"path": str(run.model)})
+        experiment = experiment.model_copy(update={"model": model})
+    elif step is None:
+        raise user_error(
+            key,
+            found=f"{run.path} with neither model/ nor a checkpoint",
+            expected="weights to compare",
+            remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
+        )
+    return run_at(run, experiment, step)
+
+
+def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:
+    """Open a run's folder and read its resolved spec. Raises UserError, of these words, where there is none."""
+    run = RunDir(path.absolute())
+    if not run.experiment.is_file():
+        raise user_error(key, found=found, expected=expected, remedy=remedy)
+    return run, read_resolved(run.experiment)
+
+
+def run_at(run: RunDir, experiment: Experiment, step: int | None) -> Subject:
+    """Return a run as it was at a checkpoint; None: at the weights of its model directory."""
+    numerics = GateState.of_checkpoint(run, step).numerics(experiment.numerics_config())
+    return Subject(run.name, run.path, experiment, numerics, None if step is None else run.checkpoint(step))
+
+
+# Models that are served: by a run that is over, or in the directory of a model.
+
+LONGEST = 32768
+"""Sequence that an engine of a model directory has room for, if the model does."""
+_KEY = "RUN|MODEL"
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter as a run leaves it. path: a directory in PEFT's format."""
+
+    path: Path
+    config: AdapterSection
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model and how it is to be computed."""
+
+    path: Path
+    """A Hugging Face directory in BF16."""
+    name: str
+    """As clients call it."""
+    numerics: NumericsConfig
+    rollout: RolloutSection
+    adapter: StoredAdapter | None = None
+    """Beside the weights."""
+    tool_parser: str | None = None
+    """The format in which the model calls tools."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of its chat template."""
+    architecture: str | None = None
+    """A user's file that has the model's; None: it is one of ours."""
+
+    @property
+    def base_name(self) -> str | None:
+        """The name of the model without its adapter, for clients."""
+        return f"{self.name}-base" if self.adapter is not None else None
+
+    @property
+    def adapter_config(self) -> AdapterSection | None:
+        return None if self.adapter is None else self.adapter.config
+
+    def with_tools(self, tool_parser: str) -> Served:
+        """Let the model call tools in this format. Raises UserError: SGLang has none of that name."""
+        if tool_parser not in (known := parsers()):
+            expected = f"one of {', '.join(known)}"
+            raise user_error("--tool-parser", found=tool_parser, expected=expected, remedy="Correct it.")
+        return replace(self, tool_parser=tool_parser)
+
+
+def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None = None) -> Served:
+    """The trained model of a run, as the run computed; or a model directory in this mode and preset, whose architecture
+    may be in a user's file.
+
+    Raises:
+        UserError: it is neither, or the run has no trained model yet.
+    """
+    check_path(subject, _KEY)
+    files = RunDir(subject.absolute())
+    if not files.experiment.is_file():
+        subject = model_directory(str(subject), None, _KEY)
+        _refuse_converted(subject)
+        if architecture is not None:
+            load_architecture(architecture, "--architecture")
+        sizes = check_model(subject).sizes
+        side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
+        section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
+        rollout = RolloutSection(context_length=min(sizes.max_positions, LONGEST))
+        return Served(subject, files.name, section.config(tp=1), rollout, architecture=architecture)
+    experiment = read_resolved(files.experiment)
+    beside = engine_adapter(experiment)
+    if not (files.model if beside is None else files.adapter).is_dir():
+        raise user_error(
+            _KEY,
+            found=f"{subject}, a run without {'model' if beside is None else 'adapter'}/",
+            expected="a finished run",
+            remedy=f"Finish it with fp8rl train {files.experiment} --resume, or give the directory of a model.",
+        )
+    path = files.model if beside is None else experiment.model.directory
+    definition = check_model(path)
+    if beside is not None:
+        read_config(files.adapter, definition, _KEY)
+    harness = experiment.environment.harness
+    return Served(
+        path,
+        files.name,
+        experiment.numerics_config(),
+        experiment.rollout,
+        None if beside is None else StoredAdapter(files.adapter, beside),
+        None if harness is None else harness.tool_parser,
+        experiment.data.chat_template,
+        experiment.model.architecture,
+    )
+
+
+def check_model(path: Path) -> Model:
+    """Check the files of a model directory; returns what was read of it. Raises UserError: one is missing or wrong."""
+    definition = read_model(path, _KEY)
+    tokenizer = load_tokenizer(path, _KEY)
+    if tokenizer.chat_template:
+        check_chat_template(tokenizer, path, _KEY)
+    check_stored(path, definition, _KEY)
+    return definition
+
+
+def _refuse_converted(model: Path) -> None:
+    """Refuse what `fp8rl convert` has written, which is for other servers."""
+    try:
+        quantized = "quantization_config" in read_json(model / "config.json", _KEY, "a Hugging Face config.json")
+    except UserError:
+        return  # what else is wrong is said by those who read it
+    if quantized:
+        raise user_error(
+            _KEY,
+            found=f"{model}, whose weights are quantized",
+            expected="a model in BF16, which this command quantizes itself",
+            remedy="Give the directory that it was converted from. What `fp8rl convert` writes is for a server of "
+            "your own: python -m sglang.launch_server --model-path ...",
+        )

@@ -1,0 +1,273 @@
+"""Commands that diagnose: doctor, plan, preflight and audit before a run, attribute, rescore and certify after it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from fp8rl.commands import AsJson, Overrides, SpecPath, complete_models, end, progress, show, user_errors
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.run.lifecycle.interrupts import interruptible
+
+if TYPE_CHECKING:
+    from fp8rl.numerics.config import Mode
+
+_SERVER, _DUMP = "A server", "A dump"
+Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
+
+
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC", help="YAML experiment spec; without one, the default numerics.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the test of the ops, which is slow.")] = False,
+) -> None:
+    """Check the installation, the GPUs, and the spec: how it would run, its data, its first prompt and its rewards.
+
+    Exit code 0, 1 if it cannot run here, 2 for bad input.
+    """
+    with user_errors():
+        from fp8rl.diagnose.doctor import judge
+        from fp8rl.diagnose.doctor.doctor_report import rendered
+        from fp8rl.diagnose.doctor.machine import gather
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.sections import NumericsSection
+
+        loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
+        numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
+        say = progress()
+        diagnosis = judge(gather(numerics, say, quick=quick), numerics)
+        if loaded:
+            say("checking model, data and sizes of the spec")
+            if diagnosis.ok:  # the checks need the libraries
+                from fp8rl.diagnose.doctor.conditions import with_conditions
+
+                diagnosis = with_conditions(diagnosis, loaded)
+    print(diagnosis.to_json()) if as_json else show(rendered(diagnosis))
+    end(diagnosis.ok)
+
+
+def plan(
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SPEC|MODEL",
+            help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.",
+            autocompletion=complete_models,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, h800, h20, b200, b300, l40s, 4090, 'rtx pro 6000' or a100.")
+    ] = "h100",
+    gpus: Annotated[int | None, typer.Option(help="The trainer's GPUs; engines share them or have others.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; by default the maximum.")] = None,
+    bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m lab.bench.gpu` on such a GPU.")] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Find keys with which it fits, and print them.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
+
+    Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
+    """
+    with user_errors():
+        from fp8rl.diagnose.plan import fitted_plan, make_plan
+        from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
+        from fp8rl.diagnose.plan.plan_report import rendered
+        from fp8rl.diagnose.plan.subject import read_subject
+        from fp8rl.rl.experiment.budget.gpus import gpu_named
+
+        kind = gpu_named(gpu)
+
+        def efficiency(mode: Mode) -> Efficiency:
+            return measured(bench, mode, kind) if bench else assumed(mode)
+
+        if fit:
+            made = fitted_plan(subject, overrides or [], kind, efficiency, gpus, length)
+        else:
+            found = read_subject(subject, overrides or [])
+            made = make_plan(found, kind, efficiency(found.experiment.numerics.mode), gpus, length)
+    print(made.to_json()) if as_json else show(rendered(made))
+    end(made.ok)
+
+
+def preflight(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the BF16 floor, which needs another engine.")] = False,
+) -> None:
+    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
+
+    Exit code 0, 1 if they do not, 2 for bad input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose.preflight import preflight as examine
+        from fp8rl.diagnose.preflight import rendered
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.fetching import fetched
+
+        with interruptible():
+            found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
+    print(found.to_json()) if as_json else show(rendered(found))
+    end(found.ok)
+
+
+def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Start both sides, watch one training step op by op, and say whether every tensor is in its planned format.
+
+    Exit code 0, 1 if one is not, 2 for bad input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose.audit import audit as examine
+        from fp8rl.diagnose.audit.audit_report import rendered
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.fetching import fetched
+
+        with interruptible():
+            found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())
+    print(found.to_json()) if as_json else show(rendered(found))
+    end(found.ok)
+
+
+def attribute(
+    subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(help="Page to write; its numbers are written beside it as .json.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip causes that need further engines.")] = False,
+) -> None:
+    """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
+    with user_errors(), redirect_stdout(sys.stderr):
+        from fp8rl.diagnose import attribution
+        from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
+        from fp8rl.diagnose.subject import read_subject
+        from fp8rl.numerics.core.files import check_page, writing
+
+        given = read_subject(subject, "attribute")
+        page, key = out or attribution.page_of(given), "--out" if out else "report"
+        check_page(page, key)
+        check_page(page.with_suffix(".json"), key)
+        with interruptible():
+            found = attribution.attribute_offline(given, quick=quick, say=progress())
+        compared = attribution.compared(given)
+        with writing(page, key):
+            write_page(found, given.name, page, compared)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+        return
+    show(rendered(found, compared), f"\nreport   {page}", soft_wrap=True)
+    if quick and given.numerics.mode == "native":
+        show("left out  quantization and op definitions (--quick)")
+
+
+def rescore(
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="Directory, e.g. runs/demo/capsules/step_7.")],
+    model: Annotated[Path | None, typer.Option(help="BF16 weights to use instead of the capsule's own.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
+    with user_errors():
+        from fp8rl.diagnose.rescore import print_rescored
+        from fp8rl.diagnose.rescore import rescore as score_again
+        from fp8rl.rl.record.console import PlainConsole
+
+        result = score_again(capsule, model)
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        else:
+            print_rescored(result, PlainConsole())
+    end(result.reproduced)
+
+
+def certify(
+    dump: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DUMP]", help="Token ids and log-probabilities: JSON lines, a run, slime's, verl's."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="For a server, its name of the model; for a dump, the directory of the weights."),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a running server, e.g. http://127.0.0.1:30000; with /v1, OpenAI's API.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key of the server.", rich_help_panel=_SERVER)
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(min=5.0, help="Limit for all requests; what does not fit is skipped.", rich_help_panel=_SERVER),
+    ] = 300.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=100.0, help="For rows without their own; by default 1.", rich_help_panel=_DUMP),
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    preset: Annotated[
+        Preset, typer.Option(help="Quantization in which our ops score it, beside BF16.", rich_help_panel=_DUMP)
+    ] = "fp8_block_pow2",
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to score, evenly over the rows.", rich_help_panel=_DUMP)
+    ] = 50_000,
+    page: Annotated[
+        Path | None, typer.Option(help="Path of the page; by default beside the dump.", rich_help_panel=_DUMP)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test whether an engine is exact, or how far a dump's log-probabilities are from the model, on which side and why.
+
+    A server gets the same requests alone, in batches, from the cache, in other chunks, under load. A dump is
+    scored by the model's own code and by our ops. Exit code 0: certified, equal or within the floor, 1: not, 2: bad
+    input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        if (server is None) == (dump is None):
+            raise user_error(
+                "DUMP, --server",
+                found="neither" if dump is None else "both",
+                expected="one of them",
+                remedy="Give a file, or --server URL.",
+            )
+        with interruptible():
+            if server is not None:
+                from fp8rl.diagnose import certify as servers
+
+                found = servers.certify_server(server, model, api_key, seconds=seconds, say=progress())
+                text, shown, ok = found.to_json(), servers.rendered(found), found.ok
+            else:
+                assert dump is not None
+                from fp8rl.diagnose.certify import dump as dumps
+                from fp8rl.diagnose.certify.dump.dump_report import rendered, write_page
+                from fp8rl.diagnose.certify.dump.rows import Sampling
+                from fp8rl.models.hub import model_directory
+                from fp8rl.numerics.core.files import check_page, writing
+                from fp8rl.numerics.core.reading import check_path
+
+                check_path(dump, "DUMP")
+                beside = dump / "certify.html" if dump.is_dir() else dump.with_suffix(".certify.html")
+                written = page or beside
+                check_page(written, "--page")
+                said = partial(Sampling.replaced, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+                weights = None if model is None else model_directory(model, None, "--model")
+                report = dumps.certify_dump(dump, weights, sampling=said, preset=preset, budget=tokens, say=progress())
+                with writing(written, "--page"):
+                    write_page(report, written)
+                progress()(f"page     {written}")
+                text, shown, ok = report.to_json(), rendered(report), report.ok
+    print(text) if as_json else show(shown, soft_wrap=True)
+    end(ok)
