@@ -54,7 +54,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
     so_far = SoFar()
     path = experiment.model.directory
     model = read_model(path)
-    so_far.checks += [block_alignment(model.sizes, experiment), same_precision(experiment)]
+    so_far.checks += [block_alignment(model.shape, experiment), same_precision(experiment)]
     if not so_far.checks[0].ok:
         check_stored(path, model)  # which `check` does too
     else:

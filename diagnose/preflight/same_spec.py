@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fp8rl.diagnose.preflight.preflight_report import Check, judged, refused
-from fp8rl.models import ModelSizes
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.families.mlp import TOPK
+from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
@@ -244,16 +244,17 @@ _EXPECTED = "every tensor's digest equal in trainer and engine"
 # What can be told before a process is started.
 
 
-def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
+def block_alignment(shape: Shape, experiment: Experiment) -> Check:
     """Check that every piece of a fused weight is whole quantization blocks on every rank.
 
     Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
     """
     name = "block alignment"
     try:
-        check_model_layout(sizes, experiment)
+        check_model_layout(shape, experiment)
     except UserError as error:
         return refused("bytes", name, error)
+    sizes = shape.sizes
     held = {
         "hidden_size": sizes.hidden_size,
         "head_dim": sizes.head_dim,

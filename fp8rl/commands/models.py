@@ -119,7 +119,7 @@ def convert(
         quant_spec = QuantSpec.preset(preset)
         model = model_directory(str(model), None, "MODEL")
         definition = read_model(model, "MODEL")
-        check_layout(definition.sizes, TrainerSection(), quant_spec)
+        check_layout(definition.shape, TrainerSection(), quant_spec)
         check_stored(model, definition, "MODEL", say=lambda note: show(f"note: {note}", soft_wrap=True))
         if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
             tokenizer = load_tokenizer(model, "MODEL")

@@ -16,7 +16,7 @@ from fp8rl.rl.run.step import train_metrics
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
+from fp8rl.trainer.step.objective import PassResult
 
 
 def trajectory(group: int, tokens: int, *, finished: bool = True, version: int = 4) -> Trajectory:
