@@ -37,7 +37,7 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class Probes:
-    """How ops are tried that only some models have."""
+    """Trials of ops that only some models have."""
 
     rows: Callable[[Callable[..., Any], int], Mapping[str, Callable[[int], Any]]]
     """Of a function that draws BF16 numbers [shape] and of a number of rows: by name, what gives an op's result for the
@@ -50,7 +50,7 @@ OPS: dict[str, Callable[..., Any]] = {}
 _kernels: Kernels | None = None
 _registered: dict[str, Callable[..., Any]] = {}
 USERS_PROBES: list[Probes] = []
-"""How the start-up probe of this process tries a user's ops."""
+"""Trials of a user's ops by the start-up probe of this process."""
 
 
 def op(definition: Callable[P, R]) -> Callable[P, R]:

@@ -46,7 +46,7 @@ _ATTENTION = AttentionProbe(
 
 
 def _probes() -> Iterator[Probes]:
-    """How the ops are tried that only some models have: of our files, and of a user's."""
+    """Yield the trials of ops that only some models have: those of our files, and a user's."""
     for file in pkgutil.iter_modules(ops.__path__):
         if (found := getattr(import_module(f"{ops.__name__}.{file.name}"), "PROBES", None)) is not None:
             yield found

@@ -134,7 +134,7 @@ def _divides(
 
 
 def _unshared(shape: Shape, ranks: Ranks) -> str | None:
-    """Why such ranks cannot share a model, said of it; None: they can."""
+    """Say of a model why such ranks cannot share it; None: they can."""
     found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
     return next((why for why in found if why), None)
 
