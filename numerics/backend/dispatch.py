@@ -20,7 +20,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """Attention over one tensor of keys, whose values are read of it: three ops of (q, kv, *where)."""
+    """Attention over one tensor of keys, which has the values in it: three ops, by where the keys lie."""
 
     name: str
     queries: tuple[int, ...]
@@ -28,11 +28,20 @@ class AttentionProbe:
     keys: tuple[int, ...]
     """Shape of a token's keys and values."""
     whole: Callable[..., Any]
-    """Over keys [B, T, ...], where: positions; as `numerics.ops.attention`."""
+    """Over keys [B, T, ...], as `numerics.ops.attention`."""
     packed: Callable[..., Any]
-    """Over rows end to end, where: lengths; as `numerics.ops.packed_attention`."""
+    """Over rows end to end, as `numerics.ops.packed_attention`."""
     paged: Callable[..., Any]
-    """Over the slots of a cache; as `numerics.ops.paged_attention`."""
+    """Over the slots of a cache, as `numerics.ops.paged_attention`."""
+    values: int = 0
+    """The leading numbers of a key that are its value, which the ops are given in place of values; 0: they take
+    values."""
+
+    def attend(self, op: Callable[..., Any], queries: Any, keys: Any, *where: Any) -> Any:
+        """Call one of the ops."""
+        if self.values:
+            return op(queries, keys, *where, self.values, 0.1)
+        return op(queries, keys, keys, *where, 0.1)
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ _ATTENTION = AttentionProbe(
     "attention",
     queries=(4, 128),
     keys=(2, 128),
-    whole=lambda q, kv, *where: ops.attention(q, kv, kv, *where, 0.1),
-    packed=lambda q, kv, *where: ops.packed_attention(q, kv, kv, *where, 0.1),
-    paged=lambda q, kv, *where: ops.paged_attention(q, kv, kv, *where, 0.1),
+    whole=ops.attention,
+    packed=ops.packed_attention,
+    paged=ops.paged_attention,
 )
 
 
@@ -293,7 +293,7 @@ def _adapted_forms(
     }
 
 
-def _attention_is_invariant(attend: AttentionProbe, q: Tensor, kv: Tensor) -> bool:
+def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> bool:
     """Compare attention of the newest tokens of a sequence, q, with attention in other batches.
 
     The others are single queries over just the keys that they see, the paged op, and, if q holds all tokens, sequences
@@ -302,7 +302,7 @@ def _attention_is_invariant(attend: AttentionProbe, q: Tensor, kv: Tensor) -> bo
     length = kv.shape[1]
     oldest = length - q.shape[1]
     positions = torch.arange(oldest, length, device=q.device).expand(q.shape[0], -1)
-    whole = attend.whole(q, kv, positions)
+    whole = probe.attend(probe.whole, q, kv, positions)
     # Slot 0 of the cache is nobody's; sequence b's keys lie backwards in the rest.
     slots = 1 + torch.arange(2 * length, device=q.device).flip(0).view(2, length)
     cache = kv.new_full((1 + 2 * length, *kv.shape[2:]), torch.nan)
@@ -313,17 +313,17 @@ def _attention_is_invariant(attend: AttentionProbe, q: Tensor, kv: Tensor) -> bo
         """Return the result of queries first to stop of both sequences, as their newest tokens."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
-        return attend.paged(fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))
+        return probe.attend(probe.paged, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))
 
     if not oldest:
         lengths = torch.tensor([length, length - 100], device=q.device)
         queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
-        if not torch.equal(attend.packed(queries, keys, lengths), expected):
+        if not torch.equal(probe.attend(probe.packed, queries, keys, lengths), expected):
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return torch.equal(paged(oldest, length), whole) and all(
         torch.equal(
-            attend.whole(q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
+            probe.attend(probe.whole, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
             whole[:1, i : i + 1],
         )
         and torch.equal(paged(t, t + 1), whole[:, i : i + 1])

@@ -176,8 +176,9 @@ PROBES = Probes(
         "latent attention",
         queries=(4, 96),
         keys=(96,),
-        whole=lambda q, rows, *where: latent_attention(q, rows, *where, 64, 0.1),
-        packed=lambda q, rows, *where: packed_latent_attention(q, rows, *where, 64, 0.1),
-        paged=lambda q, rows, *where: paged_latent_attention(q, rows, *where, 64, 0.1),
+        whole=latent_attention,
+        packed=packed_latent_attention,
+        paged=paged_latent_attention,
+        values=64,
     ),
 )
