@@ -24,7 +24,7 @@ from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import Scored
+from fp8rl.trainer.step.objective import Scored
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.stack import Stack

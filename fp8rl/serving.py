@@ -137,7 +137,7 @@ def convert_model(
     spec = QuantSpec.preset(preset)
     model = model_directory(str(model), None, "MODEL")
     definition = read_model(model, "MODEL")
-    check_layout(definition.sizes, TrainerSection(), spec)
+    check_layout(definition.shape, TrainerSection(), spec)
     check_stored(model, definition, "MODEL", say=note)
     if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
         tokenizer = load_tokenizer(model, "MODEL")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Literal
 
@@ -84,9 +84,8 @@ class Shape:
         """All weights that a checkpoint has, family by family."""
         s = self.sizes
         groups = list(_groups(first_tensors(s), s, "first"))
-        for family in self.families:
-            for layers in _runs(family, s):
-                groups += _groups(family.tensors(s, layers.start), s, family.part, layers)
+        for family, layers in self.layers_of():
+            groups += _groups(family.tensors(s, layers.start), s, family.part, layers)
         groups += _groups(last_tensors(s), s, "last")
         if s.tied:
             (embedding,) = _groups(first_tensors(s), s, "last", tied=True)
@@ -145,18 +144,18 @@ class Shape:
             for f in families_of_layer(self.families, self.sizes, layer)
             if part in (None, f.part)
         ]
-        return Activations(sum(each.bf16 for each in kept), sum(each.fp8 for each in kept))
+        return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
 
     def _sum(self, of_family: Callable[[Family], int]) -> int:
-        return sum(of_family(family) * sum(map(len, _runs(family, self.sizes))) for family in self.families)
+        return sum(of_family(family) * len(layers) for family, layers in self.layers_of())
 
-
-def _runs(family: Family, sizes: ModelSizes) -> Iterator[range]:
-    """The layers that have a family, in runs without a gap."""
-    for has, layers in groupby(range(sizes.layers), lambda layer: family.within(sizes, layer)):
-        if has:
-            run = list(layers)
-            yield range(run[0], run[-1] + 1)
+    def layers_of(self) -> Iterator[tuple[Family, range]]:
+        """Each family, with each run of layers without a gap that have it."""
+        for family in self.families:
+            for has, layers in groupby(range(self.sizes.layers), partial(family.within, self.sizes)):
+                if has:
+                    run = list(layers)
+                    yield family, range(run[0], run[-1] + 1)
 
 
 def _groups(

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.ops.rope import Yarn
 
-
-@dataclass(frozen=True, kw_only=True)
-class Latent:
-    """The sizes of multi-head latent attention (MLA): queries, and keys with values, come from narrow rows."""
-
-    q_rank: int
-    """Width of the row of queries; 0: they come from the hidden states."""
-    kv_rank: int
-    """Width of the row of keys and values, which is cached."""
-    rope_dim: int
-    """Width of the one rotated key that all heads share, cached beside it."""
-    value_dim: int
-    """Width of a head's value."""
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +62,14 @@ class ModelSizes:
     """Queries, keys and values have biases."""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
-    latent: Latent | None = None
-    """Latent attention, in which `head_dim` is the width of a query, and every head has its own key."""
     yarn: Yarn | None = None
     """Rotation over a lengthened context."""
+    own: tuple[Any, ...] = ()
+    """Sizes that one family of ops alone has, each an object of a class of its own; see `of`."""
+
+    def of(self, kind: type[S]) -> S:
+        """Return the sizes of a family that has a class for them."""
+        return next(each for each in self.own if isinstance(each, kind))
 
     @property
     def attention_scale(self) -> float:
@@ -86,7 +78,7 @@ class ModelSizes:
 
     @property
     def plain_dim(self) -> int:
-        """Channels of a head that are not rotated: the first ones, in latent attention."""
+        """Channels of a head that are not rotated."""
         return self.head_dim - self.rotary_dim
 
     @property

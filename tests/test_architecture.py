@@ -23,6 +23,19 @@ MAY_IMPORT = {
 }
 """By the folder at the top of the repository. `lab` may import them all, and the command `study` imports it."""
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
+FAMILIES = ("models.families", "trainer.modules.families", "rollout.plugin.families")
+FAMILY_FOLDERS = {ROOT / "models/architectures", *(ROOT / home.replace(".", "/") for home in FAMILIES)}
+KNOW_A_FAMILY = {
+    "models/sizes.py": "the numbers that several architectures read; sizes of one family alone are `ModelSizes.own`",
+    "models/tiny.py": "says what the keys of `fp8rl tiny` mean for each architecture",
+    "numerics/ops/__init__.py": "lists the names of all ops",
+    "numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
+    "numerics/kernels/products/heads.py": "the kernel of an op of latent attention",
+    "rollout/plugin/inventory.py": "SGLang's names of its buffers",
+    "trainer/megatron/patches.py": "the name of a module of Megatron's",
+    "diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
+}
+"""Files outside the families' folders that name one, and why."""
 FLOORS = (
     "mismatch",
     "record",
@@ -92,6 +105,22 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
         if names.search(node.value)
     ]
     assert not broken
+
+
+def test_no_file_outside_the_families_folders_knows_a_family() -> None:
+    """A family of ops is a file on each floor; tables, builders, checks and audits are loops over them."""
+    names = {path.stem for path in python_files("models/families")} - {"__init__", "ends"}  # `ends`: all models have it
+    assert len(names) >= 3
+    of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
+    named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)
+    broken = {}
+    for path in (path for package in MAY_IMPORT for path in python_files(package)):
+        file, text = str(path.relative_to(ROOT)), path.read_text()
+        if path.parent in FAMILY_FOLDERS or path.stem in names & {"latent"}:
+            continue
+        if found := sorted({*named.findall(text), *(imported_files(text, of_one))}):
+            broken[file] = found
+    assert broken.keys() == KNOW_A_FAMILY.keys(), {file: broken[file] for file in broken.keys() - KNOW_A_FAMILY.keys()}
 
 
 def test_inside_studies_the_harness_knows_no_study_and_a_study_no_other() -> None:

@@ -83,6 +83,9 @@ CODE = {
     "diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
     "fp8rl/__init__.py": {"import_module"},  # names of its table
     "models/architecture.py": {"import_module"},  # files in models/architectures
+    "numerics/backend/probe.py": {"import_module"},  # files in numerics/ops
+    "numerics/kernels/kernels.py": {"import_module"},  # files in numerics/kernels
+    "trainer/modules/families/__init__.py": {"import_module"},  # files in trainer/modules/families
     "rollout/plugin/families/__init__.py": {"import_module"},  # files in rollout/plugin/families
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table

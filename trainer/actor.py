@@ -22,8 +22,7 @@ from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.objective import Objective
-from fp8rl.trainer.step.result import MovedAside, PassResult, Scored
+from fp8rl.trainer.step.objective import MovedAside, Objective, PassResult, Scored
 
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role
@@ -227,13 +226,8 @@ class TrainerGroup:
             NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply.
         """
         parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
-        return replace(
-            parts[0].result,
-            logprobs=_logprobs([(part.rows, part.result.logprobs) for part in parts], batch),
-            routes=_routes([(part.rows, part.result.routes) for part in parts], batch),
-            draws=_draws([(part.rows, part.result.draws) for part in parts], batch),
-            seconds=max(part.result.seconds for part in parts),
-        )
+        whole = _assembled([(part.rows, part.result) for part in parts], batch)
+        return replace(parts[0].result, **vars(whole), seconds=max(part.result.seconds for part in parts))
 
     def update(self, role: Role = "policy") -> float:
         """One optimizer step with the gradients of the last `forward_backward`; the learning rate used."""
@@ -260,12 +254,7 @@ class TrainerGroup:
 
     def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
         """Log-probabilities, the router's own choice for a batch with routes, and draws for one with seeds."""
-        parts = self._of_reporting(role, "score_routed", ray.put(batch))
-        return Scored(
-            logprobs=_logprobs([(rows, scored.logprobs) for rows, scored in parts], batch),
-            routes=_routes([(rows, scored.routes) for rows, scored in parts], batch),
-            draws=_draws([(rows, scored.draws) for rows, scored in parts], batch),
-        )
+        return _assembled(self._of_reporting(role, "score_routed", ray.put(batch)), batch)
 
     def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
         """`score` at the weights of now, while the caller does something else. What comes back waits for it, in any
@@ -273,8 +262,9 @@ class TrainerGroup:
         calls = self._send("apply", "policy", "score_routed", ray.put(batch), of_reporting_ranks=True)
 
         def scored() -> Tensor:
-            parts = [part for part in self._get(range(len(calls)), calls) if part is not None]
-            return _logprobs([(rows, each.logprobs) for rows, each in parts], batch)
+            return _assembled(
+                [part for part in self._get(range(len(calls)), calls) if part is not None], batch
+            ).logprobs
 
         return scored
 
@@ -400,26 +390,17 @@ def _why(error: ray.exceptions.RayError) -> str:
     return str(error).strip().splitlines()[0]  # of Ray's memory monitor, for one, which says what it found
 
 
-def _logprobs(parts: list[tuple[list[int], Tensor]], batch: TokenBatch) -> Tensor:
-    return _assemble(parts, torch.zeros(batch.rows, batch.width))
+def _assembled(parts: Sequence[tuple[list[int], Any]], batch: TokenBatch) -> Scored:
+    """The tensors [B, ...] of a batch, of those of each rank's rows."""
 
+    def whole(name: str, filled: Tensor) -> Tensor:
+        for rows, found in parts:
+            if (values := getattr(found, name)) is not None:
+                filled[rows] = values
+        return filled
 
-def _routes(parts: list[tuple[list[int], Tensor | None]], batch: TokenBatch) -> Tensor | None:
-    if batch.routes is None:
-        return None
-    known = [(rows, routes) for rows, routes in parts if routes is not None]
-    return _assemble(known, torch.full_like(batch.routes, UNKNOWN))
-
-
-def _draws(parts: list[tuple[list[int], Tensor | None]], batch: TokenBatch) -> Tensor | None:
-    if batch.seeds is None:
-        return None
-    known = [(rows, draws) for rows, draws in parts if draws is not None]
-    return _assemble(known, torch.full_like(batch.tokens, UNKNOWN))
-
-
-def _assemble(parts: list[tuple[list[int], Tensor]], whole: Tensor) -> Tensor:
-    """`whole` [B, ...] with the rows of each rank in their places."""
-    for rows, values in parts:
-        whole[rows] = values
-    return whole
+    return Scored(
+        logprobs=whole("logprobs", torch.zeros(batch.rows, batch.width)),
+        routes=None if batch.routes is None else whole("routes", torch.full_like(batch.routes, UNKNOWN)),
+        draws=None if batch.seeds is None else whole("draws", torch.full_like(batch.tokens, UNKNOWN)),
+    )

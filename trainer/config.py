@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from fp8rl.numerics.core.section import Section
+from fp8rl.numerics.spec import TensorSpec
 
 GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
@@ -125,3 +126,9 @@ class TrainerSection(RateSection):
     def copies(self) -> int:
         """Ranks that hold the same dense weights, whether they share rows or tokens."""
         return self.dp * self.cp
+
+
+def travels_in_fp8(spec: TensorSpec) -> bool:
+    """Return True if weights of this spec may be sent quantized (`weight_gather`): the values survive another
+    quantization."""
+    return spec.format == "e4m3" and spec.granularity == "block" and spec.scale == "pow2" and spec.rounding == "nearest"

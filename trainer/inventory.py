@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from fp8rl.numerics.core.memory import Holding, format_of, holding, tensors_in
 from fp8rl.trainer.distributed.gathering import matrices_of_shard
+from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import matrices, named_weights
-from fp8rl.trainer.weights import te_weights
 
 if TYPE_CHECKING:
     from fp8rl.trainer.scorer import Scorer
@@ -125,8 +125,8 @@ def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
 
 def _parameters(trainer: Scorer) -> Iterator[Holding]:
     for name, parameter in named_weights(trainer.model):
-        if te_weights.is_quantized(parameter):
-            weight = te_weights.quantized(parameter)
+        if te_runtime.is_quantized(parameter):
+            weight = te_runtime.quantized(parameter)
             inner = [value for value in vars(parameter).values() if isinstance(value, Tensor) and value.is_cuda]
             total = sum(value.nbytes for value in inner)
             yield Holding(name, "parameters", format_of(weight.data.dtype), tuple(parameter.shape), total)

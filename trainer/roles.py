@@ -23,8 +23,8 @@ from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_tens
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch
+from fp8rl.trainer.step.objective import MovedAside, Scored
 from fp8rl.trainer.step.reading import Head, Read
-from fp8rl.trainer.step.result import MovedAside, Scored
 from fp8rl.trainer.trainer import Trainer
 
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.

@@ -28,11 +28,9 @@ from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.objective import Objective, Scored
 from fp8rl.trainer.step.passes import RankPass, run_pass
 from fp8rl.trainer.step.reading import Head, Read, read_logprobs
-from fp8rl.trainer.step.result import Scored
-from fp8rl.trainer.weights import te_weights
 from fp8rl.trainer.weights.hf_weights import HFWeights
 
 
@@ -69,7 +67,7 @@ class Scorer:
         self.config, self.numerics, self.layout = config, numerics, layout
         self.definition = read_model(model_path).adapted(adapter)
         sizes = self.definition.sizes
-        check_layout(sizes, config, numerics.trainer_spec)
+        check_layout(self.definition.shape, config, numerics.trainer_spec)
         check_rows(config, numerics.mode, device.has_transformer_engine())
         _check_sequence_length(max_sequence_length, sizes.max_positions)
         _check_k_splits(config, numerics)
@@ -128,7 +126,7 @@ class Scorer:
                 expected=f"{self.numerics.mode}, which the model was built for",
                 remedy="Keep the mode; only the spec and the precision of a live trainer can change.",
             )
-        check_layout(self.definition.sizes, self.config, numerics.trainer_spec)
+        check_layout(self.definition.shape, self.config, numerics.trainer_spec)
         _check_k_splits(self.config, numerics)
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
         self.numerics = self._precision.numerics = numerics
@@ -138,7 +136,7 @@ class Scorer:
         """The weights that the last forward multiplied with in FP8, as `named_weights` names them."""
         if self.lowering.transformer_engine:
             in_fp8 = self.model.config.fp8 is not None
-            return [name for name, p in self.model.named_parameters() if in_fp8 and te_weights.is_quantized(p)]
+            return [name for name, p in self.model.named_parameters() if in_fp8 and te_runtime.is_quantized(p)]
         used = {id(weight) for weight in self.cache.weights()}
         asked = ((name, p) for name, p in self.model.named_parameters() if id(p) in used)
         return [each for name, parameter in asked for each, _ in matrices(name, parameter)]

@@ -26,16 +26,14 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survival
 from fp8rl.trainer.checkpoint import checkpoint
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, travels_in_fp8
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.optimizer import Optimizer
-from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
 from fp8rl.trainer.megatron.model_checks import check_training
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
-from fp8rl.trainer.step.result import NonFiniteLossError, PassResult, RankPassResult
+from fp8rl.trainer.step.objective import NonFiniteLossError, Objective, PassResult, RankPassResult
 from fp8rl.trainer.step.routing import move_biases
 
 
@@ -84,7 +82,7 @@ class Trainer(Scorer):
             attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole, start)
             if config.recompute != "none":
                 keep_graph(self.model)
-        check_training(self.definition.sizes, config, numerics.trainer_spec)
+        check_training(self.definition.shape, config, numerics.trainer_spec)
         self.weight_version = 0
         self.last_sent = LastSent()
         self._rows = self._tensors_of_parameters()

@@ -28,11 +28,10 @@ from fp8rl.diagnose.audit.sightings import (
     held_in_pass,
     stored,
 )
-from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
 from fp8rl.numerics.backend.dispatch import Implementation, using
-from fp8rl.numerics.config import Mode, NumericsConfig
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of, tensors_in
 from fp8rl.numerics.precision_map import Planned, precision_map, unquantized
 from fp8rl.numerics.spec import Role
@@ -86,6 +85,9 @@ def watch_step(
 
     numerics, config: what is planned, which the trainer may no longer run.
     """
+    from fp8rl.trainer.modules.families import megatron_families
+
+    sizes, families = trainer.definition.sizes, megatron_families(trainer.definition)
     implementation: Implementation = "torch" if dispatch.installed() is None else "triton"
     with uncompiled(), using("torch"):
         trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
@@ -96,7 +98,7 @@ def watch_step(
             implementation=implementation,
             gradient_wire=config.gradient_wire,
             weight_gather=config.weight_gather,
-            own=_own_formats(trainer.definition.sizes, numerics.mode),
+            own={key: planned for f in families for key, planned in f.own_formats(sizes, numerics.mode).items()},
         )
         watcher = _Watcher(trainer, sites, plan, Grids(numerics))
         with watcher.hooked(), watcher:
@@ -105,15 +107,6 @@ def watch_step(
         with watcher.hooked(), watcher:
             trainer.update()
     return [*watcher.sightings(), *held, *held_by_optimizer(trainer, sites, plan)]
-
-
-def _own_formats(sizes: ModelSizes, mode: Mode) -> dict[str, str]:
-    """Return what a model's own ops compute in FP32: all of a sigmoid router, of which exact mode multiplies in BF16
-    what is BF16, and the core of latent attention that native mode has where Megatron has none."""
-    router = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")
-    router["router.operands"] = "bf16|fp32"
-    core = dict.fromkeys(("scores.output", "softmax.output"), "fp32")
-    return (router if sizes.sigmoid_router else {}) | (core if sizes.latent and mode == "native" else {})
 
 
 class _Watcher(TorchDispatchMode):

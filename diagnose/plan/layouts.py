@@ -8,7 +8,6 @@ from dataclasses import replace
 from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.time import step_time
 from fp8rl.models.shape import Shape
-from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.fit import SLACK
@@ -39,23 +38,22 @@ def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
 
 def check_ranks(shape: Shape, layout: TrainerSection) -> None:
     """Raises UserError: heads, layers or experts do not divide over the ranks, whatever is quantized."""
-    check_layout(shape.sizes, layout, QuantSpec.preset("bf16"))
+    check_layout(shape, layout, QuantSpec.preset("bf16"))
 
 
 def engine_ranks(job: Job, gpu: Gpu) -> int:
     """The fewest ranks of an engine that take less than half of a GPU; in exact mode, whose engines have one, one."""
     if job.numerics.mode == "exact":
         return 1
-    sizes = job.shape.sizes
-    able = [ranks for ranks in range(1, GPUS_PER_NODE + 1) if divides(sizes, ranks, job.numerics.blocks_spec)]
+    able = [ranks for ranks in range(1, GPUS_PER_NODE + 1) if divides(job.shape, ranks, job.numerics.blocks_spec)]
     light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).always < gpu.memory]
     return min(light, default=max(able, default=1))
 
 
-def divides(sizes: ModelSizes, ranks: int, spec: QuantSpec) -> bool:
+def divides(shape: Shape, ranks: int, spec: QuantSpec) -> bool:
     """Return whether a model divides over so many ranks of an engine."""
     try:
-        check_engine_layout(sizes, ranks, spec)
+        check_engine_layout(shape, ranks, spec)
     except UserError:
         return False
     return True
@@ -76,7 +74,7 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
         if best is None or rank < best[0]:
             best = rank, candidate
     if best is None:  # even the plainest one, which says why
-        check_layout(job.shape.sizes, job.layout, job.numerics.blocks_spec)
+        check_layout(job.shape, job.layout, job.numerics.blocks_spec)
         raise AssertionError("found no layout, expected the plainest one to be refused")
     return best[1]
 
@@ -108,7 +106,7 @@ def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> I
             for ep in _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]:
                 layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
                 try:
-                    check_layout(sizes, layout, spec)
+                    check_layout(shape, layout, spec)
                 except UserError:
                     continue
                 yield layout

@@ -120,7 +120,7 @@ def _way(
     job = with_cache(job, experiment, gpu.memory, apart)
     if not layouts.leaves_slack(fullest(job, apart).peak, gpu):
         return None
-    if any(broken_rules(experiment, subject.shape.sizes, target)) or not _loads(experiment):
+    if any(broken_rules(experiment, subject.shape, target)) or not _loads(experiment):
         return None
     return Way(keys, job)
 
@@ -174,7 +174,7 @@ def _dense_layers_in_bf16(base: Experiment, subject: Subject, target: Target) ->
     if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
         return {}
     plain = with_keys(base, {f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
-    widths = any("intermediate_size" in error.key for error in broken_rules(plain, sizes, target))
+    widths = any("intermediate_size" in error.key for error in broken_rules(plain, subject.shape, target))
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
 
@@ -184,7 +184,7 @@ def _engine_ranks(base: Experiment, subject: Subject, gpu: Gpu) -> list[int]:
         return [1]
     spec, job = base.numerics_config().blocks_spec, job_on(replace(subject, experiment=base), gpu)
     most = 1 if base.numerics.mode == "exact" else GPUS_PER_NODE
-    able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape.sizes, ranks, spec)]
+    able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape, ranks, spec)]
     row = base.rollout.context_length
     alone = {ranks: engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)) for ranks in able}
     return [ranks for ranks, memory in alone.items() if layouts.leaves_slack(memory.peak, gpu)]

@@ -82,10 +82,10 @@ def refusals(subject: Subject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[R
     """Yield what `train` would refuse, by its own rules. memory: of the fullest GPU."""
     experiment = planned_experiment(subject.experiment, job)
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
-    found = list(broken_rules(experiment, job.shape.sizes, target))
+    found = list(broken_rules(experiment, job.shape, target))
     try:
         if subject.teacher is not None:
-            check_teacher_layout(experiment, subject.teacher.sizes)
+            check_teacher_layout(experiment, subject.teacher)
         check_fits(job, memory, gpu.memory, gpu.name)
     except UserError as error:
         found.append(error)

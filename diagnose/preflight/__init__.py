@@ -83,7 +83,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
         )
     path, numerics = experiment.model.directory, experiment.numerics_config()
     model = read_model(path)
-    aligned = same_spec.block_alignment(model.sizes, experiment)
+    aligned = same_spec.block_alignment(model.shape, experiment)
     found = PreflightReport(
         spec_digest=numerics.spec.digest(),
         mode=numerics.mode,

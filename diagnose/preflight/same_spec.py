@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fp8rl.models import ModelSizes
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.families.mlp import TOPK
+from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
@@ -57,17 +57,18 @@ def judged(agreement: Agreement, name: str, ok: bool, found: str, expected: str,
 SAME_PRECISION = "Run both sides in one precision: numerics.trainer=fp8 numerics.rollout=fp8, or bf16 for both."
 
 
-def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
+def block_alignment(shape: Shape, experiment: Experiment) -> Check:
     """Check that every piece of a fused weight is whole quantization blocks on every rank.
 
     Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
     """
     name = "block alignment"
     try:
-        check_model_layout(sizes, experiment)
+        check_model_layout(shape, experiment)
     except UserError as error:
         found = f"{error.key} = {error.found}" if error.key else str(error)
         return Check("bytes", name, False, found, error.expected, error.remedy)
+    sizes = shape.sizes
     held = {
         "hidden_size": sizes.hidden_size,
         "head_dim": sizes.head_dim,

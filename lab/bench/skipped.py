@@ -23,7 +23,7 @@ from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
+from fp8rl.trainer.step.objective import PassResult
 from lab.bench import train
 from lab.bench.batch import random_batch
 from lab.bench.measure import Result, interleaved, median_ratio

@@ -15,7 +15,7 @@ import torch
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
-from fp8rl.models.sizes import Latent, ModelSizes, SigmoidRouter, check_groups, family_sizes
+from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, family_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,10 +76,15 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
         ),
         head_norms=None,
         draft_layers=config.count("num_nextn_predict_layers"),
-        latent=Latent(
-            q_rank=q_rank, kv_rank=config.size("kv_lora_rank"), rope_dim=rope, value_dim=config.size("v_head_dim")
-        ),
         yarn=config.yarn(),
+        own=(
+            latent.Latent(
+                q_rank=q_rank,
+                kv_rank=config.size("kv_lora_rank"),
+                rope_dim=rope,
+                value_dim=config.size("v_head_dim"),
+            ),
+        ),
     )
 
 

@@ -1,14 +1,14 @@
 """Families of ops: what the layers of decoders are put together from, and what this floor knows of each.
 
-A family is a part of a layer, such as latent attention. One file here has its tensors, its ops, what it caches and what
-it costs. The engine has a file for it of the same name (`rollout.plugin.families`), and the trainer its modules
-(`trainer.modules`). An architecture lists its families; no table lists them all.
+A family is a part of a layer, such as attention. One file here has its tensors, its ops, what it caches, what it costs
+and how it is shared. The trainer has a file for it of the same name (`trainer.modules.families`), and so has the engine
+(`rollout.plugin.families`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fp8rl.models.sizes import ModelSizes
@@ -25,6 +25,24 @@ class Activations:
     bf16: float
     fp8: float
     """What TransformerEngine's FP8 products change of it."""
+    core: float = 0.0
+    """What of it recomputation of attention's core does not keep."""
+    gathered: float = 0.0
+    """Bytes beside it that context-parallel ranks gather in its backward."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths of weights that quantization blocks have to fill, by their keys in config.json."""
+
+    whole: Mapping[str, int] = field(default_factory=dict)
+    """Those that every rank has whole."""
+    split: Mapping[str, int] = field(default_factory=dict)
+    """Those that tensor-parallel ranks split."""
+
+
+Ranks = Literal["context", "engine"]
+"""Context-parallel ranks of a trainer; tensor-parallel ones of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +61,19 @@ class Family:
     ops: Callable[[ModelSizes], tuple[Op, ...]]
     """Ops of one layer."""
     activations: Callable[[ModelSizes], Activations]
+    widths: Callable[[ModelSizes], Widths] = lambda sizes: Widths()
     within: Callable[[ModelSizes, int], bool] = lambda sizes, layer: True
     """True if a layer, counted from 0, has it."""
     cached: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
     """Elements that a token takes in the cache of one of so many tensor-parallel ranks of an engine, in one layer."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
     """Multiplications of one query with one key and its value, in one layer."""
+    unshared: Callable[[ModelSizes], Mapping[Ranks, str]] = lambda sizes: {}
+    """Why ranks cannot share it, said of a model, for those that cannot."""
+    kernels: tuple[tuple[int, int], str] | None = None
+    """The least compute capability of GPUs for its exact kernels, and why; None: that of all kernels."""
+    megatron: Callable[[], Any] | None = None
+    """Import its `trainer.modules.families.MegatronFamily`; None: it is FAMILY of the file there that has its name."""
 
 
 def families_of_layer(families: Iterable[Family], sizes: ModelSizes, layer: int) -> list[Family]:
@@ -111,11 +136,16 @@ def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> Ten
 def attention_activations(sizes: ModelSizes, value_dim: int) -> Activations:
     """Attention with both norms of a layer and its residuals: with H hidden and D the mean width of a head's query and
     value, 8H + 6D(heads + kv heads). An FP8 product keeps 1.03 bytes of an element of its input in place of 2, and the
-    output projection's input beside the attention's: less 0.97H, more 1.03D * heads."""
-    head = (sizes.head_dim + value_dim) / 2
+    output projection's input beside the attention's: less 0.97H, more 1.03D * heads.
+
+    Rotated queries and keys are computed again with the core. Context-parallel ranks gather keys, values, queries and
+    the gradient of the result in BF16, and two numbers of each query in FP32."""
+    head, rows = (sizes.head_dim + value_dim) / 2, sizes.head_dim * (sizes.heads + sizes.kv_heads)
     return Activations(
         bf16=8 * sizes.hidden_size + 6 * head * (sizes.heads + sizes.kv_heads),
         fp8=1.03 * sizes.heads * head - 0.97 * sizes.hidden_size,
+        core=2.0 * rows,
+        gathered=float(4 * rows + 8 * sizes.heads),
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from fp8rl.models.families import Family, PartNames, attention_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, Ranks, Widths, attention_activations, norm
 from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
@@ -92,13 +92,24 @@ def o_proj(sizes: ModelSizes, at: PartNames, value_dim: int) -> TensorRow:
     return at.product("o_proj", shape, op="o_proj", kind="o_proj", split=1, megatron="linear_proj")
 
 
+def _activations(sizes: ModelSizes) -> Activations:
+    return attention_activations(sizes, sizes.head_dim)
+
+
+def _unshared(sizes: ModelSizes) -> Mapping[Ranks, str]:
+    whole = "that norms queries and keys over all heads: SGLang does not shard this norm"
+    return {"engine": whole} if sizes.head_norms == "together" else {}
+
+
 FAMILY = Family(
     name="attention",
     part="attention",
     kinds=(("q_proj", "k_proj", "v_proj"), ("o_proj",)),
     tensors=attention_tensors,
     ops=attention_ops,
-    activations=lambda sizes: attention_activations(sizes, sizes.head_dim),
+    activations=_activations,
+    widths=lambda sizes: Widths({"head_dim": sizes.head_dim}),
+    unshared=_unshared,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),
     scored=lambda sizes: sizes.heads * 2 * sizes.head_dim,
 )

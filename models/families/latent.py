@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from fp8rl.models.families import Family, PartNames, attention_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, Widths, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
 from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, THETA, OpForm
-from fp8rl.models.sizes import Latent, ModelSizes
+from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.models.trace import Op
 from fp8rl.numerics import ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The sizes of latent attention, in which `head_dim` is the width of a query, and every head has its own key."""
+
+    q_rank: int
+    """Width of the narrow rows of queries; 0: queries come from the hidden states."""
+    kv_rank: int
+    """Width of the narrow rows of keys and values, which are cached."""
+    rope_dim: int
+    """Width of the one rotated key that all heads share, cached beside them."""
+    value_dim: int
+    """Width of a head's value."""
+
 
 LATENT_DOWN = OpForm(
     name="latent_down",
@@ -30,7 +46,7 @@ LATENT_ATTENTION = OpForm(
 def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
     inside, there = "self_attn.", "self_attention."
     first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
-    if _latent(sizes).q_rank:
+    if sizes.of(Latent).q_rank:
         fused, up = f"{inside}fused_qkv_a_proj_with_mqa", f"{there}linear_q_up_proj"
         queries: tuple[Op, ...] = (
             Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), fused, "self_attention"),
@@ -48,7 +64,7 @@ def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
 
 
 def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
-    latent, hidden, at = _latent(sizes), sizes.hidden_size, PartNames.of(layer, "self_attn.", "self_attention.")
+    latent, hidden, at = sizes.of(Latent), sizes.hidden_size, PartNames.of(layer, "self_attn.", "self_attention.")
     queries, narrow = sizes.heads * sizes.head_dim, (latent.kv_rank + latent.rope_dim, hidden)
     before = f"model.layers.{layer}.input_layernorm.weight"
     yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
@@ -79,9 +95,21 @@ def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRo
     yield o_proj(sizes, at, latent.value_dim)
 
 
-def _latent(sizes: ModelSizes) -> Latent:
-    assert sizes.latent is not None
-    return sizes.latent
+def _activations(sizes: ModelSizes) -> Activations:
+    return attention_activations(sizes, sizes.of(Latent).value_dim)
+
+
+def _widths(sizes: ModelSizes) -> Widths:
+    """The rows of kv_a_proj_with_mqa need not be whole blocks."""
+    own, heads = sizes.of(Latent), sizes.heads
+    return Widths(
+        {"q_lora_rank": own.q_rank, "kv_lora_rank": own.kv_rank},
+        {
+            "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * sizes.head_dim,
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (sizes.plain_dim + own.value_dim),
+            "num_attention_heads * v_head_dim": heads * own.value_dim,
+        },
+    )
 
 
 FAMILY = Family(
@@ -90,7 +118,10 @@ FAMILY = Family(
     kinds=(("q_a_proj", "kv_a_proj"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",)),
     tensors=latent_attention_tensors,
     ops=latent_attention_ops,
-    activations=lambda sizes: attention_activations(sizes, _latent(sizes).value_dim),
-    cached=lambda sizes, ranks: _latent(sizes).kv_rank + _latent(sizes).rope_dim,
-    scored=lambda sizes: sizes.heads * (sizes.head_dim + _latent(sizes).value_dim),
+    activations=_activations,
+    widths=_widths,
+    cached=lambda sizes, ranks: sizes.of(Latent).kv_rank + sizes.of(Latent).rope_dim,
+    scored=lambda sizes: sizes.heads * (sizes.head_dim + sizes.of(Latent).value_dim),
+    unshared=lambda sizes: {"context": "with latent attention, whose ranks cannot share a row yet"},
+    kernels=((9, 0), "its kernels need 170 KiB of shared memory, and these GPUs have 99"),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fp8rl.models.families import Activations, Family, PartNames, mlp_activations, norm
+from fp8rl.models.families import Activations, Family, PartNames, Widths, mlp_activations, norm
 from fp8rl.models.forms import ADD_NORM, LINEAR, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
@@ -147,6 +147,7 @@ DENSE = Family(
     tensors=dense_tensors,
     ops=lambda sizes: DENSE_OPS,
     activations=lambda sizes: mlp_activations(sizes, (1, sizes.ffn_size)),
+    widths=lambda sizes: Widths(split={"intermediate_size": sizes.ffn_size}),
     within=lambda sizes, layer: not sizes.has_experts(layer),
 )
 MOE = Family(
@@ -156,5 +157,8 @@ MOE = Family(
     tensors=moe_tensors,
     ops=moe_ops,
     activations=_of_experts,
+    widths=lambda sizes: Widths(
+        {"moe_intermediate_size": sizes.expert_size}, {"moe_intermediate_size * n_shared_experts": sizes.shared_size}
+    ),
     within=lambda sizes, layer: sizes.has_experts(layer),
 )

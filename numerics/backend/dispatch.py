@@ -2,7 +2,9 @@
 
 An op is a function marked with `op`. Calling it calls its definition or, once kernels are installed in the process, its
 kernel, which goes by the definition's name and has its signature. A process chooses once, at its start, by its device
-and the run's spec (`choose`).
+and the run's spec (`choose`). Kernels of our ops lie in `numerics.kernels`. A file of ops may say, as PROBES, how the
+start-up probe tries them (`numerics.backend.probe`). A family of ops that is not ours registers its kernels, and
+appends its probes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -21,9 +24,49 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Kernels = Mapping[str, Callable[..., Any]]
 
+
+@dataclass(frozen=True)
+class AttentionProbe:
+    """Attention over one tensor of keys, which has the values in it: three ops, by where the keys lie."""
+
+    name: str
+    queries: tuple[int, ...]
+    """Shape of a token's queries in a trial."""
+    keys: tuple[int, ...]
+    """Shape of a token's keys and values."""
+    whole: Callable[..., Any]
+    """Over keys [B, T, ...], as `numerics.ops.attention`."""
+    packed: Callable[..., Any]
+    """Over rows end to end, as `numerics.ops.packed_attention`."""
+    paged: Callable[..., Any]
+    """Over the slots of a cache, as `numerics.ops.paged_attention`."""
+    values: int = 0
+    """The leading numbers of a key that are its value, which the ops are given in place of values; 0: they take
+    values."""
+
+    def attend(self, op: Callable[..., Any], queries: Any, keys: Any, *where: Any) -> Any:
+        """Call one of the ops."""
+        if self.values:
+            return op(queries, keys, *where, self.values, 0.1)
+        return op(queries, keys, keys, *where, 0.1)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Trials of ops that only some models have."""
+
+    rows: Callable[[Callable[..., Any], int], Mapping[str, Callable[[int], Any]]]
+    """Of a function that draws BF16 numbers [shape] and of a number of rows: by name, what gives an op's result for the
+    first so many of them."""
+    attention: AttentionProbe | None = None
+
+
 OPS: dict[str, Callable[..., Any]] = {}
 """The definitions by name, once their modules are imported."""
 _kernels: Kernels | None = None
+_registered: dict[str, Callable[..., Any]] = {}
+USERS_PROBES: list[Probes] = []
+"""Trials of a user's ops by the start-up probe of this process."""
 
 
 def op(definition: Callable[P, R]) -> Callable[P, R]:
@@ -35,14 +78,20 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _kernels is None:
             return definition(*args, **kwargs)
-        if name not in _kernels:
+        kernel = _kernels.get(name) or _registered.get(name)
+        if kernel is None:
             raise NotImplementedError(
                 f"numerics: found no kernel for the op {name}, expected one for every op where kernels run; its torch "
                 "definition would be another implementation than the other side's. Write the kernel, or use a CPU"
             )
-        return _kernels[name](*args, **kwargs)
+        return kernel(*args, **kwargs)  # type: ignore[no-any-return]
 
     return call
+
+
+def register_kernel(kernel: Callable[..., Any]) -> None:
+    """Make the kernel of a user's op known in this process, by its name. It runs where kernels run."""
+    _registered[kernel.__name__] = kernel
 
 
 def install(kernels: Kernels | None) -> None:

@@ -10,7 +10,9 @@ way that may change bits is allowed here or not at all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
-from fp8rl.numerics.backend.dispatch import capability_of, deepgemm_lacks, has_deepgemm
+from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, capability_of, deepgemm_lacks, has_deepgemm
 from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
@@ -32,6 +34,22 @@ logger = logging.getLogger(__name__)
 _MANY = 192
 _FEW = (1, 2, 7, 8, 9, 31, 64, 65, 129)
 _MICRO_BATCH = 4096
+_ATTENTION = AttentionProbe(
+    "attention",
+    queries=(4, 128),
+    keys=(2, 128),
+    whole=ops.attention,
+    packed=ops.packed_attention,
+    paged=ops.paged_attention,
+)
+
+
+def _probes() -> Iterator[Probes]:
+    """Yield the trials of ops that only some models have: those of our files, and a user's."""
+    for file in pkgutil.iter_modules(ops.__path__):
+        if (found := getattr(import_module(f"{ops.__name__}.{file.name}"), "PROBES", None)) is not None:
+            yield found
+    yield from dispatch.USERS_PROBES
 
 
 def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
@@ -50,9 +68,7 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     operand = ops.weight_operand(quantize(w, spec.weight))
     stacked = torch.stack((w, -w, w * 2))
     group = ops.weight_operand(quantize(stacked, spec.weight))
-    kv_b, yarn = w[:, :128].contiguous(), Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0)
-    latent = ops.weight_operand(quantize(kv_b, spec.weight))
-    half, of_kv_b = x[:, :256].view(_MANY, 4, 64), LowRank(random(8, 128) / 16, random(384, 8), 0.5)
+    yarn, own = Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0), list(_probes())
     adapter, stacked_adapter = _adapter(random, (), 384, 512), _adapter(random, (3,), 384, 512)
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
@@ -68,11 +84,6 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
 
-    def of_heads(rows: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
-        """Return a product of heads with an adapter."""
-        plus = ops.head_term(rows, of_kv_b, first, count, transposed)
-        return ops.head_linear(rows, kv_b, latent, first, count, transposed, plus)
-
     rowwise = {
         "bf16 product": lambda n: ops.linear(x[:n], w),
         "fp32 product": lambda n: ops.linear(x[:n].float(), wide),
@@ -83,14 +94,13 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         "swiglu": lambda n: ops.swiglu(gate_up[:n]),
         "rope": lambda n: ops.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e6),
         "rope_pairs": lambda n: ops.rope_pairs(x[:n].view(n, 1, 4, 128), positions[:n], 1e6, yarn),
-        "head_linear": lambda n: ops.head_linear(x[:n].view(n, 4, 128), kv_b, latent, 0, 64),
-        "head_linear, transposed": lambda n: ops.head_linear(half[:n], kv_b, latent, 32, 64, True),
-        "adapted head_linear": lambda n: of_heads(x[:n].view(n, 4, 128), 0, 64),
-        "adapted head_linear, transposed": lambda n: of_heads(half[:n], 32, 64, True),
         "route": lambda n: ops.route(logits[:n], 4, True)[0],
         "route_sigmoid": lambda n: ops.route_sigmoid(logits[:n].float(), logits[0].float(), 4, 4, 2, True, 1.5)[0],
         "token_logprobs": lambda n: ops.token_logprobs(logits[:n], tokens[:n], 0.7)[0],
     }
+    for probes in own:
+        rowwise |= probes.rows(random, _MANY)
+    attentions = (_ATTENTION, *(probes.attention for probes in own if probes.attention is not None))
     with torch.no_grad():
         variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
         if any(not torch.equal(of_experts(n), of_experts(0)) for n in _FEW):
@@ -103,10 +113,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         if not torch.equal(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
             variant.append("fp8_linear of a micro-batch")
         for newest, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
-            if not _attention_is_invariant(random(2, newest, 4, 128), random(2, keys, 2, 128)):
-                variant.append(f"attention over {keys} keys")
-            if not _attention_is_invariant(random(2, newest, 4, 96), random(2, keys, 96), latent=64):
-                variant.append(f"latent attention over {keys} keys")
+            for each in attentions:
+                if not _attention_is_invariant(each, random(2, newest, *each.queries), random(2, keys, *each.keys)):
+                    variant.append(f"{each.name} over {keys} keys")
         variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant
 
@@ -283,23 +292,16 @@ def _adapted_forms(
     }
 
 
-def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:
+def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> bool:
     """Compare attention of the newest tokens of a sequence, q, with attention in other batches.
 
     The others are single queries over just the keys that they see, the paged op, and, if q holds all tokens, sequences
-    that lie end to end. latent: width of the values; the ops over latent rows are compared then. 0: the others.
+    that lie end to end.
     """
-
-    def attend(op: Callable[..., Tensor], queries: Tensor, keys: Tensor, *where: Tensor) -> Tensor:
-        return op(queries, keys, *where, latent, 0.1) if latent else op(queries, keys, keys, *where, 0.1)
-
-    over_all = ops.latent_attention if latent else ops.attention
-    over_slots = ops.paged_latent_attention if latent else ops.paged_attention
-    over_packed = ops.packed_latent_attention if latent else ops.packed_attention
     length = kv.shape[1]
     oldest = length - q.shape[1]
     positions = torch.arange(oldest, length, device=q.device).expand(q.shape[0], -1)
-    whole = attend(over_all, q, kv, positions)
+    whole = probe.attend(probe.whole, q, kv, positions)
     # Slot 0 of the cache is nobody's; sequence b's keys lie backwards in the rest.
     slots = 1 + torch.arange(2 * length, device=q.device).flip(0).view(2, length)
     cache = kv.new_full((1 + 2 * length, *kv.shape[2:]), torch.nan)
@@ -310,16 +312,19 @@ def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:
         """Return the result of queries first to stop of both sequences, as their newest tokens."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
-        return attend(over_slots, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))
+        return probe.attend(probe.paged, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))
 
     if not oldest:
         lengths = torch.tensor([length, length - 100], device=q.device)
         queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
-        if not torch.equal(attend(over_packed, queries, keys, lengths), expected):
+        if not torch.equal(probe.attend(probe.packed, queries, keys, lengths), expected):
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return torch.equal(paged(oldest, length), whole) and all(
-        torch.equal(attend(over_all, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]), whole[:1, i : i + 1])
+        torch.equal(
+            probe.attend(probe.whole, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
+            whole[:1, i : i + 1],
+        )
         and torch.equal(paged(t, t + 1), whole[:, i : i + 1])
         for t in (*ends, length - 1)
         if 0 <= (i := t - oldest) < q.shape[1]

@@ -18,15 +18,18 @@ h = round(q_nope B_k), to the last, of the attention's result o, round(g B_v^T) 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, op
 from fp8rl.numerics.ops.attention import attention, packed_attention, paged_attention
-from fp8rl.numerics.ops.linear import dense, linear, product, wide_mm
+from fp8rl.numerics.ops.linear import dense, linear, product, weight_operand, wide_mm
 from fp8rl.numerics.ops.low_rank import LowRank, low_rank_term
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
 
 
 @op
@@ -141,3 +144,34 @@ def head_gradients(
         for head in each:
             into[head] = wide_mm(left[:, head].t(), right[:, head])
     return dx, dw
+
+
+def _rows(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
+    kv_b, low_rank = random(384, 128) / 16, LowRank(random(8, 128) / 16, random(384, 8), 0.5)
+    operand = weight_operand(quantize(kv_b, QuantSpec.preset("fp8_block_pow2").weight))
+    x, half = random(count, 4, 128), random(count, 4, 64)
+
+    def adapted(rows: Tensor, first: int, wide: int, transposed: bool = False) -> Tensor:
+        plus = head_term(rows, low_rank, first, wide, transposed)
+        return head_linear(rows, kv_b, operand, first, wide, transposed, plus)
+
+    return {
+        "head_linear": lambda n: head_linear(x[:n], kv_b, operand, 0, 64),
+        "head_linear, transposed": lambda n: head_linear(half[:n], kv_b, operand, 32, 64, True),
+        "adapted head_linear": lambda n: adapted(x[:n], 0, 64),
+        "adapted head_linear, transposed": lambda n: adapted(half[:n], 32, 64, True),
+    }
+
+
+PROBES = Probes(
+    rows=_rows,
+    attention=AttentionProbe(
+        "latent attention",
+        queries=(4, 96),
+        keys=(96,),
+        whole=latent_attention,
+        packed=packed_latent_attention,
+        paged=paged_latent_attention,
+        values=64,
+    ),
+)

@@ -18,7 +18,7 @@ from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.run.feed.feed import RolloutBatch
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import NonFiniteLossError, PassResult, Scored
+from fp8rl.trainer.step.objective import NonFiniteLossError, PassResult, Scored
 
 
 @dataclass(frozen=True)

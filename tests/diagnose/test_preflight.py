@@ -30,7 +30,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.plugin.hooks import hooks_for, provided
-from tests.support.definitions import SIZES
+from tests.support.definitions import SIZES, shape_of
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
 DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)
@@ -51,7 +51,7 @@ def made(mean: float | None, **changes: float | None) -> Difference:
 
 
 def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
-    check = same_spec.block_alignment(MODEL, spec(trainer={"tp": 2}))
+    check = same_spec.block_alignment(shape_of(MODEL), spec(trainer={"tp": 2}))
     assert check.ok and check.remedy == ""
     for part in ("hidden_size 256", "head_dim 128", "moe_intermediate_size 128", "tp 2"):
         assert part in check.found
@@ -68,7 +68,7 @@ def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
     ],
 )
 def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
-    check = same_spec.block_alignment(model, spec(**sections))
+    check = same_spec.block_alignment(shape_of(model), spec(**sections))
     assert not check.ok and check.remedy
     assert name in check.found + check.expected
 
@@ -122,7 +122,7 @@ def test_a_run_without_an_engine_has_nothing_to_agree_with(command: Callable[...
 
 def test_bf16_needs_no_alignment() -> None:
     numerics = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
-    assert same_spec.block_alignment(dataclasses.replace(MODEL, head_dim=64), spec(numerics=numerics)).ok
+    assert same_spec.block_alignment(shape_of(dataclasses.replace(MODEL, head_dim=64)), spec(numerics=numerics)).ok
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""A new architecture is one file, one Megatron mapping and a model of SGLang's: it loads, exports, syncs and traces."""
+"""A new family of ops is one file on each floor, and edits none: it loads, syncs, traces, is planned and audited."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from fp8rl.diagnose.attribution.attribute import ask_engine
 from fp8rl.diagnose.attribution.compare import op_differences, stream_differences
-from fp8rl.models import architecture, register
+from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.models import architecture, read_shape, register
+from fp8rl.models.architectures import qwen3_moe
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.job import job_of
+from fp8rl.rl.experiment.budget.memory import cache_bytes, engine_memory
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
@@ -28,8 +35,9 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from tests.support.batches import cross_entropy
-from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.experiments import experiment
+from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED, PROJECTED
 from tests.support.rig import make_engine
 from tests.support.syncs import push
 
@@ -43,12 +51,8 @@ GATES = "model.layers.{}.self_attn.head_gates.weight"
 
 @pytest.fixture(scope="module", autouse=True)
 def known() -> Iterator[None]:
-    from fp8rl.trainer.megatron.config import MAPPINGS
-    from tests.support.made_up.megatron import MAPPING
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(architecture, "_known", {})
-        patch.setitem(MAPPINGS, ARCHITECTURE.name, MAPPING)
         patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.made_up.engine")
         register(ARCHITECTURE)
         yield
@@ -60,7 +64,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made_up") / "model"
     write_tiny_model(path, SHAPE)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": [ARCHITECTURE.name]}))
+    own = {PROJECTED: SHAPE.kv_heads, "num_key_value_heads": SHAPE.heads}
+    (path / "config.json").write_text(json.dumps(config | own | {"architectures": [ARCHITECTURE.name]}))
     file, draw = path / "model.safetensors", torch.Generator().manual_seed(0)
     tensors = {name.replace(".experts.", f".{EXPERTS}."): 4 * tensor for name, tensor in load_file(file).items()}
     for layer in range(SHAPE.layers):
@@ -110,6 +115,33 @@ def add_by_hand(attention: Any, gates: Tensor, out_norm: Tensor) -> None:
     attention.o_proj.register_forward_hook(lambda _, x, y: F.rms_norm(y, out_norm.shape, out_norm, 1e-6))
 
 
+def test_the_family_says_what_its_cache_takes_and_what_a_budget_counts(model: Path) -> None:
+    """The engine caches a key and a value for each query, twice as many as have weights."""
+    shape = read_shape(model)
+    head_dim, plain = shape.sizes.head_dim, replace(shape, families=qwen3_moe.ARCHITECTURE.families)
+    assert shape.sizes.kv_heads == SHAPE.kv_heads and shape.kv_bytes() == 2 * plain.kv_bytes()
+    assert shape.kv_bytes() == SHAPE.layers * 2 * SHAPE.heads * head_dim * 2
+    spec = experiment(model={"path": str(model)}, numerics={"mode": "exact"})
+    job = job_of(spec, shape, "kernels", 80e9)
+    assert cache_bytes(job) == shape.kv_bytes()
+    held = engine_memory(replace(job, kv_tokens=100)).held
+    assert held["KV cache"]["rollout"] == 100 * shape.kv_bytes()
+
+
+def test_an_audit_finds_its_formats_as_planned(model: Path, layout: Layout) -> None:
+    trainer, batch = make_trainer(model, layout), random_batch(rows=4, longest=40)
+    sightings = watch_step(trainer, batch, cross_entropy(batch), NUMERICS, trainer.config)
+    assert differences_of(sightings) == []
+    assert {each.key for each in sightings} >= {"scores.output", "attention.output", "product.activation"}
+
+
+def test_a_mode_that_a_family_has_no_modules_for_is_refused(model: Path, layout: Layout) -> None:
+    with pytest.raises(
+        UserError, match=r"numerics\.mode: found 'native, on megatron, with a model of gated attention'"
+    ):
+        make_trainer(model, layout, numerics=replace(NUMERICS, mode="native"))
+
+
 def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path) -> None:
     trainer = make_trainer(model, layout)
     stored = load_file(model / "model.safetensors")
@@ -121,6 +153,7 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
         engine = make_engine(tmp_path / "engine.log", NUMERICS)
         endpoint = runner.run(engine.start(tmp_path / "served", 0))
         try:
+            assert cache_of(runner, endpoint) == read_shape(model).kv_bytes() * (16384 + 1)
             batch = sampled(trainer, runner, endpoint)
             assert_equal_logprobs(trainer, batch)
             trainer.train_step(batch, cross_entropy(batch))
@@ -133,6 +166,17 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
             assert_equal_ops(trainer, batch, runner, endpoint)
         finally:
             runner.run(engine.stop())
+
+
+def cache_of(runner: asyncio.Runner, endpoint: Any) -> int:
+    """Bytes of the engine's cache."""
+
+    async def ask() -> Any:
+        async with EngineClient(endpoint) as client:
+            return await client.memory()
+
+    (memory,) = runner.run(ask())
+    return memory.kv_cache  # type: ignore[no-any-return]
 
 
 def sampled(trainer: Any, runner: asyncio.Runner, endpoint: Any) -> TokenBatch:

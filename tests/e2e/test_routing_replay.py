@@ -11,7 +11,7 @@ import torch
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.result import PassResult, Scored
+from fp8rl.trainer.step.objective import PassResult, Scored
 from tests.support.rig import NEW_TOKENS, Rig, Setup, differences
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

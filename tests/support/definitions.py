@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8rl.models.architecture import Architecture, Model, architectures, read_model
+from fp8rl.models.families import attention, mlp
 from fp8rl.models.families.attention import attention_tensors
 from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
 from fp8rl.models.families.mlp import dense_tensors, moe_tensors
+from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.models.tiny import TinyModel, write_tiny_model
@@ -34,6 +36,11 @@ SIZES = ModelSizes(
     top_k=2,
     expert_size=128,
 )
+
+
+def shape_of(sizes: ModelSizes) -> Shape:
+    """The shape of a model of these sizes, with grouped-query attention."""
+    return Shape(sizes, (attention.FAMILY, mlp.DENSE, mlp.MOE))
 
 
 @functools.cache

@@ -14,8 +14,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
-from fp8rl.trainer.step.result import PassResult, Scored
+from fp8rl.trainer.step.objective import Objective, PassResult, Scored
 from tests.support.models import LENGTH
 
 

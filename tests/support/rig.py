@@ -40,7 +40,7 @@ from fp8rl.trainer.actor import TrainerActor, TrainerGroup
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.device import Seat
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
+from fp8rl.trainer.step.objective import PassResult
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.frozen import HeldBase

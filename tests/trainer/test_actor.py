@@ -35,8 +35,8 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def start(path: Path, k_splits: int = 1, **config: Any) -> TrainerGroup:
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), k_splits=k_splits)
+def start(path: Path, **config: Any) -> TrainerGroup:
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
     return TrainerGroup.start(
         path, TrainerSection(**SETTINGS, **config), numerics, seed=0, total_steps=100, max_sequence_length=LENGTH
     )
@@ -95,7 +95,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(two_ranks: 
 
 
 def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:
-    from fp8rl.trainer.step.result import NonFiniteLossError
+    from fp8rl.trainer.step.objective import NonFiniteLossError
 
     batch = random_batch()
     version, before = two_ranks.weight_version, two_ranks.score(batch)
@@ -111,11 +111,10 @@ def test_a_wrong_model_arrives_as_a_user_error(tmp_path: Path) -> None:
         start(tmp_path)
 
 
-def test_a_rank_that_dies_ends_the_call(moe_path: Path) -> None:
-    group = start(moe_path, dp=2)
-    pid = group.apply(lambda trainer: os.getpid())[1]
+def test_a_rank_that_dies_ends_the_call(two_ranks: TrainerGroup) -> None:
+    """The last test of the group."""
+    pid = two_ranks.apply(lambda trainer: os.getpid())[1]
     os.kill(pid, signal.SIGKILL)
     batch = random_batch()
     with pytest.raises(TrainerDiedError, match="trainer rank"):
-        group.train_step(batch, cross_entropy(batch))
-    group.shutdown()
+        two_ranks.train_step(batch, cross_entropy(batch))

@@ -53,7 +53,7 @@ def test_they_are_seen_where_they_are() -> None:
 
 
 def test_a_tokens_gradients_are_added_in_fp32_in_the_order_of_experts() -> None:
-    from fp8rl.trainer.modules.exact.experts import permute, unpermute
+    from fp8rl.trainer.modules.router import permute, unpermute
 
     chosen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 1], [0, 0, 1, 1, 1]]).bool()
     tokens = torch.randn(3, 16).bfloat16().requires_grad_()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -108,39 +107,32 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
     assert total("qwen3_4b").gradients == 4 * n.parameters
 
 
-@pytest.mark.parametrize(
-    ("model", "config"),
-    [
-        ("moe_path", AdapterSection(rank=8, targets=SOME)),
-        ("moe_path", AdapterSection(rank=8, targets=SOME, experts="shared")),
-        ("latent_path", AdapterSection(rank=8)),
-    ],
-    ids=["per_expert", "shared", "latent"],
-)
-def test_a_live_trainer_of_adapters_holds_them(
-    model: str, config: AdapterSection, make_trainer: MakeTrainer, request: pytest.FixtureRequest
-) -> None:
-    path = request.getfixturevalue(model)
-    trainer = make_trainer(path, "fp8", adapter=config)
-    trainer.score(random_batch(rows=2, longest=8))
-    states = state_bytes(read_shape(path, adapter=config), trainer.config, EXACT, "torch").values()
-    held = bytes_held(trainer)
-    for name in ("parameters", "operands", "gradients", "masters", "moments"):
-        assert held[name] == sum(getattr(state, name) for state in states), name
-    full = sum(state_bytes(read_shape(path), trainer.config, EXACT, "torch").values(), StateBytes())
-    assert sum(states, StateBytes()).total < 0.35 * full.total
+LIVE: dict[str, tuple[str, str, AdapterSection | None]] = {
+    "moe in bf16": ("moe_path", "bf16", None),
+    "moe": ("moe_path", "fp8", None),
+    "dense in bf16": ("dense_path", "bf16", None),
+    "dense": ("dense_path", "fp8", None),
+    "adapters": ("moe_path", "fp8", AdapterSection(rank=8, targets=SOME)),
+    "shared adapters": ("moe_path", "fp8", AdapterSection(rank=8, targets=SOME, experts="shared")),
+    "adapters of latents": ("latent_path", "fp8", AdapterSection(rank=8)),
+}
 
 
-@pytest.mark.parametrize("kind", ["moe", "dense"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(("model", "precision", "adapter"), LIVE.values(), ids=LIVE)
 def test_a_live_trainer_holds_them(
-    kind: str, precision: str, make_trainer: MakeTrainer, moe_path: Path, dense_path: Path
+    model: str,
+    precision: str,
+    adapter: AdapterSection | None,
+    make_trainer: MakeTrainer,
+    request: pytest.FixtureRequest,
 ) -> None:
-    path = {"moe": moe_path, "dense": dense_path}[kind]
-    trainer = make_trainer(path, precision)
+    path, numerics = request.getfixturevalue(model), replace(EXACT, trainer=precision)
+    trainer = make_trainer(path, precision, adapter=adapter)
     trainer.score(random_batch(rows=2, longest=8))
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
-    states = state_bytes(read_shape(path), trainer.config, numerics, "torch").values()
+    states = state_bytes(read_shape(path, adapter=adapter), trainer.config, numerics, "torch").values()
     held = bytes_held(trainer)
     for name in ("parameters", "operands", "gradients", "masters", "moments"):
         assert held[name] == sum(getattr(state, name) for state in states), name
+    if adapter is not None:
+        full = sum(state_bytes(read_shape(path), trainer.config, numerics, "torch").values(), StateBytes())
+        assert sum(states, StateBytes()).total < 0.35 * full.total

@@ -98,7 +98,7 @@ def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_traine
 def test_a_loss_that_is_not_finite_changes_nothing(
     in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    from fp8rl.trainer.step.result import NonFiniteLossError
+    from fp8rl.trainer.step.objective import NonFiniteLossError
 
     trainer = make_trainer(moe_path)
     batch = random_batch()

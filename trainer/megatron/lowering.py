@@ -76,50 +76,32 @@ def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
         "num_layers_at_start_in_bf16": spec.first_layers_bf16,
         "num_layers_at_end_in_bf16": spec.last_layers_bf16,
     }
+    config = {**fused, "fp8": "hybrid" if hybrid else "e4m3", **layers}
+    recipe: dict[str, Any] = {
+        "fp8_format.name": "HYBRID" if hybrid else "E4M3",
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": override,
+    }
     if mx:  # Megatron gathers such weights in FP8 only into the gradients' buffer: they stay in BF16
         return Lowering(
             transformer_engine=True,
-            config={**fused, "fp8": "hybrid" if hybrid else "e4m3", "fp8_recipe": "mxfp8", **layers},
+            config=config | {"fp8_recipe": "mxfp8"},
             environment={BACKWARD: override},
-            recipe={
-                "fp8_format.name": "HYBRID" if hybrid else "E4M3",
-                "fp8_dpa": False,
-                "fp8_mha": False,
-                "backward_override": override,
-            },
+            recipe=recipe,
             recipe_kind=MX,
             row_multiple=_MX_GROUP,
         )
+    for role in ("fwd_inp", "fwd_weight", "bwd_grad"):
+        recipe |= {f"fp8_quant_{role}.power_2_scale": pow2, f"fp8_quant_{role}.amax_epsilon": 0.0}
+    recipe |= {f"fp8_gemm_{product}.use_split_accumulator": True for product in ("fprop", "dgrad", "wgrad")}
     return Lowering(
         transformer_engine=True,
-        config={
-            **fused,
-            "fp8": "hybrid" if hybrid else "e4m3",
-            "fp8_recipe": "blockwise",
-            "fp8_param": True,
-            **layers,
-        },
+        config=config | {"fp8_recipe": "blockwise", "fp8_param": True},
         ddp={"fp8_param_gather": True},
         optimizer={"fp8_recipe": "blockwise"},
         environment={FP32_SCALES: None if pow2 else "1", BACKWARD: override},
-        recipe={
-            "fp8_format.name": "HYBRID" if hybrid else "E4M3",
-            "fp8_quant_fwd_inp.power_2_scale": pow2,
-            "fp8_quant_fwd_inp.amax_epsilon": 0.0,
-            "fp8_quant_fwd_weight.power_2_scale": pow2,
-            "fp8_quant_fwd_weight.amax_epsilon": 0.0,
-            "fp8_quant_bwd_grad.power_2_scale": pow2,
-            "fp8_quant_bwd_grad.amax_epsilon": 0.0,
-            "x_block_scaling_dim": 1,
-            "w_block_scaling_dim": 2,
-            "grad_block_scaling_dim": 1,
-            "fp8_gemm_fprop.use_split_accumulator": True,
-            "fp8_gemm_dgrad.use_split_accumulator": True,
-            "fp8_gemm_wgrad.use_split_accumulator": True,
-            "fp8_dpa": False,
-            "fp8_mha": False,
-            "backward_override": override,
-        },
+        recipe=recipe | {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1},
         row_multiple=_ROWS,
     )
 

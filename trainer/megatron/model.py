@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +19,21 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.sizes import ModelSizes
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches, te_runtime
-from fp8rl.trainer.megatron.config import MAPPINGS, USUAL, MegatronMapping, transformer_config
+from fp8rl.trainer.megatron.config import transformer_config
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import exact, native
-from fp8rl.trainer.modules.layer import Layer, LayerModules
-from fp8rl.trainer.modules.precision import LayerPrecision, Precision
+from fp8rl.trainer.modules.families import Layer, Library, fields_of_layer, megatron_families
+from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.weights import tag_split
+
+_MODULES = {
+    "exact": exact.layer_modules,
+    "megatron": native.layer_modules,
+    "transformer_engine": native.transformer_engine_modules,
+}
 
 
 def build_model(
@@ -45,17 +48,20 @@ def build_model(
     """This rank's part of the model, with uninitialised weights.
 
     Raises:
-        UserError: TransformerEngine would not quantize as `lowering` says.
+        UserError: TransformerEngine would not quantize as `lowering` says, or a family of the model's ops has no
+            modules for this mode.
     """
-    mode, sizes, mapping = precision.numerics.mode, definition.sizes, MAPPINGS.get(definition.architecture.name, USUAL)
-    modules_of = partial(exact.layer_modules, sizes) if mode == "exact" else native.layer_modules(sizes, lowering)
-    megatron_config = transformer_config(sizes, mapping, config, dtype, mode, lowering)
+    mode, sizes = precision.numerics.mode, definition.sizes
+    library: Library = "transformer_engine" if lowering.transformer_engine else "megatron"
+    library = "exact" if mode == "exact" else library
+    families = megatron_families(definition)
+    megatron_config = transformer_config(sizes, families, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
     # Megatron names the device of every weight but the routers' (moe/router.py:53).
     with torch.device(torch.cuda.current_device()):
         model = GPTModel(
             megatron_config,
-            _block(megatron_config, sizes, mapping, precision, modules_of),
+            _block(megatron_config, definition, precision, library),
             vocab_size=sizes.vocab_size,
             max_sequence_length=max_sequence_length,
             pre_process=layout.first_stage,
@@ -66,29 +72,30 @@ def build_model(
             rotary_percent=sizes.rotary_dim / sizes.head_dim,
             rotary_base=sizes.rope_theta,
         )
-    _finish_ends(model)
-    if mode == "exact":
-        exact.use_shared_output(model)
+    # GPTModel names the classes of both ends itself, and leaves tags to an initialisation that is skipped.
+    if model.pre_process:
+        patches.become(model.embedding.word_embeddings, Embedding)
+        tag_split(model.embedding.word_embeddings.weight, 0)
+    if model.post_process:
+        if model.output_layer.weight is not None:
+            tag_split(model.output_layer.weight, 0)
+        if mode == "exact":
+            patches.become(model.output_layer, exact.OutputLinear)
     return model
 
 
 def _block(
-    config: TransformerConfig,
-    sizes: ModelSizes,
-    mapping: MegatronMapping,
-    precision: Precision,
-    modules_of: Callable[[LayerPrecision], LayerModules],
+    config: TransformerConfig, definition: Model, precision: Precision, library: Library
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
     own = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
-    layers = [Layer(sizes, modules_of(each), each) for each in own]
+    layers = [Layer(definition.sizes, _MODULES[library](each), each) for each in own]
     specs = [
         ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                **mapping.attention(layer),
-                **mapping.mlp(layer, mapping.router),
+                **fields_of_layer(definition.architecture.families, layer, library),
                 self_attn_bda=get_bias_dropout_add,
                 mlp_bda=get_bias_dropout_add,
             ),
@@ -96,18 +103,6 @@ def _block(
         for layer in layers
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=layers[-1].modules.norm)
-
-
-def _finish_ends(model: GPTModel) -> None:
-    """GPTModel names the class of its embedding itself, and leaves tags to an initialisation that is skipped."""
-    if model.pre_process:
-        patches.become(model.embedding.word_embeddings, Embedding)
-        tag_split(model.embedding.word_embeddings.weight, 0)
-    if model.post_process and model.output_layer.weight is not None:
-        tag_split(model.output_layer.weight, 0)
-
-
-# The token embedding of both modes.
 
 
 class Embedding(VocabParallelEmbedding):
@@ -144,12 +139,7 @@ class _EmbeddingGradient(torch.autograd.Function):
         if layer.tp_group.size() > 1:
             mine = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
             tokens, grad = tokens[mine] - layer.vocab_start_index, grad[mine]
-        total = _sum_by_index(grad, tokens, len(weight))
+        # A token's rows are added in their order; atomics would have none.
+        ordered, counts = grad[tokens.argsort(stable=True)].float(), tokens.bincount(minlength=len(weight))
+        total = torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0.0, unsafe=True)
         return None, total.to(weight.dtype), None, None
-
-
-def _sum_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """The sum of the rows of each index, in their order, in FP32: [T, H] -> [count, H]. Atomics would have no order."""
-    ordered = rows[index.argsort(stable=True)].float()
-    counts = index.bincount(minlength=count)
-    return torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0.0, unsafe=True)

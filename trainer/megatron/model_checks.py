@@ -10,19 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.models.shape import overlap
+from fp8rl.models.families import Ranks
+from fp8rl.models.shape import Shape, overlap
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import Rule, check_rules
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, travels_in_fp8
 from fp8rl.trainer.distributed.layout import CHUNKS
-from fp8rl.trainer.distributed.weight_gather import travels_in_fp8
 
 BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)"
 
 
-def check_layout(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
+def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> None:
     """Check that the model divides over the trainer's ranks, its weights over the blocks of `spec`, and some are
     quantized.
 
@@ -33,16 +33,16 @@ def check_layout(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> 
     Raises:
         UserError: a size does not divide.
     """
-    check_rules(SPLIT_RULES, Split(sizes, config.tp, spec, "trainer.tp"))
-    check_rules(LAYOUT_RULES, Trained(sizes, config, spec))
+    check_rules(SPLIT_RULES, Split(shape, config.tp, spec, "trainer.tp"))
+    check_rules(LAYOUT_RULES, Trained(shape, config, spec))
 
 
-def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
+def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
     """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
-    check_rules((*SPLIT_RULES, *ENGINE_RULES), Split(sizes, tp, spec, key))
+    check_rules((*SPLIT_RULES, *ENGINE_RULES), Split(shape, tp, spec, key))
 
 
-def check_training(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -> None:
+def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> None:
     """Check that gradients and weights that are to travel in another format travel at all, and can, and that biases
     which are to be moved exist.
 
@@ -53,7 +53,7 @@ def check_training(sizes: ModelSizes, config: TrainerSection, spec: QuantSpec) -
         UserError: nothing is sent in this layout, the weights that products take are not those that would arrive, or
             the experts have no biases.
     """
-    check_rules(TRAINING_RULES, Trained(sizes, config, spec))
+    check_rules(TRAINING_RULES, Trained(shape, config, spec))
 
 
 def check_rows(config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None) -> None:
@@ -71,11 +71,15 @@ def check_rows(config: TrainerSection, mode: Mode, transformer_engine: bool, len
 class Split:
     """A model over the tensor-parallel ranks of a side."""
 
-    sizes: ModelSizes
+    shape: Shape
     tp: int
     spec: QuantSpec
     key: str
     """The spec's name of tp."""
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.shape.sizes
 
     @property
     def in_bf16(self) -> int:
@@ -89,34 +93,29 @@ class Split:
         return math.lcm(*(role.group for role in roles if role.granularity in ("block", "token_group")))
 
     @property
-    def dense(self) -> range:
-        """The first layers, which have no experts."""
-        return range(self.sizes.layers - self.sizes.moe_layers)
-
-    @property
     def broken_piece(self) -> tuple[str, int] | None:
         """Name and size of the first piece of a fused weight that is no whole number of blocks on every rank."""
-        return next((piece for piece in self._pieces().items() if piece[1] % self.block), None)
-
-    def _pieces(self) -> dict[str, int]:
-        """Return the widths that are cut into blocks. The rows of kv_a_proj_with_mqa need not be whole ones."""
-        sizes, latent, heads = self.sizes, self.sizes.latent, self.sizes.heads
-        pieces = {"hidden_size": sizes.hidden_size, "moe_intermediate_size": sizes.expert_size}
-        shared = {}
-        if latent is None:
-            pieces["head_dim"] = sizes.head_dim
-        else:
-            pieces |= {"q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank}
-            shared = {
-                "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * sizes.head_dim,
-                "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (sizes.plain_dim + latent.value_dim),
-                "num_attention_heads * v_head_dim": heads * latent.value_dim,
-            }
-        if overlap(self.dense, range(self.spec.first_layers_bf16, sizes.layers - self.spec.last_layers_bf16)):
-            shared["intermediate_size"] = sizes.ffn_size
-        shared["moe_intermediate_size * n_shared_experts"] = sizes.shared_size
+        pieces = {"hidden_size": self.sizes.hidden_size}
+        split: dict[str, int] = {}
+        quantized = range(self.spec.first_layers_bf16, self.sizes.layers - self.spec.last_layers_bf16)
+        for family, layers in self.shape.layers_of():
+            if overlap(layers, quantized):
+                pieces |= family.widths(self.sizes).whole
+                split |= family.widths(self.sizes).split
         cut = f" / {self.key} = {{}} / {self.tp}" if self.tp > 1 else ""
-        return pieces | {name + cut.format(size): size // self.tp for name, size in shared.items()}
+        pieces |= {name + cut.format(size): size // self.tp for name, size in split.items()}
+        return next((piece for piece in pieces.items() if piece[1] % self.block), None)
+
+    @property
+    def leading(self) -> int:
+        """The number of layers in front that alone have the broken piece; 0: others have it, too."""
+        if self.broken_piece is None:
+            return 0
+        for family, layers in self.shape.layers_of():
+            widths, name = family.widths(self.sizes), self.broken_piece[0].partition(" / ")[0]
+            if name in {**widths.whole, **widths.split} and layers.start == 0 and len(layers) < self.sizes.layers:
+                return len(layers)
+        return 0
 
 
 def _divides(
@@ -134,14 +133,19 @@ def _divides(
     )
 
 
+def _unshared(shape: Shape, ranks: Ranks) -> str | None:
+    """Say of a model why such ranks cannot share it; None: they can."""
+    found = (family.unshared(shape.sizes).get(ranks) for family, _ in shape.layers_of())
+    return next((why for why in found if why), None)
+
+
 def _remedy_of_piece(split: Split) -> str:
-    name, _ = split.broken_piece or ("", 0)
-    if not split.sizes.moe or not name.startswith("intermediate_size"):
+    if not split.leading:
         return f"Choose a model with aligned dimensions, lower {split.key}, or run {BF16_SIDES}."
-    layers, several = len(split.dense), len(split.dense) > 1
+    several = split.leading > 1
     return (
         f"It is the width of the dense first layer{'s' * several}: "
-        f"numerics.first_layers_bf16={layers} leaves {'them' if several else 'it'} in BF16."
+        f"numerics.first_layers_bf16={split.leading} leaves {'them' if several else 'it'} in BF16."
     )
 
 
@@ -178,9 +182,9 @@ SPLIT_RULES: tuple[Rule[Split], ...] = (
 ENGINE_RULES: tuple[Rule[Split], ...] = (
     Rule(
         lambda s: s.key,
-        lambda s: s.tp > 1 and s.sizes.head_norms == "together",
+        lambda s: s.tp > 1 and _unshared(s.shape, "engine"),
         lambda s: s.tp,
-        "1 for a model that norms queries and keys over all heads: SGLang does not shard this norm",
+        lambda s: f"1 for a model {_unshared(s.shape, 'engine')}",
         lambda s: f"Set {s.key}=1, and rollout.engines to use more GPUs.",
     ),
     _divides("num_experts", lambda s: s.sizes.experts),
@@ -191,9 +195,13 @@ ENGINE_RULES: tuple[Rule[Split], ...] = (
 class Trained:
     """A model in the layout of its trainer."""
 
-    sizes: ModelSizes
+    shape: Shape
     config: TrainerSection
     spec: QuantSpec
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.shape.sizes
 
     @property
     def alone(self) -> bool:
@@ -238,9 +246,9 @@ LAYOUT_RULES: tuple[Rule[Trained], ...] = (
     _divides("num_hidden_layers", lambda t: t.sizes.layers, lambda t: "trainer.pp", lambda t: t.config.pp),
     Rule(
         "trainer.cp",
-        lambda t: t.config.cp > 1 and t.sizes.latent is not None,
+        lambda t: t.config.cp > 1 and _unshared(t.shape, "context"),
         lambda t: t.config.cp,
-        "1 for a model with latent attention, whose ranks cannot share a row yet",
+        lambda t: f"1 for a model {_unshared(t.shape, 'context')}",
         "Set trainer.cp=1.",
     ),
 )
@@ -258,7 +266,7 @@ TRAINING_RULES: tuple[Rule[Trained], ...] = (
     ),
     Rule(
         "trainer.router_bias_rate",
-        lambda t: t.config.router_bias_rate and t.sizes.sigmoid_router is None,
+        lambda t: t.config.router_bias_rate and all(weight.trained for weight in t.shape.weights),
         lambda t: t.config.router_bias_rate,
         "0 for a model whose experts have no biases",
         "Set trainer.router_bias_rate=0, or choose a model with a sigmoid router, such as GLM-4.5.",

@@ -62,13 +62,8 @@ def _value(value: Any) -> Callable[[Any], Any]:
 
 
 def _ours(module: str, name: str) -> Callable[[Any], Any]:
-    """A function in trainer/modules; its module imports Megatron, which must not be early."""
-    return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.modules.{module}"), name)
-
-
-def _unpickling(name: str) -> Callable[[Any], Any]:
-    """A function in trainer/checkpoint/checkpoint.py, which imports Megatron too."""
-    return lambda replaced: getattr(importlib.import_module("fp8rl.trainer.checkpoint.checkpoint"), name)
+    """A function of the trainer's; its module imports Megatron, which must not be early."""
+    return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.{module}"), name)
 
 
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
@@ -115,7 +110,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             target,
             parameters,
-            _unpickling(name),
+            _ours("checkpoint.checkpoint", name),
             "everywhere",
             "a checkpoint's pickles are of somebody else's making, and this loads them whatever they call",
         )
@@ -147,7 +142,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             f"{_CORE}transformer.moe.token_dispatcher.{name}",
             parameters,
-            _ours("exact.experts", name),
+            _ours("modules.router", name),
             "everywhere",
             why,
         )
@@ -163,7 +158,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _CORE + "transformer.moe.moe_utils.group_limited_topk",
         "scores topk num_tokens num_experts num_groups group_topk",
-        _ours("native.provider", "best_of_groups"),
+        _ours("modules.router", "best_of_groups"),
         "everywhere",
         "it scores a group by its topk // group_topk best experts (moe_utils.py:554), models by their two best",
     ),
@@ -251,10 +246,10 @@ OVERRIDES: tuple[Override, ...] = (
             _LINEAR_WHY,
         )
         for base, ours in (
-            ("ColumnParallelLinear", "exact.linear.ColumnLinear"),
-            ("ColumnParallelLinear", "exact.linear.OutputLinear"),  # GPTModel names the class itself
-            ("ColumnParallelLinear", "native.provider.ColumnLinear"),
-            ("RowParallelLinear", "native.provider.RowLinear"),
+            ("ColumnParallelLinear", "exact.ColumnLinear"),
+            ("ColumnParallelLinear", "exact.OutputLinear"),  # GPTModel names the class itself
+            ("ColumnParallelLinear", "native.ColumnLinear"),
+            ("RowParallelLinear", "native.RowLinear"),
         )
     ),
     Override(
@@ -292,9 +287,7 @@ OVERRIDES: tuple[Override, ...] = (
         "only its plan is used; its writers are forked, which can deadlock",
     ),
     *(
-        Override(
-            f"mbridge.core.Bridge.{method}", parameters, "fp8rl.trainer.weights.table_bridge.TableBridge", _BRIDGE_WHY
-        )
+        Override(f"mbridge.core.Bridge.{method}", parameters, "fp8rl.trainer.weights.export.TableBridge", _BRIDGE_WHY)
         for method, parameters in (
             ("_build_config", ""),
             ("_get_safetensor_io", "weights_path"),
@@ -374,18 +367,14 @@ def problem_of(row: Patch | Override) -> str | None:
 
 
 def _applies(where: Where) -> bool:
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
     return {
         "everywhere": True,
         "without CUDA": not torch.cuda.is_available(),
-        "without TransformerEngine": not _has_te_or_apex(),
+        "without TransformerEngine": not HAVE_APEX_OR_TE,
         "with TransformerEngine": device.has_transformer_engine(),
     }[where]
-
-
-def _has_te_or_apex() -> bool:
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
-
-    return bool(HAVE_APEX_OR_TE)
 
 
 def _apply(patch: Patch) -> tuple[Any, str, Any]:

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from fp8rl.trainer import device
-from fp8rl.trainer.distributed.context import gathered, own_positions
+from fp8rl.trainer.distributed.layout import gathered, own_positions
 from fp8rl.trainer.step.batch import TokenBatch
 
 

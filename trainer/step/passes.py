@@ -21,9 +21,8 @@ from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, SharedMicroBatch, plan, plan_packed
-from fp8rl.trainer.step.objective import Objective
+from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
 from fp8rl.trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
-from fp8rl.trainer.step.result import NonFiniteLossError
 from fp8rl.trainer.step.routing import Routing, routing_of
 
 
@@ -81,7 +80,10 @@ def run_pass(
         form = SharedMicroBatch
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
     groups = assign(batch.lengths.tolist(), layout.shares, budget, multiple)[layout.share]
-    get_model_config(model).finalize_model_grads_func = _finalize_sums
+    # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
+    get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
+        model, None, **more
+    )
     with routing_of(model, batch, layout, counting) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
@@ -158,11 +160,6 @@ def _loss(
         metrics = {name: value.detach() for name, value in share.metrics.items()}
     kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
-
-
-def _finalize_sums(model: list[Any], num_tokens: Tensor | None, **context: Any) -> None:
-    """Add gradients over ranks without dividing by a token count: the objective has its own denominators."""
-    finalize_model_grads(model, None, **context)
 
 
 def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[str, float]]:

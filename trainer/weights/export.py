@@ -8,19 +8,24 @@ taken.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from mbridge.core import Bridge
+from mbridge.core.safetensor_io import SafeTensorIO
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from fp8rl.models.base import Base
-from fp8rl.models.tensors import TensorRow
+from fp8rl.models.checkpoint.reading import read_tensors
+from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.weights import te_weights
-from fp8rl.trainer.weights.table_bridge import TableBridge
+from fp8rl.trainer.megatron import te_runtime
 
 
 class Dealer:
@@ -95,9 +100,9 @@ class Exporter:
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
         """Return a weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
-        if not te_weights.is_quantized(held):
+        if not te_runtime.is_quantized(held):
             return [served]
-        weight = te_weights.quantized(held)
+        weight = te_runtime.quantized(held)
         assert weight.spec == self._spec, f"found a weight that is {weight.spec}, expected {self._spec}"
         return [weight.data.view(torch.uint8), weight.scale_inv.contiguous()]
 
@@ -179,3 +184,80 @@ def _frozen(
     order = scales._weight_to_mcore_format(name, pieces)
     order = scales._weight_split_across_tp(name, order, parameter, ranks)[rank]
     return Frozen(held, order.contiguous(), block)
+
+
+# mbridge's traversal of a model and its ranks.
+
+
+class TableBridge(Bridge):
+    """The loader and exporter of a Megatron model's parameters as tensors of its Hugging Face checkpoint.
+
+    block: rows and columns of a weight for each element of what is exported; 1 for the weights themselves.
+    """
+
+    def __init__(self, table: TensorTable, config: TransformerConfig, block: int = 1) -> None:
+        self._table, self._block, self._megatron = table, block, config
+        super().__init__(hf_config=None)
+
+    def rows(self, parameter: str) -> Sequence[TensorRow]:
+        """Return the tensors in a parameter, by its name in the whole model."""
+        return self._table.in_megatron[parameter]
+
+    def whole_names(self, model: Any) -> dict[str, str]:
+        """Return the names of a rank's parameters in the whole model."""
+        names: dict[str, str] = super()._weight_name_mapping_mcore_local_to_global(model)
+        return names
+
+    def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
+        """Return each parameter's name in the whole model, by which it goes here already (`HFWeights.load`).
+
+        mbridge asks for layouts by a rank's own names, which in another pipeline stage may be those of another kind of
+        layer.
+        """
+        return {name: name for name in model.state_dict()}
+
+    def _build_config(self) -> TransformerConfig:
+        return self._megatron
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        return _Files(weights_path)  # mbridge's takes what is no directory for a name on a hub
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        return [row.name for row in self.rows(mcore_weights_name)]
+
+    def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
+        rows = self.rows(mcore_weights_name)
+        return [row.name for row in rows], self._table.split(mcore_weights, rows, self._block)
+
+    def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
+        return self._table.fuse(hf_weights, self.rows(mcore_weights_name), self._block)
+
+    def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Any) -> Tensor:
+        """Merge one rank's part after the other into one tensor after the other."""
+        rows, ranks = self.rows(mcore_weights_name), len(mcore_weights)
+        if ranks == 1:
+            return mcore_weights[0]
+        if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
+            return torch.cat(mcore_weights, param.partition_dim)
+        parts = [self._table.split(part, rows, self._block, ranks) for part in mcore_weights]
+        return self._table.fuse([torch.cat(shares) for shares in zip(*parts)], rows, self._block)
+
+    def _weight_split_across_tp(
+        self, mcore_weights_name: str, mcore_weights: Tensor, param: Any, tp_split_size: int
+    ) -> Sequence[Tensor]:
+        """Undo the merge."""
+        rows, ranks = self.rows(mcore_weights_name), tp_split_size
+        if ranks == 1 or not param.tensor_model_parallel:
+            return [mcore_weights] * ranks
+        if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
+            return mcore_weights.chunk(ranks, param.partition_dim)
+        whole = self._table.split(mcore_weights, rows, self._block)
+        shares = zip(*(tensor.chunk(ranks) for tensor in whole))
+        return [self._table.fuse(share, rows, self._block, ranks) for share in shares]
+
+
+class _Files(SafeTensorIO):  # type: ignore[misc]
+    """mbridge's, for weights that may be in FP8."""
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        return read_tensors(Path(self.hf_dir), hf_weight_names)

@@ -28,10 +28,9 @@ from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
-from fp8rl.trainer.weights import te_weights
-from fp8rl.trainer.weights.export import Exporter, adopt
-from fp8rl.trainer.weights.table_bridge import TableBridge
+from fp8rl.trainer.weights.export import Exporter, TableBridge, adopt
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
@@ -75,7 +74,7 @@ class HFWeights:
                 remedy="Download the weights, or convert them to safetensors.",
             )
         to_fill = {name: held for name, held in self._held(model) if names is None or name in names}
-        quantized = {name: p for name, p in to_fill.items() if te_weights.is_quantized(p)}
+        quantized = {name: p for name, p in to_fill.items() if te_runtime.is_quantized(p)}
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
         tensors = {name: plain.get(name, held.detach()) for name, held in to_fill.items()}
         whole = self.whole_names(model)
@@ -87,7 +86,7 @@ class HFWeights:
         for name, tensor in tensors.items():
             check_finite(" and ".join(row.name for row in rows[name]), tensor)
         for name, parameter in quantized.items():
-            te_weights.fill(parameter, plain.pop(name))
+            te_runtime.fill(parameter, plain.pop(name))
 
     def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard; the shards of all ranks are the checkpoint.
@@ -157,7 +156,7 @@ class HFWeights:
         """Yield the same by their names in the whole model, each with the tensor that is served in its place."""
         whole = self.whole_names(model)
         for name, held in self._weights(model):
-            read_from_base = te_weights.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
+            read_from_base = te_runtime.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
             served = held if read_from_base else self._cache.served(held)
             for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
                 yield whole[one], part, in_its_place

@@ -14,6 +14,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
+    Held,
     Memory,
     activation_bytes,
     cache_bytes,
@@ -64,8 +65,11 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     if memory.peak <= gpu_memory:
         return
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
-    held = sorted(((bytes_of.get(phase, 0.0), name) for name, bytes_of in memory.held.items()), reverse=True)
-    able = [(size, name, cure) for size, name in held if size and (cure := _cure(job, name, gpu_memory)) is not None]
+    held = sorted(memory.classes, key=lambda each: (each.bytes.get(phase, 0.0), each.name), reverse=True)
+    sized = [(each.bytes.get(phase, 0.0), each) for each in held]
+    able = [
+        (size, each.name, cure) for size, each in sized if size and (cure := _cure(job, each, gpu_memory)) is not None
+    ]
     # The largest class; rather one whose cure is not dear, if it is large enough.
     enough = [each for each in able if each[0] >= short and not each[2].dear]
     size, name, cure = (enough or able)[0]
@@ -108,14 +112,13 @@ class Cure:
     dear: bool = False
 
 
-def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
+def _cure(job: Job, held: Held, gpu_memory: float) -> Cure | None:
     """The key that makes a class smaller; None where none does."""
     layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
-    owner, _, kind = name.rpartition(" ")
-    match kind:
-        case "weights" if owner == "teacher's":
+    match held.kind:
+        case "teacher":
             return Cure("teacher.path", "Take a smaller teacher, or give the run a GPU for its engine.", True)
-        case "cache" if owner == "teacher's":
+        case "teacher's cache":
             return Cure("teacher.max_total_tokens", "Lower teacher.max_total_tokens.")
         case "masters" | "moments" if not in_fp8 and not layout.optimizer.offload:
             return Cure("trainer.optimizer.offload", "Set trainer.optimizer.offload=true.")
@@ -123,7 +126,7 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
             return Cure("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
         case "masters" | "moments":
             return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", dear=True)
-        case "parameters" | "operands" | "gradients" | "reference" | "critic" | "optimizer":
+        case "state":
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
             return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
         case "base":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8rl.models.shape import BF16_BYTES, WeightGroup
@@ -34,17 +34,50 @@ BUCKETS = 2
 """Buckets of a sync that are alive at a time: one is filled while the other travels."""
 
 
+Kind = Literal[
+    "state", "masters", "moments", "base", "activations", "logits", "weights", "cache", "graphs", "workspace",
+    "buckets", "contexts", "teacher", "teacher's cache", "rest",
+]  # fmt: skip
+"""What a class of bytes is, as far as keys of a spec make it smaller (`fit.check_fits`). `state`: parameters, operands
+and gradients of what ranks of a trainer share."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One class of bytes on a GPU."""
+
+    name: str
+    bytes: Mapping[Phase, float]
+    kind: Kind = "rest"
+    leaves: bool = False
+    """It makes room for engines that sleep in turns with the trainer."""
+    on_host: bool = False
+    """It lies in the host's memory meanwhile; else it is given up."""
+
+    @classmethod
+    def through(cls, name: str, size: float, kind: Kind = "rest", leaves: bool = False, on_host: bool = False) -> Held:
+        """Bytes that are held in every phase."""
+        return cls(name, {phase: float(size) for phase in PHASES}, kind, leaves, on_host)
+
+    def without(self, *away: Phase) -> Held:
+        return replace(self, bytes={phase: size for phase, size in self.bytes.items() if phase not in away})
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one GPU by class of tensor, as long as they are held."""
 
     rank: int | None
     """The trainer's, whose stage holds most; None for a GPU with an engine alone."""
-    held: Mapping[str, Mapping[Phase, float]]
-    """By class, in each phase. Classes of no bytes are left out."""
+    classes: tuple[Held, ...]
+
+    @property
+    def held(self) -> dict[str, Mapping[Phase, float]]:
+        """By class, in each phase. Classes of no bytes are left out."""
+        return {each.name: each.bytes for each in self.classes if any(each.bytes.values())}
 
     def in_phase(self, phase: Phase) -> float:
-        return sum(bytes_of.get(phase, 0.0) for bytes_of in self.held.values())
+        return sum(each.bytes.get(phase, 0.0) for each in self.classes)
 
     @property
     def peak(self) -> float:
@@ -54,7 +87,7 @@ class Memory:
     @property
     def always(self) -> float:
         """Bytes that are held in every phase."""
-        return sum(min(bytes_of.get(phase, 0.0) for phase in PHASES) for bytes_of in self.held.values())
+        return sum(min(each.bytes.get(phase, 0.0) for phase in PHASES) for each in self.classes)
 
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
@@ -72,36 +105,36 @@ def fullest_rank(job: Job) -> int:
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
     """Memory of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
     rank = fullest_rank(job) if stage is None else stage * job.layout.stage_size
-    return Memory(rank, _trainer(job, rank) | {"runtime": _through(RUNTIME_BYTES)})
+    return Memory(rank, (*_trainer(job, rank), Held.through("runtime", RUNTIME_BYTES)))
 
 
 def engine_memory(job: Job) -> Memory:
     """Memory of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
-    return Memory(None, _held(_engine(job) | {"engine runtime": _through(RUNTIME_BYTES)}))
+    buckets = Held("engine buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets")
+    return Memory(None, (*_engine(job), buckets, Held.through("engine runtime", RUNTIME_BYTES)))
 
 
 def colocated_memory(job: Job) -> Memory:
-    """Memory of a GPU with a trainer rank and a rank of an engine; both stay, unless the job has them sleep in
-    turns."""
-    rank, engine = fullest_rank(job), _engine(job)
-    engine.pop("engine buckets")  # the same memory, mapped
-    trainer = _trainer(job, rank)
+    """Memory of a GPU with a trainer rank and a rank of an engine, which share buckets; both stay, unless the job has
+    them sleep in turns."""
+    rank = fullest_rank(job)
+    trainer, engine = _trainer(job, rank), _engine(job)
     if job.sleep:
-        for name in filter(_leaves, trainer):
-            trainer[name] = _without(trainer[name], ("rollout", "sync"))
-        engine = {name: _without(held, ("train", "update")) for name, held in engine.items()}
-        for name in ("KV cache", "CUDA graphs"):  # they wake once the weights are there
-            engine[name] = _without(engine[name], ("sync",))
-    runtimes = {"runtime": RUNTIME_BYTES, "engine runtime": RUNTIME_BYTES}
+        trainer = tuple(each.without("rollout", "sync") if each.leaves else each for each in trainer)
+        # Weights wake first, and the rest once they are there.
+        engine = tuple(
+            each.without("train", "update", *(("sync",) if each.kind in ("cache", "graphs") else ())) for each in engine
+        )
+    runtimes = [Held.through("runtime", RUNTIME_BYTES), Held.through("engine runtime", RUNTIME_BYTES)]
     if job.maps:
-        runtimes["other engines' contexts"] = CONTEXT_BYTES * (min(job.engines * job.engine_tp, GPUS_PER_NODE) - 1)
-    return Memory(rank, _held(trainer | engine | {name: _through(held) for name, held in runtimes.items()}))
+        others = min(job.engines * job.engine_tp, GPUS_PER_NODE) - 1
+        runtimes.append(Held.through("other engines' contexts", CONTEXT_BYTES * others, "contexts"))
+    return Memory(rank, (*trainer, *engine, *runtimes))
 
 
 def moved_bytes(job: Job, rank: int) -> float:
     """Bytes of a rank that lie in the host's memory while engines sample: masters and moments."""
-    held = _trainer(job, rank)
-    return sum(held[name]["update"] for name in held if _leaves(name) and not name.endswith("gradients"))
+    return sum(each.bytes["update"] for each in _trainer(job, rank) if each.on_host)
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
@@ -112,18 +145,12 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
     them, and gather those of one layer.
     """
     tokens = tokens or job.micro_batch
-    layers = [_of_layer(job, layer) for layer in layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)]
+    stage_layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+    layers = [_of_layer(job, layer) for layer in stage_layers]
     under_way = min(job.micro_batches, job.layout.pp - stage)
     per_token = sum(stays for stays, _ in layers) + max(back for _, back in layers) / under_way
-    return (per_token / job.layout.cp * under_way + _gathered(job)) * tokens / job.layout.tp
-
-
-def _gathered(job: Job) -> float:
-    """Bytes per token of what context-parallel ranks gather in the backward of a layer: keys, values, queries and the
-    gradient of the result in BF16, two numbers of each query in FP32."""
-    sizes = job.shape.sizes
-    gathered = 4 * sizes.head_dim * (sizes.heads + sizes.kv_heads) + 8 * sizes.heads
-    return float(gathered) if job.layout.cp > 1 else 0.0
+    gathered = max(job.shape.activations(layer).gathered for layer in stage_layers) if job.layout.cp > 1 else 0.0
+    return (per_token / job.layout.cp * under_way + gathered) * tokens / job.layout.tp
 
 
 def peak_on_a_cpu(job: Job) -> tuple[float, float]:
@@ -162,10 +189,9 @@ def _of_layer(job: Job, layer: int) -> tuple[float, float]:
     quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
     whole = kept.bf16 + (kept.fp8 if quantized and job.storage == "transformer_engine" else 0.0)
     residual = 2.0 * sizes.hidden_size
-    rotated = 2.0 * sizes.head_dim * (sizes.heads + sizes.kv_heads)
     return {
         "none": (whole, 0.0),
-        "attention": (whole - rotated, rotated),
+        "attention": (whole - kept.core, kept.core),
         "experts": (attention + residual, mlp),
         "layer": (residual, whole),
     }[job.layout.recompute]
@@ -176,33 +202,50 @@ def cache_bytes(job: Job) -> float:
     return float(job.shape.kv_bytes(BF16_BYTES, job.engine_tp))
 
 
-def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
+def _trainer(job: Job, rank: int) -> tuple[Held, ...]:
     states, stage = trainer_state(job, rank), rank // job.layout.stage_size
-    found: dict[str, Mapping[Phase, float]] = {}
-    for kind in ("parameters", "operands", "gradients", "masters", "moments", "padding"):
-        for where, state in states.items():
-            found[f"{where} {kind}"] = _through(getattr(state, kind))
-    found["activations"] = {"train": activation_bytes(job, stage)}
+    stays = sum(state.parameters + state.operands for state in states.values())
+    found = [
+        Held.through(f"{where} {name}", getattr(state, name), kind, leaves, on_host)
+        for name, kind, leaves, on_host in _STATE
+        for where, state in states.items()
+    ]
+    found.append(Held("activations", {"train": activation_bytes(job, stage)}, "activations"))
     if stage == job.layout.pp - 1:
-        found["logits"] = {"train": logit_bytes(job)}
-    found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
+        found.append(Held("logits", {"train": logit_bytes(job)}, "logits"))
+    found.append(Held("buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets"))
     if job.base:
-        found["base"] = _through(served_bytes(job.shape, job.numerics.rollout_spec))
-        found["placeholders"] = {"sync": float(_placeholders(job))}
-        found["operands of a call"] = {"train": float(_operands_of_a_call(job))}
+        found += [
+            Held.through("base", served_bytes(job.shape, job.numerics.rollout_spec), "base"),
+            Held("placeholders", {"sync": float(_placeholders(job))}),
+            Held("operands of a call", {"train": float(_operands_of_a_call(job))}),
+        ]
     if job.reference:
-        found["reference"] = _through(sum(state.parameters + state.operands for state in states.values()))
-    if job.teacher is not None:
-        found["teacher's weights"] = _through(job.teacher.weights)
-        found["teacher's cache"] = _through(job.teacher.cache)
-        found["teacher's graphs"] = _through(job.teacher.graphs)
-        found["teacher's workspace"] = {"rollout": job.teacher.working}
-        found["teacher's runtime"] = _through(RUNTIME_BYTES)
+        found.append(Held.through("reference", stays, "state"))
+    if (teacher := job.teacher) is not None:
+        found += [
+            Held.through("teacher's weights", teacher.weights, "teacher"),
+            Held.through("teacher's cache", teacher.cache, "teacher's cache"),
+            Held.through("teacher's graphs", teacher.graphs, "graphs"),
+            Held("teacher's workspace", {"rollout": teacher.working}, "workspace"),
+            Held.through("teacher's runtime", RUNTIME_BYTES),
+        ]
     if job.critic:
-        stays = sum(state.parameters + state.operands for state in states.values())
-        found["critic"] = _through(stays)
-        found["critic's optimizer"] = _through(sum(state.total for state in states.values()) - stays)
-    return _held(found)
+        optimizer = sum(state.total for state in states.values()) - stays
+        found.append(Held.through("critic", stays, "state"))
+        found.append(Held.through("critic's optimizer", optimizer, "state", leaves=True, on_host=True))
+    return tuple(found)
+
+
+_STATE: tuple[tuple[str, Kind, bool, bool], ...] = (
+    ("parameters", "state", False, False),
+    ("operands", "state", False, False),
+    ("gradients", "state", True, False),
+    ("masters", "masters", True, True),
+    ("moments", "moments", True, True),
+    ("padding", "rest", False, False),
+)
+"""Bytes by kind as in StateBytes: their kind here, and whether they leave and lie on the host then."""
 
 
 def _placeholders(job: Job) -> int:
@@ -232,31 +275,12 @@ def _ranks(job: Job, weight: WeightGroup) -> int:
     return {"split": job.layout.tp, "experts": job.layout.ep, "replicated": 1}[weight.share]
 
 
-def _leaves(name: str) -> bool:
-    """Return whether a class of the trainer's makes room for engines. Weights stay, as do those of a reference."""
-    return name.endswith((" gradients", " masters", " moments", " optimizer"))
-
-
-def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
+def _engine(job: Job) -> tuple[Held, ...]:
     adapters = job.shape.adapter_bytes if job.separate else 0
     own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
-    return {
-        "engine weights": _through(adapters + own),
-        "KV cache": _through(job.kv_tokens * cache_bytes(job)),
-        "CUDA graphs": _through(job.graph_bytes),
-        "engine workspace": {"rollout": job.working_bytes},
-        "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
-    }
-
-
-def _held(classes: Mapping[str, Mapping[Phase, float]]) -> dict[str, Mapping[Phase, float]]:
-    return {name: held for name, held in classes.items() if any(held.values())}
-
-
-def _without(held: Mapping[Phase, float], away: tuple[Phase, ...]) -> dict[Phase, float]:
-    return {phase: each for phase, each in held.items() if phase not in away}
-
-
-def _through(held: float) -> dict[Phase, float]:
-    """Return the same bytes for every phase."""
-    return {phase: float(held) for phase in PHASES}
+    return (
+        Held.through("engine weights", adapters + own, "weights"),
+        Held.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
+        Held.through("CUDA graphs", job.graph_bytes, "graphs"),
+        Held("engine workspace", {"rollout": job.working_bytes}, "workspace"),
+    )

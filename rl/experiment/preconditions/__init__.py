@@ -40,7 +40,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_wandb(experiment.tracking.recorded_wandb)
     model = read_model(path := experiment.model.directory)
     check_architecture(model, experiment)
-    check_target(experiment, model.sizes, Target.here())
+    check_target(experiment, model.shape, Target.here())
     adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)

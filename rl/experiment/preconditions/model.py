@@ -72,19 +72,19 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
     path = experiment.teacher.directory
     model = read_model(path, TEACHER)
     _check_vocabulary(path, model.sizes, policy, tokenizer, experiment.model.path)
-    check_teacher_layout(experiment, model.sizes)
+    check_teacher_layout(experiment, model.shape)
     check_stored(path, model, TEACHER)
     return model.shape
 
 
-def check_teacher_layout(experiment: Experiment, sizes: ModelSizes) -> None:
-    """Raise `UserError` if a teacher of these sizes does not divide over its engine's ranks, or has no room for the
+def check_teacher_layout(experiment: Experiment, shape: Shape) -> None:
+    """Raise `UserError` if such a teacher does not divide over its engine's ranks, or has no room for the
     longest answer."""
     assert experiment.teacher is not None
     numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-    check_engine_layout(sizes, experiment.teacher.tp, numerics.rollout_spec, "teacher.tp")
+    check_engine_layout(shape, experiment.teacher.tp, numerics.rollout_spec, "teacher.tp")
     longest = experiment.teacher.engine(experiment.rollout).context_length
-    check_rules(TEACHER_ROOM, Room(experiment.teacher, sizes, experiment.rollout.context_length, longest))
+    check_rules(TEACHER_ROOM, Room(experiment.teacher, shape.sizes, experiment.rollout.context_length, longest))
 
 
 def _check_vocabulary(

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from fp8rl.models import ModelSizes
+from fp8rl.models.shape import Shape
 from fp8rl.numerics.backend.dispatch import (
     FEWEST_CAPABILITY,
     SMALL_CAPABILITY,
@@ -57,11 +58,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """A spec with a model of these sizes, on such machines."""
+    """A spec with such a model, on such machines."""
 
     experiment: Experiment
-    sizes: ModelSizes
+    shape: Shape
     target: Target
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.shape.sizes
 
     @property
     def exact_on(self) -> tuple[int, int] | None:
@@ -78,6 +83,15 @@ class Case:
         """True if exact mode has kernels for these GPUs: the definitions in torch do not run in a CUDA graph."""
         numerics = self.experiment.numerics_config()
         return self.exact_on is None or implementation_for(self.exact_on, numerics.spec) == "triton"
+
+    @property
+    def lacking(self) -> list[tuple[str, str]]:
+        """The families of the model's ops whose exact kernels do not run on these GPUs, and where they do, in words."""
+        return [
+            (f"{family.name} {family.part}", f"{_dotted(family.kernels[0])} to 11.x: {family.kernels[1]}")
+            for family, _ in self.shape.layers_of()
+            if self.exact_on and self.has_kernels and family.kernels and self.exact_on < family.kernels[0]
+        ]
 
     @property
     def on_gpus(self) -> str:
@@ -146,9 +160,9 @@ SLEEPERS: tuple[Rule[Case], ...] = (
 KERNELS: tuple[Rule[Case], ...] = (
     Rule(
         "numerics.mode",
-        lambda c: c.exact_on and c.has_kernels and c.sizes.latent is not None and c.exact_on < HOPPER,
-        lambda c: f"exact with latent attention {c.on_gpus}",
-        "9.0 to 11.x: its kernels need 170 KiB of shared memory, and these GPUs have 99",
+        lambda c: c.lacking,
+        lambda c: f"exact with {c.lacking[0][0]} {c.on_gpus}",
+        lambda c: c.lacking[0][1],
         "Set numerics.mode=native, or take other GPUs.",
     ),
     Rule(
@@ -278,13 +292,13 @@ def _behind(experiment: Experiment) -> str:
     return "" if drafts is None else f" and {drafts.reserve} tokens for drafts"
 
 
-def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
+def check_model_layout(shape: Shape, experiment: Experiment) -> None:
     """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks. Raises UserError."""
-    check_rules(LAYOUT, Case(experiment, sizes, Target(gpus=False, transformer_engine=False)))
+    check_rules(LAYOUT, Case(experiment, shape, Target(gpus=False, transformer_engine=False)))
     numerics = experiment.numerics_config()
-    check_layout(sizes, experiment.trainer, numerics.blocks_spec)
-    check_training(sizes, experiment.trainer, numerics.trainer_spec)
-    check_engine_layout(sizes, experiment.rollout.tp, numerics.blocks_spec)
+    check_layout(shape, experiment.trainer, numerics.blocks_spec)
+    check_training(shape, experiment.trainer, numerics.trainer_spec)
+    check_engine_layout(shape, experiment.rollout.tp, numerics.blocks_spec)
 
 
 def _check_engines(case: Case) -> None:
@@ -311,7 +325,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     _check_engines,
     partial(check_rules, KERNELS),
     partial(check_rules, NATIVE_PRODUCTS),
-    lambda case: check_model_layout(case.sizes, case.experiment),
+    lambda case: check_model_layout(case.shape, case.experiment),
     _check_optimizer,
     _check_rows,
     partial(check_rules, CONTEXT),
@@ -319,16 +333,16 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
 """Each raises `UserError` for the first of its rules that a spec breaks; they do not rely on each other."""
 
 
-def check_target(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
+def check_target(experiment: Experiment, shape: Shape, target: Target) -> None:
     """Raise `UserError` for the first rule that the spec does not keep with such a model on such machines."""
     for check in CHECKS:
-        check(Case(experiment, sizes, target))
+        check(Case(experiment, shape, target))
 
 
-def broken_rules(experiment: Experiment, sizes: ModelSizes, target: Target) -> Iterator[UserError]:
+def broken_rules(experiment: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     """Return the first refusal of each check that the spec does not pass."""
     for check in CHECKS:
         try:
-            check(Case(experiment, sizes, target))
+            check(Case(experiment, shape, target))
         except UserError as refusal:
             yield refusal

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN
+from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN, Latent
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -252,8 +252,7 @@ def copies_in(model: nn.Module) -> Mapping[Tensor, Copies]:
 
 
 def _latent_down(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
-    rank = engine.sizes.latent.q_rank if engine.sizes.latent else 0
-    fused = module(x)[0]
+    rank, fused = engine.sizes.of(Latent).q_rank, module(x)[0]
     return fused[:, :rank], fused[:, rank:]
 
 

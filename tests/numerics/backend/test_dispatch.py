@@ -52,6 +52,24 @@ def test_every_op_has_its_kernel_and_every_kernel_its_op():
         assert list(inspect.signature(kernel).parameters) == list(inspect.signature(definition).parameters), name
 
 
+def test_a_users_op_runs_on_its_kernel_where_kernels_run(monkeypatch):
+    monkeypatch.setattr(dispatch, "_registered", {})
+    monkeypatch.setattr(dispatch, "OPS", dict(dispatch.OPS))
+
+    def doubled(x):
+        return 2 * x
+
+    def kernel(x):
+        return 2 * x + 0 * x.new_tensor(seen.append(x) or 0)
+
+    seen, op = [], dispatch.op(doubled)
+    kernel.__name__ = "doubled"
+    dispatch.register_kernel(kernel)
+    assert op(torch.ones(1)) == 2 and not seen
+    with using("triton"):
+        assert op(torch.ones(1)) == 2 and len(seen) == 1
+
+
 def test_where_kernels_run_an_op_without_one_is_an_error():
     x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
     with using("triton"):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.quantize import fake_quantize
@@ -211,8 +212,13 @@ def test_the_probe_sees_an_op_that_is_not(monkeypatch):
     def normalised_over_the_batch(x, weight, eps):
         return (x.float() / x.float().std()).to(x.dtype)
 
+    def of_a_user(random, count):
+        x = random(count, 8)
+        return {"its own": lambda n: x[:n] - x[:n].mean(0), "another": lambda n: x[:n] * 2}
+
     monkeypatch.setattr(ops, "rms_norm", normalised_over_the_batch)
-    assert "rms_norm" in row_variant_ops()
+    monkeypatch.setattr(dispatch, "USERS_PROBES", [dispatch.Probes(rows=of_a_user)])
+    assert {"rms_norm", "its own"} <= set(found := row_variant_ops()) and "another" not in found
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fp8rl.rl.run.records import rollout_records, scored_records, throughput
 from fp8rl.rl.run.step import train_metrics
 from fp8rl.rollout.types import Problem, Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import PassResult
+from fp8rl.trainer.step.objective import PassResult
 
 
 def trajectory(group: int, tokens: int, *, finished: bool = True, version: int = 4) -> Trajectory:

@@ -16,7 +16,7 @@ from fp8rl.rl.run.step import explained_variance, plan_updates
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.result import NonFiniteLossError
+from fp8rl.trainer.step.objective import NonFiniteLossError
 from tests.support.batches import random_batch
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model

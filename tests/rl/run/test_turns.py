@@ -7,7 +7,7 @@ import pytest
 
 from fp8rl.rl.run.turns import DeviceTurns
 from fp8rl.rollout.engine import Slept
-from fp8rl.trainer.step.result import MovedAside
+from fp8rl.trainer.step.objective import MovedAside
 
 
 def test_a_side_keeps_the_device_for_its_block_and_the_other_waits_for_its_end() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.families.latent import latent_attention_tensors
-from fp8rl.models.sizes import Latent
+from fp8rl.models.families.latent import Latent, latent_attention_tensors
 from fp8rl.numerics import delta
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import quantize
@@ -75,7 +74,7 @@ def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Qua
 
 
 def served_by(engine: Engine, spec: QuantSpec) -> ServedWeights:
-    sizes = dataclasses.replace(SIZES, latent=Latent(q_rank=128, kv_rank=RANK, rope_dim=64, value_dim=VALUE))
+    sizes = dataclasses.replace(SIZES, own=(Latent(q_rank=128, kv_rank=RANK, rope_dim=64, value_dim=VALUE),))
     rows = [row for row in latent_attention_tensors(sizes, 0) if row.name == NAME]
     served = ServedWeights(spec.weight)
     served.attach(engine, listed("Latent", sizes, lambda _: iter(rows)), "0")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fp8rl.models.base import Base, base_bytes, places
 from fp8rl.models.families.ends import first_tensors, last_tensors
-from fp8rl.models.families.latent import latent_attention_tensors
-from fp8rl.models.sizes import Latent, ModelSizes
+from fp8rl.models.families.latent import Latent, latent_attention_tensors
+from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.core.memory import ZEROS, placeholders
 from fp8rl.numerics.frozen import Frozen
@@ -327,7 +327,7 @@ def test_what_is_in_the_base_cannot_be_sent(served: ServedWeights) -> None:
         served.load(lambda weights: list(weights), [(name, NEW[name])])
 
 
-LATENT = dataclasses.replace(SIZES, latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128))
+LATENT = dataclasses.replace(SIZES, own=(Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128),))
 PAIR = [f"{ATTENTION}{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 from torch import Tensor
 
 from fp8rl.models.architectures import qwen3_moe
+from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import Family, PartNames, attention, mlp
 from fp8rl.models.forms import LINEAR, NORM, OpForm
 from fp8rl.models.sizes import ModelSizes
@@ -17,6 +19,12 @@ from fp8rl.models.trace import Op
 from fp8rl.numerics.ops.experts import sigmoid
 
 EXPERTS = "specialists"
+PROJECTED = "projected_kv_heads"
+"""Heads of keys and values that have weights; `num_key_value_heads` are cached, as many as there are of queries."""
+
+
+def sizes(config: ConfigFile) -> ModelSizes:
+    return replace(qwen3_moe.sizes(config), kv_heads=config.size(PROJECTED))
 
 
 def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
@@ -27,7 +35,7 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
 
 GATED = OpForm(
     name="gated_attention",
-    shapes="q, k, v, gates [T, heads] -> [T, heads * D]",
+    shapes="q, k, v, gates [T, heads] -> [T, heads * D]; each query has a key of its own in the cache",
     definition=gate_heads,
     part="attention",
 )
@@ -63,11 +71,14 @@ FAMILY = Family(
     tensors=tensors,
     ops=ops,
     activations=attention.FAMILY.activations,
-    cached=attention.FAMILY.cached,
+    widths=attention.FAMILY.widths,
+    cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.heads // ranks,
     scored=attention.FAMILY.scored,
+    megatron=lambda: import_module("tests.support.made_up.megatron").FAMILY,
 )
 ARCHITECTURE = replace(
     qwen3_moe.ARCHITECTURE,
     name="MadeUpForCausalLM",
+    sizes=sizes,
     families=(FAMILY, replace(mlp.MOE, tensors=partial(mlp.moe_tensors, experts=EXPERTS))),
 )

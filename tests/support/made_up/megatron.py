@@ -1,4 +1,4 @@
-"""The made-up architecture in Megatron: attention whose heads are gated, with a norm behind its projection."""
+"""The made-up family in Megatron: attention whose heads are gated, with a norm behind its projection."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from fp8rl.numerics import ops
-from fp8rl.trainer.megatron.config import MegatronMapping
-from fp8rl.trainer.modules.exact.attention import CoreAttention
-from fp8rl.trainer.modules.exact.provider import RMSNorm
-from fp8rl.trainer.modules.layer import Fields, Layer, attention_spec
-from fp8rl.trainer.step.op_trace import SIDES, MegatronSide, output
+from fp8rl.trainer.modules.exact import RMSNorm
+from fp8rl.trainer.modules.families import Fields, Layer, MegatronFamily, MegatronSide, attention, output
 from tests.support.made_up.definition import GATED
 
 
@@ -32,11 +29,13 @@ class Gates(nn.Module):
         return ops.linear(x, self.weight)
 
 
-class GatedCore(CoreAttention):
+class GatedCore(attention.CoreAttention):
     gates: Tensor
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return GATED.definition(super().forward(*args, **kwargs), self.gates)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        each = query.shape[-2] // key.shape[-2]
+        key, value = (x.repeat_interleave(each, -2) for x in (key, value))
+        return GATED.definition(super().forward(query, key, value, *args, **kwargs), self.gates)
 
 
 class GatedAttention(SelfAttention):
@@ -59,11 +58,14 @@ class ProjectionThenNorm(nn.Module):
         return self.norm(self.proj(x)[0]), None
 
 
-def attention(layer: Layer) -> Fields:
+def gated(layer: Layer) -> Fields:
     core = ModuleSpec(module=GatedCore, params={"rope_theta": layer.sizes.rope_theta})
     projection = ModuleSpec(module=ProjectionThenNorm, params={"projection": layer.modules.row_linear("o_proj")})
-    return {"self_attention": attention_spec(layer, GatedAttention, core_attention=core, linear_proj=projection)}
+    return {"self_attention": attention.attention_spec(layer, core, GatedAttention, linear_proj=projection)}
 
 
-MAPPING = MegatronMapping(attention=attention)
-SIDES[GATED] = MegatronSide(output)
+FAMILY = MegatronFamily(
+    sides={**attention.FAMILY.sides, GATED: MegatronSide(output)},
+    layer={"exact": gated},
+    config=attention.FAMILY.config,
+)

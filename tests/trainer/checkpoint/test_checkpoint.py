@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,15 @@ from tests.support.models import EXPERTS, LAYERS
 from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def kept(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> tuple[Any, Path]:
+    """A trainer, and the checkpoint of its first step, of which a test changes a copy."""
+    trainer, path = make_trainer(moe_path), tmp_path_factory.mktemp("kept") / "a"
+    _train(trainer, 0, 1)
+    trainer.save(path, {})
+    return trainer, path
 
 
 def _train(trainer: Any, first: int, last: int) -> list[tuple[float, float, float]]:
@@ -139,14 +149,6 @@ def test_a_checkpoint_of_weights_has_them_and_no_past(
     assert other.optimizer.schedule.num_steps == 2
 
 
-def test_a_checkpoint_is_replaced_whole(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(moe_path)
-    trainer.save(tmp_path / "last", {"n": 1})
-    trainer.save(tmp_path / "last", {"n": 2})
-    assert trainer.load(tmp_path / "last") == {"n": 2}
-    assert [file.name for file in tmp_path.iterdir()] == ["last"]
-
-
 def test_equal_states_are_equal_files_wherever_they_are_written(
     moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
@@ -232,8 +234,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(
     assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
 
 
-def test_what_is_not_a_checkpoint_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(moe_path)
+def test_what_is_not_a_checkpoint_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:
+    trainer, _ = kept
     with pytest.raises(UserError, match="checkpoint"):
         trainer.load(tmp_path)
     (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
@@ -278,11 +280,10 @@ def change_the_step(file: Path) -> None:
     ],
 )
 def test_damage_is_named_and_nothing_is_loaded(
-    pattern: str, damage: Any, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    pattern: str, damage: Any, kept: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(moe_path)
-    _train(trainer, 0, 1)
-    trainer.save(tmp_path / "step_1", {})
+    trainer, whole = kept
+    shutil.copytree(whole, tmp_path / "step_1")
     held = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     check_digests(tmp_path / "step_1")
     file = next((tmp_path / "step_1").glob(pattern))
@@ -347,11 +348,11 @@ def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["metadata", "a value in the metadata", "common", "tensors", "a file elsewhere"])
 def test_no_code_of_a_checkpoint_runs(
-    kind: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    kind: str, kept: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    trainer = make_trainer(moe_path)
-    trainer.save(tmp_path / "a", {})
+    trainer, whole = kept
+    shutil.copytree(whole, tmp_path / "a")
     _forged(kind, tmp_path / "a", tmp_path / "ran")
     with pytest.raises(UserError, match="checkpoint .*a: found"):
         trainer.load(tmp_path / "a")

@@ -26,7 +26,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.model_checks import check_training
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.definitions import SIZES
+from tests.support.definitions import SIZES, shape_of
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 
@@ -231,7 +231,7 @@ def test_a_trainer_that_falls_back_to_bf16_gathers_bf16(ranks: Any) -> None:
 )
 def test_weights_that_would_not_arrive_as_the_forwards_own_are_refused(config: Any, spec: QuantSpec, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_training(SIZES, TrainerSection(**config), spec)
+        check_training(shape_of(SIZES), TrainerSection(**config), spec)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_weights_that_would_not_arrive_as_the_forwards_own_are_refused(config: A
     ],
 )
 def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
-    check_training(SIZES, TrainerSection(**config), spec)
+    check_training(shape_of(SIZES), TrainerSection(**config), spec)
 
 
 @pytest.mark.slow

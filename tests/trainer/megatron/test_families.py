@@ -44,13 +44,20 @@ FAMILIES = {
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def write(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    return write_family(path, FAMILIES[name], dtype)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """The model of a family, made once."""
+    path = folder / f"{name} {dtype}"
+    return path if path.is_dir() else write_family(path, FAMILIES[name], dtype)
 
 
 @each_family
-def test_fp32_logits_equal_transformers(name: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    path = write(tmp_path / "model", name, torch.float32)
+def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
+    path = write(folder, name, torch.float32)
     trainer = make_trainer(path, dtype=torch.float32)
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -61,47 +68,46 @@ def test_fp32_logits_equal_transformers(name: str, tmp_path: Path, make_trainer:
 
 
 @each_family
-def test_the_formula_and_every_tensor_are_those_of_the_checkpoint(
-    name: str, tmp_path: Path, make_trainer: MakeTrainer
+def test_every_tensor_is_that_of_the_formula_and_comes_back_from_a_checkpoint(
+    name: str, folder: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    path = write(tmp_path / "model", name)
-    stored = load_file(path / "model.safetensors")
-    exported = dict(make_trainer(path, "fp8").export_weights())
+    path, batch = write(folder, name), random_batch(2, 60)
+    trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
+    stored, exported = load_file(path / "model.safetensors"), dict(fresh.export_weights())
     assert exported.keys() == stored.keys() == read_model(path).tensors.rows.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
     assert read_shape(path).parameters == sum(tensor.numel() for tensor in stored.values())
 
-
-@pytest.mark.slow
-@each_family
-def test_a_checkpoint_brings_back_every_tensor(name: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    path, batch = write(tmp_path / "model", name), random_batch(2, 60)
-    trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
     trained.train_step(batch, cross_entropy(batch))
-    for name, buffer in trained.model.named_buffers():  # which no optimizer trains
-        if name.endswith("expert_bias"):
+    for buffer_name, buffer in trained.model.named_buffers():  # which no optimizer trains
+        if buffer_name.endswith("expert_bias"):
             buffer += 0.5
     trained.save(tmp_path / "checkpoint", {})
     fresh.load(tmp_path / "checkpoint")
-    stored, brought = load_file(path / "model.safetensors"), dict(fresh.export_weights())
+    brought = dict(fresh.export_weights())
     assert all(torch.equal(tensor, brought[key]) for key, tensor in trained.export_weights())
     assert not any(torch.equal(stored[key], brought[key]) for key in stored if not re.search("experts|norm", key))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @each_family
-def test_native_mode_computes_the_same_but_for_rounding(
-    name: str, precision: str, tmp_path: Path, make_trainer: MakeTrainer
+def test_rows_end_to_end_have_the_bits_of_padded_ones_and_native_mode_those_but_for_rounding(
+    name: str, folder: Path, make_trainer: MakeTrainer
 ) -> None:
-    path, batch = write(tmp_path / "model", name), random_batch(2, 60)
-    exact, native = (make_trainer(path, precision, mode=mode).score(batch)[1] for mode in ("exact", "native"))
-    difference = (exact - native).abs()
-    assert 0 < difference.max()
-    assert difference.mean() < (0.05 if precision == "bf16" else 0.25), difference  # native mode quantizes latents, too
+    path, batch = write(folder, name), random_batch(2, 60)
+
+    def scores(precision: str, **changes: Any) -> Tensor:
+        rows, scored = make_trainer(path, precision, **changes).score(batch)
+        return scored[torch.tensor(rows).argsort()]
+
+    for precision, apart in (("bf16", 0.05), ("fp8", 0.25)):  # native mode quantizes latents, too
+        exact = scores(precision)
+        difference = (exact - scores(precision, mode="native")).abs()
+        assert 0 < difference.max() and difference.mean() < apart, (precision, difference)
+    assert torch.equal(exact, scores("fp8", packing=True))
 
 
 def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    path, drafted = write(tmp_path / "model", "glm4_moe"), "model.layers.3.eh_proj.weight"
+    path, drafted = write_family(tmp_path / "model", FAMILIES["glm4_moe"]), "model.layers.3.eh_proj.weight"
     config, stored = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     stored[drafted] = torch.randn(256, 512).bfloat16()
     save_file(stored, path / "model.safetensors", {"format": "pt"})
@@ -116,23 +122,11 @@ def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTra
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
 
 
-@each_family
-def test_rows_end_to_end_have_the_bits_of_padded_ones(name: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    path, batch = write(tmp_path / "model", name), random_batch(2, 60)
-    (rows, padded), (order, packed) = (make_trainer(path, "fp8", packing=on).score(batch) for on in (False, True))
-    assert sorted(rows) == sorted(order) and torch.equal(
-        padded[torch.tensor(rows).argsort()], packed[torch.tensor(order).argsort()]
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
-def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
-    name: str, tmp_path: Path, make_trainer: MakeTrainer
-) -> None:
-    """Of every tensor but experts, which transformers holds together, and two ranks' vectors beside one's."""
-    path, batch = write(tmp_path / "model", name, torch.float32), random_batch()
-    gradients = Gradients(path).of(make_trainer(path, dtype=torch.float32))
+def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
+    """Of every tensor but experts, which transformers holds together."""
+    path, batch = write(folder, name, torch.float32), random_batch()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.model.embed_tokens.padding_idx = None  # whose gradient torch leaves out, and whose token random batches have
     logprobs = model(batch.tokens, attention_mask=batch.real_tokens().long()).logits.log_softmax(-1)
@@ -142,7 +136,7 @@ def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
     theirs = {key: parameter.grad for key, parameter in model.named_parameters()}
     if name == "mixtral":  # whose MLP transformers calls otherwise than its checkpoints do
         theirs = {key.replace(".mlp.", ".block_sparse_moe."): gradient for key, gradient in theirs.items()}
-    for parameter, gradient in gradients.items():
+    for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
         rows = table.in_megatron[parameter]
         for row, part in zip(rows, table.split(gradient, rows), strict=True):
             if row.expert is None:
@@ -150,18 +144,26 @@ def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
                 compared.add(row.name)
     assert compared == {key for key in theirs if ".experts." not in key}
 
-    ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(path))
-    for parameter, gradient in gradients.items():
-        if gradient.dim() == 1:
-            parts = [rank[parameter] for rank in ranks]
-            whole = torch.cat(parts) if len(parts[0]) < len(gradient) else parts[0]
-            torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
+
+@pytest.mark.slow
+def test_gradients_of_vectors_on_two_ranks_are_those_of_one(
+    folder: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Biases and norms, which ranks share in ways of their own."""
+    paths = {name: write(folder, name, torch.float32) for name in ("qwen2", "olmoe", "glm4_moe", "deepseek_v3")}
+    ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(paths))
+    for name, path in paths.items():
+        for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
+            if gradient.dim() == 1:
+                parts = [rank[name][parameter] for rank in ranks]
+                whole = torch.cat(parts) if len(parts[0]) < len(gradient) else parts[0]
+                torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(tmp_path: Path) -> None:
+def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(folder: Path, tmp_path: Path) -> None:
     """The first stage's layer is dense, and the first layer of the second one is not."""
-    path = write(tmp_path / "model", "moonlight")
+    path = write(folder, "moonlight")
     ranks = run_on_ranks(TrainerSection(lr=1e-3, pp=2), tmp_path / "ranks", Export(path))
     stored, exported = load_file(path / "model.safetensors"), ranks[0] | ranks[1]
     assert len(ranks[0]) + len(ranks[1]) == len(stored) and exported.keys() == stored.keys()
@@ -185,22 +187,26 @@ class Export:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a rank's parameters, by their names, for one batch in FP32."""
+    """The gradients of a rank's parameters, by their names, for one batch in FP32, of each model."""
 
-    path: Path
+    paths: dict[str, Path]
 
-    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, Tensor]:
+    def __call__(self, layout: Layout, config: TrainerSection) -> dict[str, dict[str, Tensor]]:
         from fp8rl.trainer.trainer import Trainer
 
         numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16", k_splits=config.tp)
         sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        return self.of(Trainer(self.path, config, numerics, layout, dtype=torch.float32, **sizes))
+        return {
+            name: gradients(Trainer(path, config, numerics, layout, dtype=torch.float32, **sizes))
+            for name, path in self.paths.items()
+        }
 
-    def of(self, trainer: Any) -> dict[str, Tensor]:
-        from fp8rl.trainer.modules.weights import matrices
-        from fp8rl.trainer.step.passes import run_pass
 
-        batch = random_batch()
-        run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 2, cross_entropy(batch))
-        named = trainer.model.named_parameters()
-        return {each: grad for name, parameter in named for each, grad in matrices(name, parameter.main_grad)}
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    from fp8rl.trainer.modules.weights import matrices
+    from fp8rl.trainer.step.passes import run_pass
+
+    batch = random_batch()
+    run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 2, cross_entropy(batch))
+    named = trainer.model.named_parameters()
+    return {each: grad.clone() for name, parameter in named for each, grad in matrices(name, parameter.main_grad)}

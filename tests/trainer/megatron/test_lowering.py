@@ -125,14 +125,15 @@ rope.fused_apply_rotary_pos_emb = object()
 import torch
 from tests.support.lowering import native
 from fp8rl.trainer.config import TrainerSection
-from tests.support.definitions import SIZES
-from fp8rl.trainer.megatron.config import USUAL
+from tests.support.definitions import SIZES, shape_of
 from fp8rl.trainer.megatron.config import transformer_config
+from fp8rl.trainer.modules.families import megatron_families, megatron_family
 from fp8rl.trainer.megatron.lowering import lower
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
-config = transformer_config(SIZES, USUAL, TrainerSection(), torch.bfloat16, "native", lowering)
+families = [megatron_family(each) for each in shape_of(SIZES).families]
+config = transformer_config(SIZES, families, TrainerSection(), torch.bfloat16, "native", lowering)
 assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
@@ -141,8 +142,11 @@ assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
 from fp8rl.models import read_model
 from tests.support.paths import CONFIGS
 for name in ("deepseek_v3", "glm_4_7_flash", "moonlight_16b_a3b"):
-    sizes = read_model(CONFIGS / name).sizes
-    assert not transformer_config(sizes, USUAL, TrainerSection(), torch.bfloat16, "native", lowering).apply_rope_fusion
+    model = read_model(CONFIGS / name)
+    config = transformer_config(
+        model.sizes, megatron_families(model), TrainerSection(), torch.bfloat16, "native", lowering
+    )
+    assert not config.apply_rope_fusion
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fp8rl.models import ModelSizes
-from fp8rl.models.sizes import Latent
+from fp8rl.models.families import latent, mlp
+from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import UserError, check_rules
 from fp8rl.numerics.spec import QuantSpec
@@ -27,7 +28,7 @@ from fp8rl.trainer.megatron.model_checks import (
     check_engine_layout,
     check_layout,
 )
-from tests.support.definitions import SIZES
+from tests.support.definitions import SIZES, shape_of
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MOE = dataclasses.replace(
@@ -46,21 +47,24 @@ DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768
     ],
 )
 def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> None:
-    check_layout(sizes, TrainerSection(**layout), SPEC)
+    check_layout(shape_of(sizes), TrainerSection(**layout), SPEC)
 
 
-LATENT = dataclasses.replace(MOE, latent=Latent(q_rank=256, kv_rank=256, rope_dim=64, value_dim=128))
+LATENT = dataclasses.replace(
+    MOE, own=(latent.Latent(q_rank=256, kv_rank=256, rope_dim=64, value_dim=128),), head_dim=192, rotary_dim=64
+)
 OLMOE = dataclasses.replace(MOE, head_norms="together")
 TENSOR = SPEC.override({"weight": {"granularity": "tensor"}})
 FP32 = QuantSpec.preset("fp8_block_fp32")
 
 
 def split(sizes: ModelSizes = MOE, tp: int = 1, spec: QuantSpec = SPEC) -> Split:
-    return Split(sizes, tp, spec, "trainer.tp")
+    return Split(shape_of(sizes), tp, spec, "trainer.tp")
 
 
 def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> Trained:
-    return Trained(sizes, TrainerSection(**config), spec)
+    shape = Shape(sizes, (latent.FAMILY, mlp.MOE)) if sizes is LATENT else shape_of(sizes)
+    return Trained(shape, TrainerSection(**config), spec)
 
 
 def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Rows:
@@ -193,7 +197,7 @@ def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
 
 
 def test_norms_over_all_heads_are_shared_by_a_trainers_ranks() -> None:
-    check_layout(OLMOE, TrainerSection(tp=2), SPEC)
+    check_layout(shape_of(OLMOE), TrainerSection(tp=2), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +206,18 @@ def test_norms_over_all_heads_are_shared_by_a_trainers_ranks() -> None:
 )
 def test_a_piece_that_no_layout_mends_is_refused(changes: dict[str, int], said: str) -> None:
     with pytest.raises(UserError, match=f"{said}, expected a multiple of 128"):
-        check_layout(dataclasses.replace(MOE, **changes), TrainerSection(), SPEC)
+        check_layout(shape_of(dataclasses.replace(MOE, **changes)), TrainerSection(), SPEC)
 
 
 def test_dense_first_layers_and_shared_experts() -> None:
     """GLM-4.5-Air: its first layer is 85.5 blocks wide."""
-    air = dataclasses.replace(MOE, dense_layers=1, ffn_size=10944, expert_size=1408, shared_size=1408)
+    sizes = dataclasses.replace(MOE, dense_layers=1, ffn_size=10944, expert_size=1408, shared_size=1408)
+    air = shape_of(sizes)
     first_in_bf16 = dataclasses.replace(SPEC, first_layers_bf16=1)
     with pytest.raises(UserError, match="intermediate_size: found 10944, expected a multiple of 128"):
         check_layout(air, TrainerSection(), SPEC)
     check_layout(air, TrainerSection(), first_in_bf16)
     with pytest.raises(UserError, match=r"n_shared_experts / trainer.tp = 1408 / 2: found 704, expected a multiple"):
         check_layout(air, TrainerSection(tp=2), first_in_bf16)
-    wide = dataclasses.replace(air, ffn_size=1024, shared_size=1024, expert_size=1024)
-    check_engine_layout(wide, 2, SPEC)
+    wide = dataclasses.replace(sizes, ffn_size=1024, shared_size=1024, expert_size=1024)
+    check_engine_layout(shape_of(wide), 2, SPEC)

@@ -1,10 +1,10 @@
 import dataclasses
-from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 
-from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
+from tests.support.batches import random_batch
 
 
 def make_batch(**changes: object) -> TokenBatch:
@@ -74,32 +74,12 @@ def test_malformed_batches_are_refused(changes: dict[str, object], message: str)
         make_batch(**changes)
 
 
-def test_a_target_at_index_zero_is_refused() -> None:
+@pytest.mark.parametrize(("place", "message"), [((1, 0), "index 0"), ((1, 3), "padding")])
+def test_a_target_that_none_can_be_is_refused(place: tuple[int, int], message: str) -> None:
     mask = make_batch().loss_mask.clone()
-    mask[1, 0] = True
-    with pytest.raises(ValueError, match="index 0"):
+    mask[place] = True
+    with pytest.raises(ValueError, match=message):
         make_batch(loss_mask=mask)
-
-
-def test_a_target_in_the_padding_is_refused() -> None:
-    mask = make_batch().loss_mask.clone()
-    mask[1, 3] = True
-    with pytest.raises(ValueError, match="padding"):
-        make_batch(loss_mask=mask)
-
-
-def test_batches_are_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        make_batch().temperature = 1.0  # type: ignore[misc]
-
-
-def test_to_keeps_every_part() -> None:
-    batch = make_batch()
-    moved = batch.to("cpu")
-    assert torch.equal(moved.tokens, batch.tokens) and torch.equal(moved.lengths, batch.lengths)
-    assert torch.equal(moved.loss_mask, batch.loss_mask)
-    assert torch.equal(moved.fields["advantages"], batch.fields["advantages"])
-    assert moved.temperature == batch.temperature
 
 
 @pytest.mark.gpu
@@ -147,3 +127,26 @@ def test_rows_of_another_batch_follow() -> None:
     assert both.fields["rollout_logprobs"][1].tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="two temperatures"):
         seeded(1, 4, 1).followed_by(dataclasses.replace(seeded(1, 4, 1), temperature=1.0))
+
+
+def test_supports_follow_their_rows_wherever_these_go() -> None:
+    batch = random_batch(rows=4, longest=9)
+    places = batch.loss_mask.nonzero().tolist()
+    sets = {(row, at): [batch.tokens[row, at].item() + n for n in range(1 + (row + at) % 3)] for row, at in places}
+    counts = torch.tensor([len(ids) for ids in sets.values()])
+    supports = KeptTokenPool.of(batch.loss_mask, counts, torch.tensor([t for ids in sets.values() for t in ids]))
+    batch = dataclasses.replace(batch, supports=supports)
+
+    def found(batch, row, at):
+        assert batch.supports is not None
+        place = batch.supports.at[row, at]
+        return batch.supports.pool[place + 1 : place + 1 + batch.supports.pool[place]].tolist()
+
+    moved = batch.select([2, 1]).padded(12).followed_by(batch.select([3, 0]).padded(12)).to("cpu")
+    for row, source in enumerate((2, 1, 3, 0)):
+        for at in range(12):
+            assert found(moved, row, at) == sets.get((source, at), [])
+    kept = dataclasses.replace(supports, at=supports.at.flatten()).kept(200).view(*supports.at.shape, 200)
+    for row, at in places:
+        assert kept[row, at].nonzero().flatten().tolist() == sets[row, at]
+    assert not kept[~batch.loss_mask].any()

@@ -17,7 +17,7 @@ from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.weights import te_weights
+from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.weights.hf_weights import HFWeights
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.blockwise import BlockwiseWeight
@@ -119,10 +119,10 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
     trainer = native_trainer(moe_path, layout, TrainerSection(**SETTINGS))
     bf16 = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
-    held = {name: p for name, p in trainer.model.named_parameters() if te_weights.is_quantized(p)}
+    held = {name: p for name, p in trainer.model.named_parameters() if te_runtime.is_quantized(p)}
     assert len(held) == LAYERS * (2 + 2 * 8)
     for parameter in trainer.model.parameters():
-        if te_weights.is_quantized(parameter):
+        if te_runtime.is_quantized(parameter):
             parameter.quantize_(torch.ones_like(parameter))
         else:
             parameter.data.zero_()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from fp8rl.trainer.weights.table_bridge import TableBridge
+from fp8rl.trainer.weights.export import TableBridge
 
 
 class Split:

@@ -82,7 +82,7 @@ def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, 
     for one_side in ({"trainer": "bf16"}, {"rollout": "bf16"}):
         assert key in refusal(values, numerics=one_side)
     bf16 = parse_experiment(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}))
-    check_model_layout(read_model(model).sizes, bf16)
+    check_model_layout(read_model(model).shape, bf16)
 
 
 @pytest.mark.parametrize("choice", ["record", "replay"])

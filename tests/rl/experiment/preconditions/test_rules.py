@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fp8rl.diagnose.plan.subject import read_subject
-from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE, gpu_named
@@ -56,8 +56,8 @@ def cluster_of(gpus: int) -> list[Node]:
     return [Node(str(index), f"10.0.0.{index}", part) for index, part in enumerate(parts, start=1)]
 
 
-def check_and_place(spec: Experiment, sizes: ModelSizes, target: Target, nodes: list[Node]) -> None:
-    check_target(spec, sizes, target)
+def check_and_place(spec: Experiment, shape: Shape, target: Target, nodes: list[Node]) -> None:
+    check_target(spec, shape, target)
     place(nodes, spec)
 
 
@@ -69,7 +69,7 @@ def test_every_example_is_accepted_on_the_machines_that_its_header_names(example
     assert bool(gpus) is (example in KINDS)
     subject = read_subject(str(path), NEEDS.get(example, []))
     target = on(KINDS[example] if gpus else None)
-    check_and_place(subject.experiment, subject.shape.sizes, target, cluster_of(gpus))
+    check_and_place(subject.experiment, subject.shape, target, cluster_of(gpus))
 
 
 def launched(name: str) -> tuple[list[str], list[Node]]:
@@ -89,7 +89,7 @@ def launched(name: str) -> tuple[list[str], list[Node]]:
 def test_every_launch_template_starts_a_spec_that_its_machines_accept(template: str) -> None:
     (spec, *overrides), nodes = launched(template)
     subject = read_subject(str(ROOT / spec), overrides)
-    check_and_place(subject.experiment, subject.shape.sizes, on("h100"), nodes)
+    check_and_place(subject.experiment, subject.shape, on("h100"), nodes)
 
 
 NATIVE, FP32 = {"mode": "native"}, "numerics.preset=fp8_block_fp32"
@@ -201,15 +201,15 @@ RULES: list[tuple[Sequence[Rule[Any]], list[Broken]]] = [
 def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
     rule: Rule[Any], model: str, gpu: str | None, found: str, overrides: list[str], in_words: list[str]
 ) -> None:
-    sizes = read_subject(model).shape.sizes
+    shape = read_subject(model).shape
 
     def refusal(spec: Experiment) -> UserError | None:
-        subject = (spec, gpu is not None) if rule in ENGINE_RANKS else Case(spec, sizes, on(gpu))
+        subject = (spec, gpu is not None) if rule in ENGINE_RANKS else Case(spec, shape, on(gpu))
         return rule.refusal(subject)
 
     spec = overridden(overrides)
     with pytest.raises(UserError) as refused:
-        check_target(spec, sizes, on(gpu))
+        check_target(spec, shape, on(gpu))
     error = refused.value
     assert str(refusal(spec)) == str(error) and "\n" not in str(error)
     assert error.found.startswith(found) and error.key and error.expected and error.remedy.endswith(".")
@@ -232,7 +232,7 @@ def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
 )
 def test_what_else_it_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:
     with pytest.raises(UserError) as error:
-        check_target(experiment(**sections), read_subject("qwen3_8b").shape.sizes, target)
+        check_target(experiment(**sections), read_subject("qwen3_8b").shape, target)
     assert said in str(error.value)
 
 
@@ -248,14 +248,14 @@ def test_what_else_it_cannot_run_is_refused(target: Target, sections: dict, said
     ],
 )
 def test_what_it_can_run_is_accepted(gpu: str, sections: dict) -> None:
-    check_target(experiment(**sections), read_subject("qwen3_8b").shape.sizes, on(gpu))
+    check_target(experiment(**sections), read_subject("qwen3_8b").shape, on(gpu))
 
 
 def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not Target.here().known
     wide = experiment(numerics=NATIVE, rollout={"tp": 2})
-    check_target(wide, read_subject("qwen3_8b").shape.sizes, Target.here())
+    check_target(wide, read_subject("qwen3_8b").shape, Target.here())
     with pytest.raises(UserError, match=r"rollout\.tp: found '2 with numerics\.mode=native on CPUs'"):
         place(cluster_of(0), wide)
 

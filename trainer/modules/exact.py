@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers on the shared products."""
+"""Modules that all families have in exact mode: products, norms and SwiGLU as `numerics.ops` defines them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,46 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from torch import Tensor
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
 
 from fp8rl.numerics import ops
+from fp8rl.trainer.modules.families import LayerModules, asking
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.modules.weights import norm_weight, sharded_adapter, tag_split
+
+
+def layer_modules(precision: LayerPrecision) -> LayerModules:
+    """The modules of a layer; the model is built without position embeddings, as the core of an attention rotates."""
+    return LayerModules(
+        norm=RMSNorm,
+        norm_column_linear=asking(precision, NormColumnLinear),
+        column_linear=asking(precision, ColumnLinear),
+        row_linear=asking(precision, RowLinear),
+        activation=SwiGLU,
+    )
+
+
+class RMSNorm(nn.Module):
+    """`ops.rms_norm` over the last axis."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = norm_weight(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(MegatronModule):
+    """`ops.swiglu` as a module, which Megatron's MLP asks for its part of a checkpoint."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[..., 2F] -> [..., F]"""
+        return ops.swiglu(gate_up)
 
 
 class ColumnLinear(ColumnParallelLinear):

@@ -1,0 +1,184 @@
+"""Grouped-query attention in Megatron: norms of heads, rotation, and attention as its core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QKV, ROPE
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.trainer.distributed.layout import own_positions, shared_attention
+from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output, rows_of
+from fp8rl.trainer.step.microbatches import PackedRows
+
+
+class CoreAttention(nn.Module):
+    """`ops.rope` on queries and keys, then causal `ops.attention`.
+
+    The model is built without position embeddings: rows start at position 0 and are right-padded, so a token's
+    position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions;
+    of rows that context-parallel ranks share, S is this rank's part.
+    """
+
+    def __init__(
+        self, *, rope_theta: float, rotary_dim: int | None = None, config: TransformerConfig, **unused: Any
+    ) -> None:
+        super().__init__()
+        self.rope_theta, self.rotary_dim = rope_theta, rotary_dim
+        self.scale, self.shared = config.kv_channels**-0.5, config.context_parallel_size > 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedRows | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
+        [T, Hkv, D] -> [T, 1, H * D]"""
+        if (rows := packed_seq_params) is not None:
+            query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
+            return ops.packed_attention(query, key, value, rows.lengths, self.scale).flatten(1).unsqueeze(1)
+        query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        if self.shared:
+            group = parallel_state.get_context_parallel_group()
+            own = own_positions(query.shape[1] * group.size(), group.rank(), group.size()).to(query.device)
+            positions = own.expand(query.shape[:2])
+            query, key = (self._turned(x, positions) for x in (query, key))
+            return shared_attention(query, key, value, positions, self.scale, group).transpose(0, 1).flatten(2)
+        out = ops.attention(self.rotated(query), self.rotated(key), value, _positions(query), self.scale)
+        return out.transpose(0, 1).flatten(2)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Queries or keys [B, S, heads, D], as the attention takes them."""
+        return self._turned(x, _positions(x))
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        return ops.rope(x, positions, self.rope_theta, self.rotary_dim)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """[B, S] of [B, S, ...]"""
+    return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+
+
+class HeadsNorm(nn.Module):
+    """Norms queries or keys over the width of all heads (OLMoE), where Megatron would norm each head.
+
+    The ranks of tensor parallelism gather their heads for it, so that the bits do not depend on the layout. Each has
+    the whole weight and the gradient of its own heads' part, which Megatron adds up over them.
+
+    norm: the class of a norm over the last axis. heads: of the whole model. hidden_size: of one head.
+    """
+
+    def __init__(
+        self, *, norm: type[nn.Module], heads: int, config: TransformerConfig, hidden_size: int, eps: float
+    ) -> None:
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=heads * hidden_size, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, heads of this rank, D] -> the same"""
+        group = get_tensor_model_parallel_group()
+        whole = self.norm(all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group))
+        return whole.chunk(group.size(), -1)[group.rank()].unflatten(-1, x.shape[2:])
+
+
+def attention_spec(
+    layer: Layer,
+    core_attention: ModuleSpec | type[nn.Module],
+    module: type[SelfAttention] = SelfAttention,
+    **submodules: Any,
+) -> ModuleSpec:
+    """Grouped queries, normed as the model's sizes say, and the norm before them inside linear_qkv, as
+    TransformerEngine has it; module, submodules: others in place of these."""
+    modules, sizes = layer.modules, layer.sizes
+
+    def head_norm(heads: int) -> ModuleSpec | type[nn.Module] | None:
+        match sizes.head_norms:
+            case None:
+                return None
+            case "each":
+                return modules.norm
+            case "together":
+                return ModuleSpec(module=HeadsNorm, params={"norm": modules.norm, "heads": heads})
+
+    usual = {
+        "linear_qkv": modules.norm_column_linear("q_proj"),
+        "core_attention": core_attention,
+        "linear_proj": modules.row_linear("o_proj"),
+        "q_layernorm": head_norm(sizes.heads),
+        "k_layernorm": head_norm(sizes.kv_heads),
+    }
+    return ModuleSpec(
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(**usual | submodules),
+    )
+
+
+def _exact(layer: Layer) -> Fields:
+    rotation = {"rope_theta": layer.sizes.rope_theta, "rotary_dim": layer.sizes.rotary_dim}
+    return {"self_attention": attention_spec(layer, ModuleSpec(module=CoreAttention, params=rotation))}
+
+
+def _transformer_engine(layer: Layer) -> Fields:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
+
+    return {"self_attention": attention_spec(layer, TESpecProvider().core_attention())}
+
+
+def _config(sizes: ModelSizes) -> Mapping[str, Any]:
+    return {"add_qkv_bias": sizes.qkv_bias, "qk_layernorm": sizes.head_norms is not None}
+
+
+def _qkv(call: Call) -> tuple[Tensor, ...]:
+    """Return q, k and v, which Megatron interleaves by group of heads."""
+    (fused,), config = output(call), call[0].config
+    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+    grouped = fused.unflatten(1, (config.num_query_groups, queries + 2, size))
+    q, k, v = grouped.split((queries, 1, 1), 2)
+    return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+
+
+def _rope(call: Call) -> tuple[Tensor, ...]:
+    module, (q, k, *_), _ = call
+    if isinstance(module, CoreAttention):  # rotates inside
+        q, k = (module.rotated(x.transpose(0, 1)).transpose(0, 1) for x in (q, k))
+    return rows_of(q), rows_of(k)
+
+
+def _theta(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
+    return (module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base,)
+
+
+FAMILY = MegatronFamily(
+    sides={
+        HEAD_NORM: MegatronSide(output, constants=epsilon),
+        HEADS_NORM: MegatronSide(output, constants=epsilon),
+        QKV: MegatronSide(_qkv),
+        ROPE: MegatronSide(_rope, constants=_theta),
+        ATTENTION: MegatronSide(output),
+    },
+    layer={
+        "exact": _exact,
+        "megatron": lambda layer: {"self_attention": attention_spec(layer, DotProductAttention)},
+        "transformer_engine": _transformer_engine,
+    },
+    config=_config,
+)

@@ -1,0 +1,249 @@
+"""Routed experts in Megatron: their grouped products, and the combination of a token's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor, nn
+
+from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SIGMOID_TOPK, TOPK
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops.experts import adapted_grouped_linear
+from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.trainer.modules.families import (
+    Call,
+    Fields,
+    Layer,
+    MegatronFamily,
+    MegatronSide,
+    asking,
+    mlp,
+    output,
+    product,
+)
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router, pair_of_row
+from fp8rl.trainer.modules.weights import GroupedWeights, StackedWeights
+
+GATE, DOWN = "experts.gate_proj", "experts.down_proj"
+
+
+class Experts(TEGroupedMLP):
+    """`ops.experts` on this rank's experts, with the structure and checkpoints of Megatron's grouped MLP."""
+
+    def __init__(self, *args: Any, precision: LayerPrecision, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.precision = precision
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[T, H] sorted by expert -> ([T, H], no bias). The probabilities are applied where tokens are combined."""
+        x, p = permuted_local_hidden_states, self.precision
+        counts = tokens_per_expert.to(x.device)  # Megatron moved them to the host
+        w13, w2 = self._weights(self.linear_fc1, GATE), self._weights(self.linear_fc2, DOWN)
+        if not any(self._merges(linear) for linear in (self.linear_fc1, self.linear_fc2)):
+            return ops.experts(x, counts, w13, w2, p.spec, p.backward), None
+        hidden = ops.swiglu(self._product(x, counts, self.linear_fc1, w13))
+        return self._product(hidden, counts, self.linear_fc2, w2), None
+
+    def _weights(self, linear: StackedWeights, kind: str) -> ExpertWeights:
+        stack, p = linear.weight, self.precision
+        adapter = p.used(linear.adapter)
+        low_rank = None if adapter is None or adapter.merges else adapter.low_rank
+        if not p.quantizes(kind):
+            return ExpertWeights(p.plain(stack), None, low_rank)
+        return ExpertWeights(stack, p.group_operand(stack), low_rank)
+
+    def _merges(self, linear: StackedWeights) -> bool:
+        adapter = self.precision.used(linear.adapter)
+        return adapter is not None and adapter.merges
+
+    def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
+        """One of the two products of `ops.experts`, whose gradient reaches an adapter that is merged."""
+        out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
+        adapter = self.precision.used(linear.adapter)
+        return out if adapter is None else adapter.reached(out, x, counts)
+
+
+class MoE(MoELayer):
+    """Megatron's MoE layer, ending in `ops.combine`.
+
+    Expert outputs travel back unweighted in the model's dtype. The rank that owns the tokens multiplies by the router's
+    probabilities and adds in FP32, in ascending expert order, and rounds once.
+    """
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Expert outputs [T * k, H], sorted by expert and then token -> [S, B, H]; what shared experts put out is added
+        to their rounded sum, and rounded again."""
+        dispatcher = self.token_dispatcher
+        order = pair_of_row(dispatcher.reversed_local_input_permutation_mapping)
+        top_k = self.config.moe_router_topk
+        probs = dispatcher.probs.masked_select(dispatcher.routing_map).view(-1, top_k)
+        routed = ops.combine(output, probs, order, output.dtype).view(dispatcher.hidden_shape)
+        return routed if shared_expert_output is None else routed + shared_expert_output
+
+
+class WeightedExperts(TEGroupedMLP):
+    """Megatron's grouped experts, with the router's probabilities applied to their output.
+
+    Megatron multiplies before fc2, so that they would be part of what is quantized there; engines multiply after it.
+    """
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[T, H] sorted by expert, probabilities [T] -> ([T, H], no bias), rounded before and after the product"""
+        ones = torch.ones_like(permuted_probs)
+        output, bias = super().forward(permuted_local_hidden_states, tokens_per_expert, ones)
+        return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), bias
+
+
+class GroupedLinear(GroupedWeights):
+    """One product per expert of this rank, in FP8 where the spec wants it: TransformerEngine's GroupedLinear."""
+
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.precision, self.kind = precision, kind
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        """[T, K] sorted by expert, m_splits rows each -> ([T, N], no bias)"""
+        p, weights = self.precision, self.weights()
+        if not p.quantizes(self.kind):
+            products = [F.linear(rows, weight) for rows, weight in zip(x.split(m_splits), weights, strict=True)]
+            return torch.cat(products), None
+        counts = torch.tensor(m_splits, device=x.device)
+        return grouped_linear(x, counts, weights, p.group_operand(weights), p.spec, p.backward), None
+
+
+def _fields(
+    layer: Layer,
+    router: ModuleSpec,
+    experts: ModuleSpec,
+    moe: type[MoELayer] = MoELayer,
+) -> Fields:
+    """Routed experts behind a norm, with shared ones beside them where the model has some."""
+    modules, shared = layer.modules, None
+    if layer.sizes.shared_size:
+        of_shared = MLPSubmodules(
+            linear_fc1=modules.column_linear("gate_proj"),
+            linear_fc2=modules.row_linear("down_proj"),
+            activation_func=modules.activation,
+        )
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared)
+    submodules = MoESubmodules(router=router, experts=experts, shared_experts=shared)
+    return {"pre_mlp_layernorm": modules.norm, "mlp": ModuleSpec(module=moe, submodules=submodules)}
+
+
+def _exact(layer: Layer) -> Fields:
+    sizes = layer.sizes
+    router = ModuleSpec(module=Router, params={"renormalize": sizes.renormalize})
+    if sizes.sigmoid_router is not None:
+        params = {"renormalize": sizes.renormalize, "chooses": sizes.sigmoid_router}
+        router = ModuleSpec(module=BiasedRouter, params=params)
+    experts = ModuleSpec(
+        module=Experts,
+        params={"precision": layer.precision},
+        submodules=MLPSubmodules(linear_fc1=StackedWeights, linear_fc2=StackedWeights),
+    )
+    return _fields(layer, router, experts, MoE)
+
+
+def _native(layer: Layer, products: MLPSubmodules) -> Fields:
+    """Megatron's own router, or where it would not give the chosen experts probabilities that sum to one, ours."""
+    one = layer.sizes.top_k == 1 and layer.sizes.renormalize
+    router = ModuleSpec(module=OneExpertRouter if one else TopKRouter)
+    return _fields(layer, router, ModuleSpec(module=WeightedExperts, submodules=products))
+
+
+def _megatron(layer: Layer) -> Fields:
+    grouped = asking(layer.precision, GroupedLinear)
+    return _native(layer, MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN)))
+
+
+def _transformer_engine(layer: Layer) -> Fields:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
+
+    grouped = TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
+    return _native(layer, grouped[1])
+
+
+def _config(sizes: ModelSizes) -> Mapping[str, Any]:
+    config: dict[str, Any] = {
+        "num_moe_experts": sizes.experts,
+        "moe_router_topk": sizes.top_k,
+        "moe_ffn_hidden_size": sizes.expert_size,
+        "moe_grouped_gemm": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_score_function": "softmax",
+        "moe_enable_routing_replay": True,
+        # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
+        "moe_router_pre_softmax": not sizes.renormalize or sizes.top_k == 1,
+    }
+    has_experts = [sizes.has_experts(layer) for layer in range(sizes.layers)]
+    if not all(has_experts):  # else checkpoints would have a key for each layer, and older ones would not load
+        config["moe_layer_freq"] = [int(has) for has in has_experts]
+    if sizes.shared_size:
+        config["moe_shared_expert_intermediate_size"] = sizes.shared_size
+    if (router := sizes.sigmoid_router) is not None:
+        config |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_dtype": "fp32",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_num_groups": router.groups if router.groups > 1 else None,
+            "moe_router_group_topk": router.kept_groups if router.groups > 1 else None,
+            "moe_router_topk_scaling_factor": router.factor,
+        }
+    return config
+
+
+def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
+    """A sigmoid router computes all in FP32, of which exact mode multiplies in BF16 what is BF16."""
+    if sizes.sigmoid_router is None:
+        return {}
+    in_fp32 = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")
+    return in_fp32 | {"router.operands": "bf16|fp32"}
+
+
+def _topk(call: Call) -> tuple[Tensor, ...]:
+    probs, routing_map = call[2]
+    chosen = routing_map.nonzero()[:, 1].view(len(routing_map), -1)  # ascending expert id
+    return probs.float(), chosen
+
+
+def _each_expert(layer: nn.Module, probs: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+    routing = torch.zeros_like(probs, dtype=torch.bool).scatter(1, chosen, True)
+    expert_of_row, token_of_row = routing.t().nonzero().unbind(1)
+    if isinstance(layer, MoE):  # weighted where they are added, elsewhere inside the experts
+        rows = (rows.float() * probs[token_of_row, expert_of_row, None]).to(rows.dtype)
+    return rows[token_of_row.argsort(stable=True)].view(*chosen.shape, -1)
+
+
+FAMILY = MegatronFamily(
+    sides={
+        **mlp.FAMILY.sides,  # of shared experts
+        ROUTER: MegatronSide(product),
+        TOPK: MegatronSide(_topk),
+        SIGMOID_TOPK: MegatronSide(_topk),
+        EXPERTS: MegatronSide(output, each=_each_expert),
+        EXPERTS_AND_SHARED: MegatronSide(output, each=_each_expert),
+    },
+    layer={"exact": _exact, "megatron": _megatron, "transformer_engine": _transformer_engine},
+    config=_config,
+    own_formats=_own_formats,
+)

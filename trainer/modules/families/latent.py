@@ -1,0 +1,286 @@
+"""Latent attention in Megatron: in exact mode absorbed (`numerics.ops.latent`), as the engine computes it over its
+cache; in native mode expanded, by Megatron itself.
+
+Megatron splits the rows of the narrow products over tensor-parallel ranks. The parts would not be whole quantization
+blocks, and the products are small: every rank computes them whole, of its own part of the sequence, as with
+TransformerEngine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from torch import Tensor, nn
+
+from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN, Latent
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import Mode
+from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, output, rows_of
+from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
+from fp8rl.trainer.step.microbatches import PackedRows
+
+NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
+"""Megatron's narrow products, and their module kinds."""
+
+
+class NarrowLinear(nn.Module):
+    """A product that is not split over the tensor-parallel ranks, each of which sees its part of the sequence."""
+
+    def __init__(
+        self, config: TransformerConfig, input_size: int, output_size: int, precision: LayerPrecision, kind: str
+    ) -> None:
+        super().__init__()
+        self.precision, self.kind = precision, kind
+        empty = torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = nn.Parameter(empty)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., K] -> ([..., N], no bias)"""
+        if self.precision.quantizes(self.kind):
+            return self.precision.fp8_linear(x, self.weight), None
+        return F.linear(x, self.weight), None
+
+
+class WholeNarrow(MLASelfAttention):
+    """Megatron's attention with `narrow` in place of its narrow products."""
+
+    def __init__(
+        self, *args: Any, precision: LayerPrecision, narrow: type[NarrowLinear] = NarrowLinear, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        for name, kind in NARROW.items():
+            if (split := getattr(self, name, None)) is not None:
+                setattr(self, name, narrow(self.config, split.input_size, split.output_size, precision, kind))
+
+
+class SharedNarrowLinear(NarrowLinear):
+    """A narrow product by the shared definition, with its adapter, which each rank has whole as well."""
+
+    adapter: Adapter | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.precision.product(self.kind, x, self.weight, self.adapter), None
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """The products of heads with their parts of kv_b, weight [heads * (plain + value), kv rank]: `ops.head_linear`.
+
+    operand: of the weight, if it is quantized. adapter: what stands beside it, or is in what is served of it.
+    """
+
+    weight: Tensor
+    operand: Any
+    adapter: Adapter | None
+
+    def __call__(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
+        place = first, count, transposed
+        if self.adapter is None:
+            return ops.head_linear(x, self.weight, self.operand, *place)
+        if self.adapter.merges:
+            term = ops.head_term(x.detach(), self.adapter.low_rank, *place)
+            return ops.reaching_term(ops.head_linear(x, self.weight, self.operand, *place), term)
+        term = ops.head_term(x, self.adapter.low_rank, *place)
+        return ops.head_linear(x, self.weight, self.operand, *place, term)
+
+
+class LatentAttention(WholeNarrow):
+    """Queries and latent rows of a sequence, and attention of the first over the second.
+
+    The norm of the rows is `linear_kv_up_proj`'s, whose weight is multiplied head by head (`ops.head_linear`); of the
+    module itself nothing runs.
+    """
+
+    def __init__(self, *args: Any, precision: LayerPrecision, **kwargs: Any) -> None:
+        super().__init__(*args, precision=precision, narrow=SharedNarrowLinear, **kwargs)
+        self.precision = precision
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
+        narrow = None if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_states)[0]
+        queries = self.linear_q_proj(hidden_states)[0] if narrow is None else self.linear_q_up_proj(narrow)[0]
+        rows = self._rows(hidden_states)
+        p, weight = self.precision, self.linear_kv_up_proj.weight
+        adapter, quantized = p.used(self.linear_kv_up_proj.adapter), p.quantizes("kv_b_proj")
+        of_heads = OfHeads(weight if quantized else p.plain(weight), p.operand(weight) if quantized else None, adapter)
+
+        def attend(queries: Tensor, rows: Tensor) -> Tensor:
+            return self.core_attention(queries, rows, of_heads, packed_seq_params)
+
+        if self.checkpoint_core_attention and self.training:
+            out = tensor_parallel.checkpoint(attend, False, queries, rows)
+        else:
+            out = attend(queries, rows)
+        return self.linear_proj(out)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[S, B, kv rank + rope] of the whole sequence: the normed latent, and the key that is not rotated yet."""
+        latent, key = self.linear_kv_down_proj(x)[0].split(
+            (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1
+        )
+        rows = torch.cat((self.linear_kv_up_proj.normalized(latent.contiguous()), key), -1)
+        if not self.config.sequence_parallel:
+            return rows
+        return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=self.tp_group)
+
+
+class LatentCore(nn.Module):
+    """Rotation, the products of heads, and the attention between them.
+
+    Rows start at position 0 and are right-padded, or lie end to end and bring their positions.
+    """
+
+    def __init__(self, *, sizes: ModelSizes, **unused: Any) -> None:
+        super().__init__()
+        self.sizes, self.latent = sizes, sizes.of(Latent)
+        self.rope_theta, self.yarn, self.scale = sizes.rope_theta, sizes.yarn, sizes.attention_scale
+
+    def forward(self, queries: Tensor, rows: Tensor, of_heads: OfHeads, packed: PackedRows | None = None) -> Tensor:
+        """queries [S, B, heads * D]; rows [S, B, kv rank + rope] -> [S, B, heads * value]"""
+        length, batch = rows.shape[:2]
+        plain, value, rank = self.sizes.plain_dim, self.latent.value_dim, self.latent.kv_rank
+        positions = torch.arange(length, device=rows.device) if packed is None else packed.positions
+        positions = positions[:, None].expand(length, batch)
+        q = queries.unflatten(-1, (-1, self.sizes.head_dim))
+        keys = self.rotated(rows[..., None, rank:], positions)[:, :, 0]
+        rows = torch.cat((rows[..., :rank], keys), -1)
+        inside = of_heads(q[..., :plain].flatten(0, 1), 0, plain, True)
+        q = torch.cat((inside.unflatten(0, (length, batch)), self.rotated(q[..., plain:], positions)), -1)
+        if packed is None:
+            q, rows = q.transpose(0, 1), rows.transpose(0, 1)
+            out = ops.latent_attention(q, rows, positions.t(), rank, self.scale).transpose(0, 1)
+        else:
+            out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
+        out = of_heads(out.flatten(0, 1), plain, value)
+        return out.flatten(1).unflatten(0, (length, batch))
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [S, B, heads, rope]"""
+        return ops.rope_pairs(x, positions, self.rope_theta, self.yarn)
+
+
+class ExpandedCore(nn.Module):
+    """torch's attention, causal, where Megatron has none for keys and values of different widths: on a CPU. Rows are
+    right-padded."""
+
+    def __init__(self, *, softmax_scale: float, **unused: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **unused: Any) -> Tensor:
+        """Query and key [S, B, H, D], value [S, B, H, E] -> [S, B, H * E]"""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _fields(layer: Layer, attention: ModuleSpec, narrow: type[nn.Module], core: ModuleSpec | type[nn.Module]) -> Fields:
+    """Latent attention with the norms of both narrow rows inside the products out of them.
+
+    narrow: of the products that Megatron makes and `WholeNarrow` replaces, or of TransformerEngine.
+    """
+    modules = layer.modules
+    spec = ModuleSpec(
+        module=attention.module,
+        params={"attn_mask_type": AttnMaskType.causal, **attention.params},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=modules.column_linear("q_b_proj"),
+            linear_q_down_proj=narrow,
+            linear_q_up_proj=modules.norm_column_linear("q_b_proj"),
+            linear_kv_down_proj=narrow,
+            linear_kv_up_proj=modules.norm_column_linear("kv_b_proj"),
+            core_attention=core,
+            linear_proj=modules.row_linear("o_proj"),
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    )
+    return {"input_layernorm": modules.norm, "self_attention": spec}
+
+
+def _exact(layer: Layer) -> Fields:
+    attention = ModuleSpec(module=LatentAttention, params={"precision": layer.precision})
+    return _fields(layer, attention, ColumnParallelLinear, ModuleSpec(module=LatentCore, params={"sizes": layer.sizes}))
+
+
+def _megatron(layer: Layer) -> Fields:
+    attention = ModuleSpec(module=WholeNarrow, params={"precision": layer.precision})
+    return _fields(layer, attention, ColumnParallelLinear, ExpandedCore)
+
+
+def _transformer_engine(layer: Layer) -> Fields:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
+
+    provider = TESpecProvider()
+    return _fields(layer, ModuleSpec(module=MLASelfAttention), provider.linear(), provider.core_attention())
+
+
+def _config(sizes: ModelSizes) -> Mapping[str, Any]:
+    latent, yarn = sizes.of(Latent), sizes.yarn
+    rope: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if yarn is not None:
+        rope = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale,
+        }
+    return rope | {
+        "apply_rope_fusion": False,  # of latent attention it is for YaRN alone, and experimental
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": sizes.plain_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": sizes.rope_theta,
+    }
+
+
+def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
+    """The core that native mode has where Megatron has none computes in FP32."""
+    return dict.fromkeys(("scores.output", "softmax.output"), "fp32") if mode == "native" else {}
+
+
+def _latent_down(call: Call) -> tuple[Tensor, ...]:
+    """Return the narrow rows of an attention, whose products are taken again."""
+    module, (x, *_), _ = call
+    return tuple(rows_of(linear(x)[0]) for linear in (module.linear_q_down_proj, module.linear_kv_down_proj))
+
+
+def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
+    """Return theta and the factor of YaRN, 1 for a model without it."""
+    if isinstance(module, LatentCore):
+        return module.rope_theta, module.yarn.factor if module.yarn is not None else 1.0
+    return model.config.rotary_base, model.config.rotary_scaling_factor
+
+
+FAMILY = MegatronFamily(
+    sides={LATENT_DOWN: MegatronSide(_latent_down), LATENT_ATTENTION: MegatronSide(output, constants=_rotation)},
+    layer={"exact": _exact, "megatron": _megatron, "transformer_engine": _transformer_engine},
+    config=_config,
+    config_type=MLATransformerConfig,
+    own_formats=_own_formats,
+)

@@ -1,0 +1,112 @@
+"""Modules that all families have in native mode: Megatron's own, with TransformerEngine's products where it runs.
+
+TransformerEngine has no CPU kernels. There the FP8 product is that of `numerics.ops` with the spec's scales, and
+everything else is Megatron's. Nothing but the place of the router's probabilities is aligned with the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from torch import Tensor, nn
+
+from fp8rl.trainer.modules.families import LayerModules, asking
+from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.weights import norm_weight, tag_split
+
+
+def layer_modules(precision: LayerPrecision) -> LayerModules:
+    """The modules of a layer; the model is built with Megatron's rotary embedding."""
+    return LayerModules(
+        norm=RMSNorm,
+        norm_column_linear=asking(precision, NormColumnLinear),
+        column_linear=asking(precision, ColumnLinear),
+        row_linear=asking(precision, RowLinear),
+    )
+
+
+def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
+    """The same of TransformerEngine. The FP8 context that Megatron opens around each layer decides what is quantized,
+    by the model's config."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
+
+    provider = TESpecProvider()
+    norm_column_linear = ModuleSpec(module=provider.column_parallel_layer_norm_linear())
+    column_linear = ModuleSpec(module=provider.column_parallel_linear())
+    row_linear = ModuleSpec(module=provider.row_parallel_linear())
+    return LayerModules(
+        norm=provider.layer_norm(rms_norm=True),
+        norm_column_linear=lambda kind: norm_column_linear,
+        column_linear=lambda kind: column_linear,
+        row_linear=lambda kind: row_linear,
+    )
+
+
+class RMSNorm(nn.Module):
+    """torch's RMSNorm over the last axis. Megatron's wrapper of it refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = norm_weight(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+# Megatron's column- and row-parallel linear layers, with the local product in FP8 where the spec wants it.
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """Output features split over the tensor-parallel ranks."""
+
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.precision, self.kind = precision, kind
+        tag_split(self.weight, 0)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **context: Any) -> Tensor:
+        if not self.precision.quantizes(self.kind):
+            return super()._forward_impl(input, weight, *args, **context)
+        if context["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(
+                input, tensor_parallel_output_grad=True, group=context["tp_group"]
+            )
+        product = self.precision.fp8_linear(input, weight)
+        return product if self.bias is None else product + self.bias
+
+
+class NormColumnLinear(ColumnLinear):
+    """RMSNorm, then a column-parallel product: TransformerEngine's LayerNormLinear, with its parameter names."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        self.layer_norm_weight = norm_weight(self.config, input_size)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
+        return super().forward(self.normalized(input_), *args, **kwargs)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H], what the product takes."""
+        weight = self.layer_norm_weight
+        return F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
+
+
+class RowLinear(RowParallelLinear):
+    """Input features split over the tensor-parallel ranks, whose products Megatron adds in the model's dtype."""
+
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.precision, self.kind = precision, kind
+        tag_split(self.weight, 1)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **context: Any) -> Tensor:
+        if self.precision.quantizes(self.kind):
+            return self.precision.fp8_linear(input, weight)
+        return super()._forward_impl(input, weight, *args, **context)
