@@ -104,8 +104,7 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
         with stack.turn("train"):
-            cap = run.experiment.algorithm.measured_cap
-            agreed = agreement_on(greedy, stack.trainer, replay=guard.replays, cap=cap)
+            agreed = agreement_on(greedy, stack.trainer, replay=guard.replays, tis_cap=guard.tis_cap)
         metrics = first.metrics() | evaluated | agreed | stack.engines.canaries()
         run.console.step(0, run.tracker.log(0, metrics))
     elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):

@@ -19,9 +19,6 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 
-CAP_WITHOUT_TIS = 2.0
-"""C of the clip fractions where no cap is configured."""
-
 
 @dataclass(frozen=True)
 class Needs:
@@ -133,15 +130,9 @@ class AlgorithmConfig(Section):
         """The cap of the importance weight trainer / rollout; None where there is none to tighten."""
         return None
 
-    def tightened(self, cap: float | None) -> Self:
+    def tightened(self, tis_cap: float | None) -> Self:
         """The same with a lower cap of the importance weight, if it has one; None leaves it as it is."""
         return self
-
-    @property
-    def measured_cap(self) -> float:
-        """C of the clip fractions: the configured cap, so that a gate that tightens the cap does not change its own
-        metric."""
-        return CAP_WITHOUT_TIS
 
 
 def used_tokens(batch: TokenBatch) -> Tensor:

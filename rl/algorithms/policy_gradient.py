@@ -9,14 +9,13 @@ that is another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
@@ -172,9 +171,6 @@ class PolicyGradient(AlgorithmConfig):
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
 
-    _tight: float = PrivateAttr(default=math.inf)
-    """The cap to which a gate has lowered that of the importance weight."""
-
     @model_validator(mode="before")
     @classmethod
     def _published_weights(cls, values: Any) -> Any:
@@ -247,18 +243,12 @@ class PolicyGradient(AlgorithmConfig):
 
     @property
     def cap(self) -> float | None:
-        return None if self.tis_cap is None or self.ratio == "bypass" else min(self.tis_cap, self._tight)
+        return None if self.tis_cap is None or self.ratio == "bypass" else self.tis_cap
 
-    def tightened(self, cap: float | None) -> Self:
-        if cap is None:
+    def tightened(self, tis_cap: float | None) -> Self:
+        if tis_cap is None or self.tis_cap is None:
             return self
-        tighter = self.model_copy()
-        tighter._tight = min(cap, self._tight)
-        return tighter
-
-    @property
-    def measured_cap(self) -> float:
-        return super().measured_cap if self.tis_cap is None or self.cap is None else self.tis_cap
+        return self.model_copy(update={"tis_cap": min(tis_cap, self.tis_cap)})
 
     def keeps(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())

@@ -145,7 +145,7 @@ def write_capsule(path: Path, case: Case, scored: ScoredBatch, export: Callable[
         "replay": chosen.batch.replay,
         **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
         "rows": list(case.rows),
-        "tis_cap": scored.cap,
+        "tis_cap": scored.tis_cap,
         "metrics": chosen.metrics() | chosen.drift(),
     }
     with new_directory(path) as partial:
@@ -278,7 +278,7 @@ def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
         logprobs=tensors["train_logprobs"],
         routes=tensors.get("train_routes"),
         draws=tensors.get("train_draws"),
-        cap=about.tis_cap,
+        tis_cap=about.tis_cap,
     )
 
 

@@ -11,6 +11,9 @@ from fp8rl.rl.experiment.gates import GateSection, GuardSection
 from fp8rl.rl.guard.gates import Firing, Gates, GateState
 from fp8rl.rl.record.events import Event
 
+TIS_CAP_WITHOUT_TIS = 2.0
+"""C of the clip fractions where no cap is configured."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
@@ -70,6 +73,12 @@ class Guard:
     def algorithm(self) -> AlgorithmConfig:
         """The algorithm with the cap in force."""
         return self._configured.tightened(self._gate_state.tis_cap)
+
+    @property
+    def tis_cap(self) -> float:
+        """C of the clip fractions: the cap as configured, so that a gate that tightens it does not fire for its own
+        doing; 2 where there is none."""
+        return self._configured.cap or TIS_CAP_WITHOUT_TIS
 
     @property
     def replays(self) -> bool:

@@ -25,7 +25,7 @@ class ScoredBatch:
         logprobs: fp32 [B, S], the trainer's.
         routes: int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`.
         draws: int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`.
-        cap: C of the importance weights and clip fractions that are measured.
+        tis_cap: C of the importance weights and clip fractions that are measured.
     """
 
     batch: TokenBatch
@@ -34,7 +34,7 @@ class ScoredBatch:
     logprobs: Tensor
     routes: Tensor | None = None
     draws: Tensor | None = None
-    cap: float = 2.0
+    tis_cap: float = 2.0
 
     @property
     def fresh(self) -> Tensor:
@@ -44,7 +44,7 @@ class ScoredBatch:
     def metrics(self) -> dict[str, float]:
         """The `mismatch/...` metrics."""
         batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
-        metrics = agreement(self.logprobs, rollout, batch.loss_mask, cap=self.cap, fresh=self.fresh)
+        metrics = agreement(self.logprobs, rollout, batch.loss_mask, tis_cap=self.tis_cap, fresh=self.fresh)
         if self.draws is not None:
             metrics |= redraw_metrics(self.draws, batch.tokens, self.fresh)
         if batch.routes is not None and self.routes is not None:

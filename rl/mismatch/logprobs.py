@@ -51,11 +51,11 @@ NEARLY = 1e-6
 """nats; about the rounding of a float32 logprob."""
 
 
-def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, cap: float) -> dict[str, float]:
+def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> dict[str, float]:
     """`mismatch/...` over single tokens; d, train, rollout: float64 [N], finite, with d = train - rollout."""
     abs_d, rho = d.abs(), bounded(d).exp()
     abs_order, rho_order = order_statistics(abs_d), bounded(order_statistics(d)).exp()
-    above, below = rho > cap, rho < 1.0 / cap
+    above, below = rho > tis_cap, rho < 1.0 / tis_cap
     values = {
         "mismatch/tis_clipfrac": _fraction(above),
         "mismatch/tis_clipfrac_two_sided": _fraction(above | below),
@@ -72,7 +72,7 @@ def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, cap: float) -> dict
     metrics |= distribution("mismatch/train_rollout_logprob_abs_diff", abs_d.mean(), abs_order)
     metrics |= distribution("mismatch/token_mult_prob_error", bounded(abs_d).exp().mean(), bounded(abs_order).exp())
     metrics |= distribution("mismatch/rho", rho.mean(), rho_order)
-    metrics |= distribution("mismatch/tis_weight", rho.clamp(max=cap).mean(), rho_order.clamp(max=cap))
+    metrics |= distribution("mismatch/tis_weight", rho.clamp(max=tis_cap).mean(), rho_order.clamp(max=tis_cap))
     correlation = pearson(_probability(train), _probability(rollout))
     return metrics if correlation is None else metrics | {"mismatch/pearson": correlation}
 
@@ -101,7 +101,7 @@ def agreement(
     rollout_logprobs: Tensor,
     mask: Tensor,
     *,
-    cap: float = 2.0,
+    tis_cap: float = 2.0,
     fresh: Tensor | None = None,
 ) -> dict[str, float]:
     """The agreement metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
@@ -114,7 +114,7 @@ def agreement(
         train_logprobs: float [B, S].
         rollout_logprobs: float [B, S].
         mask: bool [B, S], the sampled tokens.
-        cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
+        tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
             rho < 1/C.
         fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
 
@@ -122,15 +122,15 @@ def agreement(
         Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
 
     Raises:
-        ValueError: shapes differ, or `cap` is below 1.
+        ValueError: shapes differ, or `tis_cap` is below 1.
     """
     compared = mask if fresh is None else mask & fresh
     tensors = [train_logprobs, rollout_logprobs, mask, compared]
     if len({tensor.shape for tensor in tensors}) > 1:
         shapes = [list(tensor.shape) for tensor in tensors]
         raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
-    if not cap >= 1.0:
-        raise ValueError(f"cap: found {cap}, expected a number of at least 1")
+    if not tis_cap >= 1.0:
+        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
     difference = train - rollout
     used = compared & torch.isfinite(difference)
@@ -144,7 +144,7 @@ def agreement(
         return metrics
 
     d = difference[used]
-    metrics |= token_metrics(d, train[used], rollout[used], cap)
+    metrics |= token_metrics(d, train[used], rollout[used], tis_cap)
     metrics |= sequence_metrics(torch.where(used, difference, 0.0), used)
     metrics |= position_metrics(d, mask, used)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

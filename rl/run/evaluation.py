@@ -181,7 +181,7 @@ def pass_at(k: int, samples: int, right: int) -> float:
 
 
 def agreement_on(
-    answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, cap: float
+    answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, tis_cap: float
 ) -> dict[str, float]:
     """`mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
     if not answers:
@@ -189,7 +189,8 @@ def agreement_on(
     trajectories = [answer.trajectory for answer in answers]
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    return ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
+    seen = ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, tis_cap=tis_cap)
+    return seen.metrics()
 
 
 def _answers(item: PendingGroup) -> list[JudgedAnswer]:

@@ -74,7 +74,7 @@ class StepPass:
                 trainer.weight_version,
                 scored.logprobs,
                 draws=scored.draws,
-                cap=self.scored.cap,
+                tis_cap=self.scored.tis_cap,
             ),
         )
 
@@ -94,8 +94,8 @@ def forward_backward(trainer: TrainerGroup, rollouts: RolloutBatch, guard: Guard
     scored = None
     if rollouts.versions is not None:
         sampled = replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
-        cap = guard.algorithm.measured_cap
-        scored = ScoredBatch(sampled, rollouts.versions, version, result.logprobs, result.routes, result.draws, cap)
+        drawn = result.logprobs, result.routes, result.draws
+        scored = ScoredBatch(sampled, rollouts.versions, version, *drawn, guard.tis_cap)
     return StepPass(rollouts, batch if plan is None else plan.batch, version, plan, result, scored, fault)
 
 

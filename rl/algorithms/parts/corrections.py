@@ -15,9 +15,9 @@ logprob. A sequence's ratio is the product of its tokens' rho, its geometric rat
     veto        a sequence with a token of rho below it is rejected, whatever else holds (as in slime's and SkyRL's
                 mismatch helpers)
 
-`cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators of
-the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so rejection
-never makes the others count more.
+`tis_cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators
+of the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so
+rejection never makes the others count more.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Correction:
     """One choice of weight and rejection.
 
     Attributes:
-        cap: largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis)
-            all weights are then 1.
+        tis_cap: largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop,
+            mis) all weights are then 1.
         level: of the TIS weight.
         rejection: None keeps every token.
         low: least accepted ratio; None: no lower bound.
@@ -88,7 +88,7 @@ class Correction:
         veto: a token of a ratio below it rejects its sequence; None: none does.
     """
 
-    cap: float | None = None
+    tis_cap: float | None = None
     level: Literal["token", "sequence"] = "token"
     rejection: Literal["icepop", "geometric", "mis"] | None = None
     low: float | None = None
@@ -98,20 +98,20 @@ class Correction:
     @classmethod
     def of(
         cls,
-        cap: float | None,
+        tis_cap: float | None,
         level: Literal["token", "sequence"],
         rejection: RejectionSection | None,
         veto: float | None = None,
     ) -> Correction:
         """The correction that an experiment's settings ask for."""
         if rejection is None:
-            return cls(cap, level, veto=veto)
-        return cls(cap, level, rejection.name, rejection.low, rejection.high, veto)
+            return cls(tis_cap, level, veto=veto)
+        return cls(tis_cap, level, rejection.name, rejection.low, rejection.high, veto)
 
     @property
     def weighs(self) -> bool:
         """Return whether weights can differ from 1."""
-        return self.cap is not None or self.rejection in OWN_WEIGHT
+        return self.tis_cap is not None or self.rejection in OWN_WEIGHT
 
     @property
     def rejects(self) -> bool:
@@ -147,8 +147,8 @@ class Correction:
             judged = bounded(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
         if not self.weighs:
             weight = torch.ones_like(d)
-        if self.cap is not None:
-            weight = weight.clamp(max=self.cap)
+        if self.tis_cap is not None:
+            weight = weight.clamp(max=self.tis_cap)
         outside = self._is_outside(judged)
         if self.veto is not None:
             outside |= (token < self.veto).any(dim=1, keepdim=True)

@@ -53,7 +53,7 @@ def test_a_good_step_is_trained_on_and_says_nothing(guard: Guard) -> None:
 
 
 def test_a_tightened_cap_repeats_the_pass_once_and_stays(guard: Guard) -> None:
-    assert guard.algorithm.cap == guard.algorithm.measured_cap == 2.0
+    assert guard.algorithm.cap == guard.tis_cap == 2.0
     first = judge(guard, 1, tis=0.2)
     assert first.retry and not first.withheld
     assert guard.algorithm.cap == 1.5

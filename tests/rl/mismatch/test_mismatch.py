@@ -31,7 +31,7 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": max(values)}
 
 
-def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float) -> dict[str, float]:
+def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, tis_cap: float) -> dict[str, float]:
     """Every fixed metric of the formula sheet, term by term in float64."""
     rows, sampled, dropped, broken = [], 0, 0, 0
     for row in range(mask.shape[0]):
@@ -56,9 +56,9 @@ def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float)
         **spread(ABS_DIFF, [abs(x) for x in d]),
         **spread("mismatch/token_mult_prob_error", [math.exp(abs(x)) for x in d]),
         **spread("mismatch/rho", rho),
-        **spread("mismatch/tis_weight", [min(r, cap) for r in rho]),
-        "mismatch/tis_clipfrac": sum(r > cap for r in rho) / n,
-        "mismatch/tis_clipfrac_two_sided": sum(min(max(r, 1 / cap), cap) != r for r in rho) / n,
+        **spread("mismatch/tis_weight", [min(r, tis_cap) for r in rho]),
+        "mismatch/tis_clipfrac": sum(r > tis_cap for r in rho) / n,
+        "mismatch/tis_clipfrac_two_sided": sum(min(max(r, 1 / tis_cap), tis_cap) != r for r in rho) / n,
         "mismatch/extreme_frac_2": sum(abs(x) > math.log(2) for x in d) / n,
         "mismatch/extreme_frac_10": sum(abs(x) > math.log(10) for x in d) / n,
         "mismatch/k1_kl": math.fsum(-x for x in d) / n,
@@ -76,8 +76,8 @@ def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float)
     }
 
 
-@pytest.mark.parametrize(("seed", "noise", "cap"), [(3, 0.5, 1.5), (4, 0.01, 2.0), (5, 1.5, 5.0)])
-def test_against_an_independent_float64_oracle(seed: int, noise: float, cap: float) -> None:
+@pytest.mark.parametrize(("seed", "noise", "tis_cap"), [(3, 0.5, 1.5), (4, 0.01, 2.0), (5, 1.5, 5.0)])
+def test_against_an_independent_float64_oracle(seed: int, noise: float, tis_cap: float) -> None:
     generator = np.random.default_rng(seed)
     rollout = (-generator.exponential(1.0, (40, 37))).astype(np.float32)
     difference = generator.normal(0, noise, (40, 37)) * (generator.random((40, 37)) < 0.7)
@@ -89,9 +89,9 @@ def test_against_an_independent_float64_oracle(seed: int, noise: float, cap: flo
     rollout[3, 5] = np.nan
     train[12, 1], train[12, 2] = -np.inf, np.inf
 
-    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), cap=cap)
+    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), tis_cap=tis_cap)
 
-    expected = oracle(train, rollout, mask, cap)
+    expected = oracle(train, rollout, mask, tis_cap)
     assert without_the_breakdown(metrics) == pytest.approx(expected, rel=1e-9, abs=1e-15)
     assert (metrics["mismatch/sequences"], metrics["mismatch/nonfinite_sequences"]) == (39, 2)
     assert 0.0 < metrics["mismatch/exact_frac"] < metrics["mismatch/near_exact_frac"] < 1.0
@@ -158,12 +158,12 @@ def test_by_hand() -> None:
 def test_the_cap_moves_clip_fractions_and_weights() -> None:
     # rho = 1.5, 1/1.5, 3, 1/3 with C = 1.2: all four outside, two above.
     differences = [math.log(1.5), -math.log(1.5), math.log(3), -math.log(3)]
-    metrics = from_differences(differences, cap=1.2)
+    metrics = from_differences(differences, tis_cap=1.2)
     assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.5, 1.0)
     assert metrics["mismatch/tis_weight_mean"] == pytest.approx((1.2 + 1 / 1.5 + 1.2 + 1 / 3) / 4)
     edges = from_differences([LN2, -LN2])
     assert edges["mismatch/tis_clipfrac_two_sided"] == edges["mismatch/extreme_frac_2"] == 0.0, "2 and 1/2 are inside"
-    metrics = from_differences(differences, cap=5.0)
+    metrics = from_differences(differences, tis_cap=5.0)
     assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.0, 0.0)
     assert metrics["mismatch/tis_weight_mean"] == metrics["mismatch/rho_mean"]
 
@@ -292,4 +292,4 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="expected equal ones"):
         agreement(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
     with pytest.raises(ValueError, match="cap: found"):
-        from_differences([0.1], cap=0.5)
+        from_differences([0.1], tis_cap=0.5)

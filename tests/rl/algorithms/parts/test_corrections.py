@@ -33,8 +33,8 @@ USED = [[1, 1, 1], [1, 0, 0]]
     ("correction", "weights", "kept"),
     [
         (Correction(), [[1, 1, 1], [1, 1, 1]], USED),
-        (Correction(cap=3.0), [[2, 0.25, 3], [3, 1, 1]], USED),
-        (Correction(cap=3.0, level="sequence"), [[2, 2, 2], [3, 1, 1]], USED),
+        (Correction(tis_cap=3.0), [[2, 0.25, 3], [3, 1, 1]], USED),
+        (Correction(tis_cap=3.0, level="sequence"), [[2, 2, 2], [3, 1, 1]], USED),
         (Correction(rejection="icepop", low=0.3, high=5.0), [[2, 0.25, 4], [8, 1, 1]], [[1, 0, 1], [0, 0, 0]]),
         (Correction(3.0, rejection="icepop", low=0.2, high=5.0), [[2, 0.25, 3], [3, 1, 1]], [[1, 1, 1], [0, 0, 0]]),
         (Correction(rejection="mis", high=2.5), [[2, 2, 2], [8, 1, 1]], [[1, 1, 1], [0, 0, 0]]),
@@ -91,7 +91,7 @@ def make_batch(seed: int) -> tuple[TokenBatch, torch.Tensor]:
 
 def oracle(batch: TokenBatch, logprobs: torch.Tensor, settings: Grpo) -> tuple[float, float, float, float]:
     """Loss, rejected fractions of tokens and sequences, and mean weight; row by row in float64, from the formulas."""
-    rejection, cap = settings.rejection, settings.tis_cap
+    rejection, tis_cap = settings.rejection, settings.tis_cap
     row_losses, rejected_tokens, rejected_rows, weights = [], 0, 0, []
     for row in range(batch.rows):
         tokens = []
@@ -116,8 +116,8 @@ def oracle(batch: TokenBatch, logprobs: torch.Tensor, settings: Grpo) -> tuple[f
                 accepted = rejection.low <= math.exp(total / len(tokens)) <= rejection.high
             elif rejection is not None:
                 weight, accepted = math.exp(total), math.exp(total) <= rejection.high
-            if cap is not None:
-                weight = min(weight, cap)
+            if tis_cap is not None:
+                weight = min(weight, tis_cap)
             elif rejection is None or rejection.name == "geometric":
                 weight = 1.0
             surrogate = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28))
@@ -269,8 +269,8 @@ def test_bounds_that_are_not_given_are_filled_in_and_kept_with_the_run(
     resolved = yaml.safe_load(spec.to_yaml())
     assert resolved["algorithm"]["rejection"] == {"name": rejection["name"], "low": low, "high": high}
     assert parse_experiment(resolved) == spec
-    cap = 2.0 if rejection["name"] == "geometric" else None
-    assert spec.algorithm.correction == Correction(cap, "token", rejection["name"], low, high)
+    tis_cap = 2.0 if rejection["name"] == "geometric" else None
+    assert spec.algorithm.correction == Correction(tis_cap, "token", rejection["name"], low, high)
 
 
 def test_published_weights_are_uncapped_unless_a_cap_is_asked_for() -> None:
