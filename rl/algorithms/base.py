@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.section import Section, SpecFunction
+from fp8rl.rl.algorithms.parts.corrections import Correction
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.named_functions import named_object
 from fp8rl.trainer.config import TrainerSection
@@ -126,13 +127,9 @@ class AlgorithmConfig(Section):
         return []
 
     @property
-    def cap(self) -> float | None:
-        """The cap of the importance weight trainer / rollout; None where there is none to tighten."""
-        return None
-
-    def tightened(self, tis_cap: float | None) -> Self:
-        """The same with a lower cap of the importance weight, if it has one; None leaves it as it is."""
-        return self
+    def correction(self) -> Correction:
+        """Weights and rejections for tokens on which trainer and engine disagree; by default none."""
+        return Correction()
 
 
 def used_tokens(batch: TokenBatch) -> Tensor:

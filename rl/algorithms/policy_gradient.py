@@ -239,16 +239,8 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def correction(self) -> Correction:
         """Weights and rejections for tokens on which trainer and engine disagree."""
-        return Correction.of(self.cap, self.tis_level, self.rejection, self.veto)
-
-    @property
-    def cap(self) -> float | None:
-        return None if self.tis_cap is None or self.ratio == "bypass" else self.tis_cap
-
-    def tightened(self, tis_cap: float | None) -> Self:
-        if tis_cap is None or self.tis_cap is None:
-            return self
-        return self.model_copy(update={"tis_cap": min(tis_cap, self.tis_cap)})
+        tis_cap = None if self.ratio == "bypass" else self.tis_cap
+        return Correction.of(tis_cap, self.tis_level, self.rejection, self.veto)
 
     def keeps(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())

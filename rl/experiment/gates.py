@@ -44,11 +44,6 @@ class GateSection(Section):
     """The lower cap of `tighten_tis`; null means 1."""
 
     @property
-    def cap(self) -> float:
-        """The lower cap, decided."""
-        return 1.0 if self.tis_cap is None else self.tis_cap
-
-    @property
     def bound(self) -> str:
         """The bound in words, e.g. `above 0.05`."""
         return f"above {self.above}" if self.above is not None else f"below {self.below}"
@@ -83,7 +78,7 @@ class GateSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _cap_belongs_to_tighten_tis(self) -> GateSection:
+    def _tis_cap_belongs_to_tighten_tis(self) -> GateSection:
         if self.tis_cap is not None and self.action != "tighten_tis":
             raise ValueError(
                 f"found tis_cap={self.tis_cap} with action {self.action}, expected tighten_tis. Remove tis_cap"

@@ -71,14 +71,17 @@ class Guard:
 
     @property
     def algorithm(self) -> AlgorithmConfig:
-        """The algorithm with the cap in force."""
-        return self._configured.tightened(self._gate_state.tis_cap)
+        """The algorithm as configured, but for a lower `tis_cap` that a gate has set."""
+        configured, lower = self._configured.correction.tis_cap, self._gate_state.tis_cap
+        if configured is None or lower is None:
+            return self._configured
+        return self._configured.model_copy(update={"tis_cap": min(configured, lower)})
 
     @property
     def tis_cap(self) -> float:
         """C of the clip fractions: the cap as configured, so that a gate that tightens it does not fire for its own
         doing; 2 where there is none."""
-        return self._configured.cap or TIS_CAP_WITHOUT_TIS
+        return self._configured.correction.tis_cap or TIS_CAP_WITHOUT_TIS
 
     @property
     def replays(self) -> bool:
@@ -117,8 +120,8 @@ class Guard:
             "gates/router_replay": float(self.replays),
             "gates/bf16": float(self._gate_state.bf16),
         }
-        cap = self.algorithm.cap
-        return values if cap is None else values | {"gates/tis_cap": cap}
+        tis_cap = self.algorithm.correction.tis_cap
+        return values if tis_cap is None else values | {"gates/tis_cap": tis_cap}
 
     def _decide(self, step: int, firings: Sequence[Firing], fault: Fault | None, capsule: str | None) -> Verdict:
         """Take the actions that last."""
@@ -145,13 +148,13 @@ class Guard:
 
     def _apply(self, firing: Firing) -> bool:
         """Take the actions that last; whether the objective or the routes are others now."""
-        before = self.algorithm.cap, self.replays
+        before = self.algorithm.correction.tis_cap, self.replays
         gate_state, rule = self._gate_state, firing.rule
         if rule.action == "tighten_tis":
-            gate_state.tis_cap = min(rule.cap, gate_state.tis_cap or math.inf)
+            gate_state.tis_cap = min(rule.tis_cap or 1.0, gate_state.tis_cap or math.inf)
         if rule.action == "enable_r3":
             gate_state.router_replay = True
-        return before != (self.algorithm.cap, self.replays)
+        return before != (self.algorithm.correction.tis_cap, self.replays)
 
     def _event(self, step: int, fault: Fault) -> Event:
         action = "skip_step" if self._settings.nonfinite_loss == "skip" else "checkpoint_and_stop"
