@@ -17,7 +17,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report.charts import overlaid
-from fp8rl.rl.report.page import write_page
+from fp8rl.rl.report.report import write_page
 from fp8rl.rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
 from fp8rl.run import Run
 

@@ -170,11 +170,11 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
 
     compared: a sentence on the batch, if it is not the run's own.
     """
-    from fp8rl.rl.report import page  # not for the ranks of a trainer
+    from fp8rl.rl.report.report import write_page  # not for the ranks of a trainer
 
     write_atomically(path.with_suffix(".json"), json.dumps(attribution.to_dict(), indent=1, allow_nan=False) + "\n")
     charts = [chart for chart in (_op_map(attribution), _expert_map(attribution), _positions(attribution)) if chart]
-    page.write_page(
+    write_page(
         path,
         "attribution",
         charts,

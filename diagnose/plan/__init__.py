@@ -4,7 +4,7 @@ from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
 from fp8rl.diagnose.plan.plan import Plan, fitted_plan, make_plan
 from fp8rl.diagnose.plan.plan_report import rendered
 from fp8rl.diagnose.plan.subject import read_subject
-from fp8rl.rl.experiment.budget.gpus import GPUS, gpu_named
+from fp8rl.rl.experiment.budget.job import GPUS, gpu_named
 
 __all__ = [
     "GPUS",

@@ -12,7 +12,7 @@ import typer
 
 from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.interrupts import interruptible
 
 
 def attribute(

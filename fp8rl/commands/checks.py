@@ -11,7 +11,7 @@ import typer
 
 from fp8rl.commands import complete
 from fp8rl.commands.shared import AsJson, Overrides, SpecPath, end, progress, show, user_errors
-from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.interrupts import interruptible
 
 if TYPE_CHECKING:
     from fp8rl.numerics.config import Mode
@@ -32,7 +32,7 @@ def doctor(
     with user_errors():
         from fp8rl.diagnose.doctor import gather, judge, rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
@@ -103,7 +103,7 @@ def preflight(
         from fp8rl.diagnose.preflight import preflight as examine
         from fp8rl.diagnose.preflight import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
@@ -120,7 +120,7 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
         from fp8rl.diagnose.audit import audit as examine
         from fp8rl.diagnose.audit import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())

@@ -21,8 +21,17 @@ from torch import Tensor
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import spread, whitened
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
-from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
-from fp8rl.rl.algorithms.parts.surrogates import Aggregation, Mode, OverlongSection, Surrogate, clipped, token_ratio
+from fp8rl.rl.algorithms.parts.surrogates import (
+    ESTIMATORS,
+    Aggregation,
+    KlSection,
+    Mode,
+    OverlongSection,
+    Surrogate,
+    clipped,
+    k3,
+    token_ratio,
+)
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import logging
-from collections.abc import Iterator
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+import psutil
+import torch
+from pydantic import Field, TypeAdapter
 
 from fp8rl.numerics.core.files import append_line, write_atomically
 from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
@@ -102,3 +110,88 @@ def run_log(path: Path) -> Iterator[None]:
         logging.captureWarnings(False)
         root.removeHandler(handler)
         handler.close()
+
+
+# sessions.jsonl: each start of a run and how it ended, on which machine and with what code.
+
+
+LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
+_REPOSITORY = Path(__file__).parents[3]
+_TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
+"""What a calendar has a date for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A start of a run: when, where and with what code.
+
+    started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed. It is the start
+    and how long it took since, as a clock may be set meanwhile.
+
+    machine: what it is, in words. versions: of `LIBRARIES` and of Python. commit: of the code, if it lies in a git
+    repository, with `+` for changes that are not committed. why: what ended it before its last step, empty if nothing
+    did. notes: what was said of its input, e.g. that held-out problems are trained on as well.
+    """
+
+    started: Annotated[float, _TIME]
+    machine: str
+    versions: dict[str, str]
+    commit: str | None
+    ended: Annotated[float, _TIME] | None = None
+    why: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that it took, if it has ended."""
+        return None if self.ended is None else self.ended - self.started
+
+
+_SESSION = TypeAdapter(Session)
+
+
+def this_session(notes: Sequence[str] = ()) -> Session:
+    """Return the session that starts now, here."""
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    versions = {"python": platform.python_version(), **versions}
+    return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])
+
+
+def append_session(path: Path, session: Session) -> None:
+    """A line for its start, another one for its end."""
+    append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
+
+
+def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
+    """The sessions in order, each as its last line says, and the lines that cannot be used."""
+    lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
+    return list({session.started: session for session in lines}.values()), bad
+
+
+def _machine() -> str:
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    cores = f"{len(os.sched_getaffinity(0))} cores of {_processor()}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([f"{platform.node()}: {cores}", memory, *(f"{gpus.count(name)} {name}" for name in set(gpus))])
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str | None:
+    if not (_REPOSITORY / ".git").exists():
+        return None
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return None if not commit else commit[:12] + "+" * bool(changes)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", _REPOSITORY, *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

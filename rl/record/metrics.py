@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from fp8rl.rl.mismatch.drift import OLDEST
-from fp8rl.rl.mismatch.statistics import POSITION_STARTS
+from fp8rl.rl.mismatch.logprobs import POSITION_STARTS
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""

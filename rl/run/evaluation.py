@@ -20,7 +20,7 @@ from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.data.sources import load_problems

@@ -16,12 +16,19 @@ from typing import Self
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
-from fp8rl.rl.guard.gates import GateState
-from fp8rl.rl.guard.judge import Verdict
+from fp8rl.rl.guard.gates import GateState, Verdict
 from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import CONSOLE, Event, append_event, cut_events, run_log
+from fp8rl.rl.record.events import (
+    CONSOLE,
+    Event,
+    Session,
+    append_event,
+    append_session,
+    cut_events,
+    run_log,
+    this_session,
+)
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import TRACKERS, Tracked
 from fp8rl.rl.record.trackers.beside import Beside
 from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Samples, Tracker
@@ -31,8 +38,7 @@ from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED,
 from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
-from fp8rl.rl.run.lifecycle.interrupts import Closing
-from fp8rl.rl.run.lifecycle.stopping import end_without_ray
+from fp8rl.rl.run.interrupts import Closing, end_without_ray
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError

@@ -14,8 +14,7 @@ from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.events import STALE_RESYNCS, Events, Failures
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns
+from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.errors import StaleWeightsError

@@ -17,17 +17,16 @@ from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.seats import Seats
-from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
+from fp8rl.rl.run.engines.slot import Canary
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.sampling import Sampling
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns, Side
+from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup

@@ -13,7 +13,7 @@ from fp8rl.diagnose.certify.dump.explain import Explanation
 from fp8rl.diagnose.certify.dump.tokens import Part
 from fp8rl.diagnose.difference import Difference, shown_number
 from fp8rl.diagnose.report import Grade, Report, graded, grid
-from fp8rl.rl.report import page
+from fp8rl.rl.report.report import write_page as write_html
 
 Verdict = Literal["equal", "within the floor", "above the floor", "broken"]
 VERDICTS: tuple[Verdict, ...] = ("equal", "within the floor", "above the floor", "broken")
@@ -169,7 +169,7 @@ _NOTES = {
 
 def write_page(report: DumpReport, path: Path) -> None:
     """Write the page to `path`."""
-    page.write_page(
+    write_html(
         path,
         "certify",
         _charts(report),

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fp8rl.rl.report import page
+from fp8rl.rl.report.report import write_page
 from lab.studies.harness.claims import Judged
 from lab.studies.harness.result import Result
 from lab.studies.harness.study import TextTable
@@ -62,7 +62,7 @@ def write_tables(path: Path, result: Result) -> None:
 
 def write_index(path: Path, result: Result, figures: Mapping[str, str]) -> None:
     """`index.html`: verdicts, figures and tables in one file that needs no network."""
-    page.write_page(
+    write_page(
         path,
         "study",
         None,

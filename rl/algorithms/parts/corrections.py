@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
-from fp8rl.rl.mismatch.statistics import bounded
+from fp8rl.rl.mismatch.logprobs import bounded
 
 
 class RejectionSection(Section):

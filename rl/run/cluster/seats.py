@@ -15,8 +15,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.run.cluster.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
-from fp8rl.rl.run.cluster.placement import Node, Place, place, place_engine, place_ranks
+from fp8rl.rl.run.cluster.placement import (
+    SEES_ALL_GPUS,
+    Node,
+    Place,
+    View,
+    nodes_up,
+    own_capability,
+    place,
+    place_engine,
+    place_ranks,
+    views,
+)
 from fp8rl.trainer.device import LOOPBACK, Seat
 
 _RESERVE_SECONDS = 10.0

@@ -17,9 +17,8 @@ import ray
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, waited
 from fp8rl.rl.run.cluster.seats import NoRoomError
-from fp8rl.rl.run.engines.canary import Expected, largest
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, decoding_metrics, end_engine
+from fp8rl.rl.run.engines.slot import EngineSlot, Expected, answered, call, decoding_metrics, end_engine, largest
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end

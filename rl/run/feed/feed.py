@@ -18,7 +18,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.mismatch.drift import tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
-from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from fp8rl.rl.run.feed.ahead import Answered, FeedState
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories

@@ -16,7 +16,7 @@ from fp8rl.cli import app
 from fp8rl.diagnose.plan import Plan, assumed, fitted_plan, gpu_named, make_plan, measured, read_subject, rendered
 from fp8rl.diagnose.written_tables import with_plan
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment.budget.gpus import GPUS
+from fp8rl.rl.experiment.budget.job import GPUS
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
     Phase,

@@ -8,8 +8,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from fp8rl.rl.guard.gates import GateState
-from fp8rl.rl.guard.judge import Fault, Guard, Verdict
+from fp8rl.rl.guard.gates import Fault, GateState, Guard, Verdict
 from tests.support.experiments import experiment
 
 TIS, EXACT, NORM = "mismatch/tis_clipfrac", "mismatch/exact_frac", "train/grad_norm"

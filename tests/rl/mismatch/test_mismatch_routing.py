@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch import router_agreement
-from fp8rl.rl.mismatch import routing as routing_module
+from fp8rl.rl.mismatch import drift, router_agreement
 from fp8rl.rl.record.metrics import describe
 
 
@@ -71,7 +70,7 @@ def test_both_sides_unknown_is_no_agreement() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_against_sets_and_in_chunks_of_any_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_module, "_CHUNK", chunk)
+    monkeypatch.setattr(drift, "_CHUNK", chunk)
     generator = np.random.default_rng(0)
     batch, width, layers, top_k = 7, 9, 5, 4
     train = np.stack([generator.permutation(8)[:top_k] for _ in range(batch * width * layers)])

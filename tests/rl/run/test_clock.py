@@ -1,14 +1,14 @@
 import pytest
 
-from fp8rl.rl.run import clock
-from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.record import metrics_log
+from fp8rl.rl.record.metrics_log import StepClock
 
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that shows the first element."""
     now = [100.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics_log.time, "perf_counter", lambda: now[0])
     return now
 
 

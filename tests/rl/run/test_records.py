@@ -11,8 +11,7 @@ from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import RolloutBatch, rollout_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.records import rollout_records, scored_records, throughput
-from fp8rl.rl.run.step import train_metrics
+from fp8rl.rl.run.step import rollout_records, scored_records, throughput, train_metrics
 from fp8rl.rollout.data.tasks import Problem
 from fp8rl.rollout.types import Trajectory
 from fp8rl.trainer.step.batch import TokenBatch

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from fp8rl.rl.run.engines.canary import Canary, Expected
+from fp8rl.rl.run.engines.slot import Canary, Expected
 from fp8rl.rl.run.events import Events
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns
+from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.manifest import SyncError

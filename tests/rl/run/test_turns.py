@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from fp8rl.rl.run.turns import DeviceTurns
+from fp8rl.rl.run.syncing import DeviceTurns
 from fp8rl.rollout.engine import Slept
 from fp8rl.trainer.step.result import MovedAside
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
-from fp8rl.rl.algorithms.parts.kl import k2, k3
+from fp8rl.rl.algorithms.parts.surrogates import k2, k3
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
