@@ -25,33 +25,28 @@ from fp8rl.trainer.step.objective import Objective
 class Needs:
     """Scores that a batch is given before its first update, beside what the engines say of it. A reference, a critic or
     a teacher is loaded only where one is needed.
-
-    Attributes:
-        old_logprobs: the policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`.
-        reference: those of the model that the run started from, `fields["reference_logprobs"]`.
-        critic: what a critic expects at each token, `fields["values"]`.
-        teacher: the log-probabilities of a teacher, `fields["teacher_logprobs"]`.
     """
 
     old_logprobs: bool = False
+    """The policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`."""
     reference: bool = False
+    """The log-probabilities of the model that the run started from, `fields["reference_logprobs"]`."""
     critic: bool = False
+    """What a critic expects at each token, `fields["values"]`."""
     teacher: bool = False
+    """The log-probabilities of a teacher, `fields["teacher_logprobs"]`."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Rewards of the trajectories of a batch, by row.
-
-    Attributes:
-        rewards: float [N].
-        groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
-        finished: bool [N], False where the length ended the answer.
-    """
+    """Rewards of the trajectories of a batch, by row."""
 
     rewards: Tensor
+    """float [N]."""
     groups: Tensor
+    """int64 [N], equal numbers for trajectories of one prompt, in any order."""
     finished: Tensor
+    """bool [N], False where the length ended the answer."""
 
 
 class AlgorithmConfig(Section):

@@ -37,11 +37,12 @@ _OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 @dataclass(frozen=True)
 class Content:
-    """The files that one key of a spec named. said: the value of the key. digest: SHA-256 of what was there, 32 hex
-    digits."""
+    """The files that one key of a spec named."""
 
     said: str
+    """The value of the key."""
     digest: str
+    """SHA-256 of what was there, 32 hex digits."""
 
 
 def contents(experiment: Experiment) -> dict[str, Content]:

@@ -51,22 +51,22 @@ _COPY = "The capsule is damaged: copy it again from where the run wrote it."
 
 @dataclasses.dataclass(frozen=True)
 class Capsule:
-    """A capsule that was read and found whole.
-
-    step: of the run. why: what made it. rows: of the step's batch; those that a fault came from, then the worst.
-    scored: these rows, in the step's last pass. metrics: `mismatch/...` and
-    `drift/...` over these rows as they were recorded.
-    """
+    """A capsule that was read and found whole."""
 
     path: Path
     step: int
+    """Step of the run."""
     why: list[str]
+    """Sentences that say what made it."""
     numerics: NumericsConfig
     experiment: Experiment
     manifest: Manifest
     rows: list[int]
+    """Rows of the step's batch; those that a fault came from, then the worst."""
     scored: ScoredBatch
+    """These rows, in the step's last pass."""
     metrics: dict[str, float]
+    """`mismatch/...` and `drift/...` over these rows as they were recorded."""
 
     @property
     def weights(self) -> Path | None:
@@ -86,18 +86,18 @@ class Capsule:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to keep, apart from its scored batch.
-
-    why: what gates and faults have said. rows: of the batch; those that a fault came from, then the worst.
-    experiment, manifest: files of the run, its resolved experiment and the digests of the served weights.
-    """
+    """A step to keep, apart from its scored batch."""
 
     step: int
     why: Sequence[str]
+    """Sentences of gates and faults."""
     rows: Sequence[int]
+    """Rows of the batch; those that a fault came from, then the worst."""
     numerics: NumericsConfig
     experiment: Path
+    """File of the run's resolved experiment."""
     manifest: Path
+    """File of the digests of the served weights."""
 
 
 class _About(BaseModel):

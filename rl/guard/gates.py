@@ -27,18 +27,16 @@ from fp8rl.trainer.checkpoint.files import read_about
 
 @dataclasses.dataclass
 class GateState:
-    """Changes that gates have made for good.
-
-    tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
-
-    router_replay: a gate turned the replay of the engine's experts on. bf16: both sides fell back to BF16.
-    rules: see `Gates.state`.
-    """
+    """Changes that gates have made for good."""
 
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
+    """The lower cap of the importance weight that a gate has set; None: as the spec has it."""
     router_replay: bool = False
+    """A gate turned the replay of the engine's experts on."""
     bf16: bool = False
+    """Both sides fell back to BF16."""
     rules: Mapping[str, RuleState] = dataclasses.field(default_factory=dict)
+    """See `Gates.state`."""
 
     @classmethod
     def of_checkpoint(cls, run: RunDir, step: int | None) -> GateState:
@@ -80,18 +78,18 @@ class Firing:
 
 @dataclasses.dataclass
 class RuleState:
-    """State of one rule.
-
-    beyond: steps in a row beyond the bound. tripped: it was `for_steps`, and the metric has not recovered since.
-    fired: this was announced. quiet_until: the last step of the cooldown.
-    """
+    """State of one rule."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     beyond: NonNegativeInt = 0
+    """Steps in a row beyond the bound."""
     tripped: bool = False
+    """The metric was beyond it for `for_steps`, and has not recovered since."""
     fired: bool = False
+    """This was announced."""
     quiet_until: NonNegativeInt = 0
+    """The last step of the cooldown."""
 
 
 class Gates:
@@ -175,37 +173,40 @@ TIS_CAP_WITHOUT_TIS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Reason for which a pass gave no gradients to apply.
-
-    metric, value: what was not finite, as in an `Event`. bound: in words. reason: a sentence. rows: of the batch, that
-    it came from.
-    """
+    """Reason for which a pass gave no gradients to apply."""
 
     metric: str
+    """The metric that was not finite, as in an `Event`."""
     value: float | None
+    """Its value, as in an `Event`."""
     bound: str
+    """The bound that it broke, in words."""
     reason: str
+    """A sentence."""
     rows: tuple[int, ...]
+    """Rows of the batch that it came from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Decision on a step.
-
-    events: gates that fired and faults, of the pass that was judged. why: what these and an earlier pass of the step
-    have said. fired: gates, over both. withheld: the batch is not trained on. retry: a gate changed the objective or
-    the routes, so that the pass is done again before the update. resync: the engines are synced although the weights
-    stay. fall_back: both sides go to BF16 before that. stop: why the run ends with this step, empty if it goes on.
-    """
+    """Decision on a step."""
 
     events: tuple[Event, ...]
+    """Gates that fired and faults, of the pass that was judged."""
     why: tuple[str, ...]
+    """Sentences of these, and of an earlier pass of the step."""
     fired: int
+    """Gates that fired, over both passes."""
     withheld: bool
+    """The batch is not trained on."""
     retry: bool
+    """A gate changed the objective or the routes, so that the pass is done again before the update."""
     resync: bool
+    """The engines are synced although the weights stay."""
     fall_back: bool
+    """Both sides go to BF16 before that."""
     stop: str
+    """The reason for which the run ends with this step; empty if it goes on."""
 
 
 class Guard:

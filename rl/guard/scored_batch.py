@@ -16,25 +16,22 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """A batch and its first scoring, before anything is rejected or trained on.
-
-    Attributes:
-        batch: with the field `rollout_logprobs`, and `routes` if the engine reported any.
-        versions: int64 [B, S], the weight version that sampled each token; 0 where none was sampled.
-        version: the trainer's, while it scored.
-        logprobs: fp32 [B, S], the trainer's.
-        routes: int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`.
-        draws: int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`.
-        tis_cap: C of the importance weights and clip fractions that are measured.
-    """
+    """A batch and its first scoring, before anything is rejected or trained on."""
 
     batch: TokenBatch
+    """With the field `rollout_logprobs`, and `routes` if the engine reported any."""
     versions: Tensor
+    """int64 [B, S], the weight version that sampled each token; 0 where none was sampled."""
     version: int
+    """The trainer's weight version while it scored."""
     logprobs: Tensor
+    """fp32 [B, S], the trainer's."""
     routes: Tensor | None = None
+    """int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`."""
     draws: Tensor | None = None
+    """int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`."""
     tis_cap: float = 2.0
+    """C of the importance weights and clip fractions that are measured."""
 
     @property
     def fresh(self) -> Tensor:

@@ -27,20 +27,21 @@ from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
 class Event:
     """A firing of a gate, a loss that was not finite, engines that were replaced or synced anew, a resume, or the
     loss of wandb.
-
-    metric: what gave the reason. value: of the metric; None if it is not finite. bound: the one it broke, in words.
-    action: that of a gate (see `rl.experiment.gates.GateSection`), `replace_engine`, `resume`, or `go_on` without
-    wandb. capsule: its directory
-    below the run's, None if there is none. text: all in one sentence, as the console said it.
     """
 
     step: int
     metric: str
+    """The metric that gave the reason."""
     value: float | None
+    """Its value; None if it is not finite."""
     bound: str
+    """The bound that it broke, in words."""
     action: str
+    """A gate's action (`rl.experiment.gates`), `replace_engine`, `resume`, or `go_on` without what was lost."""
     capsule: str | None
+    """Its directory below the run's, None if there is none."""
     text: str
+    """All of it in one sentence, as the console said it."""
 
     @property
     def said(self) -> str:
@@ -123,23 +124,23 @@ _TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A start of a run: when, where and with what code.
-
-    started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed. It is the start
-    and how long it took since, as a clock may be set meanwhile.
-
-    machine: what it is, in words. versions: of `LIBRARIES` and of Python. commit: of the code, if it lies in a git
-    repository, with `+` for changes that are not committed. why: what ended it before its last step, empty if nothing
-    did. notes: what was said of its input, e.g. that held-out problems are trained on as well.
-    """
+    """A start of a run: when, where and with what code."""
 
     started: Annotated[float, _TIME]
+    """Seconds since 1970."""
     machine: str
+    """The machine in words."""
     versions: dict[str, str]
+    """Versions of `LIBRARIES` and of Python."""
     commit: str | None
+    """Commit of the code, if it lies in a git repository, with `+` for changes that are not committed."""
     ended: Annotated[float, _TIME] | None = None
+    """Seconds since 1970: the start and how long it took, as a clock may be set meanwhile; None while it lives, and for
+    ever if it was killed."""
     why: str = ""
+    """The reason for an end before its last step; empty if there was none."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    """Notes on its input, e.g. that held-out problems are trained on as well."""
 
     @property
     def seconds(self) -> float | None:

@@ -23,59 +23,58 @@ SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
-    """A trajectory of a step, with the log-probabilities of both sides."""
+    """A trajectory."""
 
     prompt: str
-    """The text of the question."""
+    """The question."""
     text: str
-    """The text of the answer."""
+    """The answer."""
     reward: float
     """The reward of the answer."""
     abs_diff_mean: float | None
-    """The mean abs(d) over its tokens; None if none is finite."""
+    """Mean abs(d) over the answer's tokens, None if none is finite."""
     group: int
-    """The number of its prompt in the step."""
+    """Number of its prompt in the step."""
     seed: int
-    """The seed of its draws."""
+    """Seed of its draws."""
     finished: bool
     """The model ended the answer itself."""
     prompt_ids: list[int]
-    """[P], the tokens of the prompt."""
+    """[P]."""
     token_ids: list[int]
-    """[T], the tokens of the answer, those of an environment included."""
+    """[T], what follows."""
     rollout_logprobs: list[float]
-    """The engine's log-probabilities of the model's tokens; NaN if not finite."""
+    """The engine's, of the sampled tokens; one that is not finite is NaN."""
     train_logprobs: list[float]
     """The trainer's, likewise."""
     weight_versions: list[int]
-    """The weight versions that sampled the model's tokens."""
+    """The weight version of each sampled token."""
     advantage: float | None
     """The advantage of its first token; None before training."""
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The value of each reward function."""
+    """What each function said."""
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Spans of `token_ids` that an environment wrote."""
     said: list[tuple[Literal["model", "environment"], str]] = dataclasses.field(default_factory=list)
-    """The turns as (speaker, text), if an environment wrote any."""
+    """(model or environment, text) by turn, where an environment said something."""
     outcome: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The numbers that the environment returned."""
+    """Numbers that the environment returned."""
     teacher_logprobs: list[float] | None = None
-    """[T], the teacher's log-probabilities; None without a teacher."""
+    """[T]; None without a teacher."""
     supports: list[list[int]] | None = None
-    """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own
-    logits give them."""
+    """The ids that each sampled token was drawn from under top-p, top-k or min-p; None where these are found in the
+    trainer's own logits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRecord:
-    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers.
-
-    token_ids: [S], the prompt's included. sampled: the positions of those that the model sampled. The others are of
-    these tokens; a log-probability that is not finite is NaN.
-    """
+    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers."""
 
     token_ids: list[int]
+    """[S], with the prompt's."""
     sampled: list[int]
+    """Positions of the tokens that the model sampled. The other fields are of these; a log-probability that is not
+    finite is NaN."""
     rollout_logprobs: list[float]
     train_logprobs: list[float]
     weight_versions: list[int]

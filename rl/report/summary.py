@@ -76,7 +76,7 @@ class RunSummary:
     accuracy_change: tuple[float, float] | None = None
     """The 95% interval of the change of accuracy, None where it is no fraction of solved problems."""
     answers: int = 0
-    """Of all steps."""
+    """Answers of all steps."""
     cut_answers: int = 0
     """Answers that had no room left."""
     withheld_steps: int = 0

@@ -32,19 +32,19 @@ from fp8rl.trainer.actor import TrainerGroup
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Requests of one set.
-
-    name: empty for `data.eval`. rewards_key: where the spec has its rewards; empty: those of the run. pass_at: each k
-    of which `pass@k` is wanted. right_from: the first reward from which on an answer is right.
-    """
+    """Requests of one set."""
 
     name: str
+    """Name of the set; empty for `data.eval`."""
     groups: tuple[Group, ...]
     sampling: SamplingParams
     rewards: RewardsSection
     rewards_key: str = ""
+    """Key of its rewards in the spec; empty: those of the run."""
     pass_at: tuple[int, ...] = ()
+    """Each k of which `pass@k` is wanted."""
     right_from: float = 1.0
+    """The first reward from which on an answer is right."""
 
     @property
     def greedy(self) -> bool:

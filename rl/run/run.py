@@ -61,33 +61,29 @@ _ACTIONS = {
 
 @dataclass
 class LiveRun:
-    """A run from its start to its end.
-
-    Attributes:
-        files: its directory.
-        gate_state: what gates have changed.
-        step: the one that is under way, 0 before the first.
-        checkpoints: what writes them.
-        manifest: digests of the weights that the engines hold, as the last sync verified them.
-        feed: what the checkpoint has kept of it, in a run that goes on from one.
-        mended: how often something was mended in this step, by metric.
-        session: this start of it.
-    """
+    """A run from its start to its end."""
 
     experiment: Experiment
     files: RunDir
+    """Its directory."""
     stack: Stack
     gate_state: GateState
+    """Changes that gates have made."""
     tracker: Tracker
     console: StepConsole
     step: int
+    """The step that is under way, 0 before the first."""
     checkpoints: Checkpoints
     _closing: Closing
     _directory: os.stat_result
     session: Session
+    """This start of the run."""
     manifest: Path | None = None
+    """Digests of the weights that the engines hold, as the last sync verified them."""
     feed: FeedState | None = None
+    """The feed's state in the checkpoint that the run goes on from."""
     mended: Counter[str] = field(default_factory=Counter)
+    """Counts of what was mended in this step, by metric."""
     _began: float = field(default_factory=time.monotonic)
 
     @classmethod

@@ -25,13 +25,10 @@ _LOOK_SECONDS = 0.1
 
 
 class PendingGroup:
-    """A group that engines have been asked to answer, and what becomes of it.
+    """A group that engines have been asked to answer since `began` (monotonic), and what becomes of it.
 
-    Attributes:
-        number: of its prompt in the run, or in its set, from 0.
-        answers: in the order of the group's seeds, in time.
-        began: monotonic seconds, of asking.
-        sampling: how the answers are drawn.
+    Its `answers` come in time, in the order of the group's seeds. Its `number` is that of the prompt in the run, or in
+    its set, from 0.
     """
 
     def __init__(
@@ -76,24 +73,21 @@ class PendingGroup:
 
 @dataclass
 class Sampling:
-    """Has groups answered, and looks after the engines while it waits: new ones get the trainer's weights.
-
-    Attributes:
-        rollout: how answers are drawn and counted.
-        conversations: of an experiment with an environment, where an answer is more than one turn of the model.
-        judge: gives answers their rewards.
-        carries_supports: see `Experiment`.
-    """
+    """Has groups answered, and looks after the engines while it waits: new ones get the trainer's weights."""
 
     rollout: RolloutSection
+    """The section of the spec: how answers are drawn and counted."""
     tokenizer: PreTrainedTokenizerBase
     engines: Engines
     conversations: Conversations | None
+    """The environment, where an answer is more than one turn of the model."""
     judge: Judge
+    """Gives answers their rewards."""
     syncing: Syncing
     events: Events
     turns: DeviceTurns
     carries_supports: bool = False
+    """See `Experiment`."""
 
     def __post_init__(self) -> None:
         self._ends = end_ids(self.tokenizer)

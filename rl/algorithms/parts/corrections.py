@@ -76,24 +76,21 @@ OWN_WEIGHT = ("icepop", "mis")
 
 @dataclass(frozen=True)
 class Correction:
-    """One choice of weight and rejection.
-
-    Attributes:
-        tis_cap: largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop,
-            mis) all weights are then 1.
-        level: of the TIS weight.
-        rejection: None keeps every token.
-        low: least accepted ratio; None: no lower bound.
-        high: largest accepted ratio; None: no upper bound.
-        veto: a token of a ratio below it rejects its sequence; None: none does.
-    """
+    """One choice of weight and rejection."""
 
     tis_cap: float | None = None
+    """Largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis) all
+    weights are then 1."""
     level: Literal["token", "sequence"] = "token"
+    """Whether the TIS weight is a token's or a sequence's."""
     rejection: Literal["icepop", "geometric", "mis"] | None = None
+    """The rule by which tokens are rejected; None keeps every token."""
     low: float | None = None
+    """Least accepted ratio; None: no lower bound."""
     high: float | None = None
+    """Largest accepted ratio; None: no upper bound."""
     veto: float | None = None
+    """A token of a ratio below it rejects its sequence; None rejects none."""
 
     @classmethod
     def of(

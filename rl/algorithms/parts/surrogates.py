@@ -23,14 +23,16 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Surrogate:
-    """losses: [B, S] with gradient. ratio: that was clipped. below, above: bool [B, S], where the clip changed a term.
-    Values of tokens that are not used mean nothing, and their gradients are 0 or finite.
-    """
+    """The loss of each token. Values of tokens that are not used mean nothing, and their gradients are 0 or finite."""
 
     losses: Tensor
+    """[B, S] with gradient."""
     ratio: Tensor
+    """The ratio that was clipped."""
     below: Tensor
+    """bool [B, S], where the lower bound of the clip changed a term."""
     above: Tensor
+    """bool [B, S], where the upper bound did."""
 
 
 def token_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
@@ -91,17 +93,15 @@ class Aggregation:
     `token_mean`: every token counts the same (DAPO). `seq_mean_token_mean`: every sequence does (GRPO as published,
     GSPO). `seq_mean_token_sum`: so does every sequence, by the sum of its tokens. `seq_mean_token_sum_norm`: the same
     over a constant length, so that the length of an answer does not weigh its tokens (Dr. GRPO).
-
-    Attributes:
-        tokens: used tokens of the whole batch.
-        sequences: rows of the whole batch with at least one used token.
-        length: of `seq_mean_token_sum_norm`.
     """
 
     mode: Mode
     tokens: int
+    """Used tokens of the whole batch."""
     sequences: int
+    """Rows of the whole batch with at least one used token."""
     length: int = 1
+    """The length that `seq_mean_token_sum_norm` divides by."""
 
     @classmethod
     def of(cls, used: Tensor, mode: Mode, length: int = 1) -> Aggregation:

@@ -18,12 +18,13 @@ from fp8rl.weight_sync.served import served_bytes
 
 @dataclass(frozen=True)
 class TeacherBytes:
-    """Bytes of a teacher's engine on a GPU. working: what it wants to find free beside the others."""
+    """Bytes of a teacher's engine on a GPU."""
 
     weights: float
     cache: float
     graphs: float
     working: float
+    """Bytes that it wants to find free beside the others."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,17 @@ class Job:
     kv_tokens: int = 32768
     """Tokens that the KV cache of an engine holds."""
     bucket_bytes: int = 256 << 20
-    """Of a sync."""
+    """Bytes of a sync's bucket."""
     maps: bool = False
     """Engines map the buckets of every rank, so that each has a context on each GPU."""
     graph_bytes: float = 0.0
-    """Of an engine's CUDA graphs."""
+    """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
-    """What an engine wants to find free beside them."""
+    """Bytes that an engine wants to find free beside them."""
     sleep: bool = False
-    """Of trainer and engine on one GPU, one makes room while the other works."""
+    """Trainer and engine share a GPU, and one makes room while the other works."""
     may_sleep: bool = False
-    """They could."""
+    """They could share one so."""
     reference: bool = False
     """The trainer holds such a model, too; likewise `critic`."""
     critic: bool = False
@@ -165,10 +166,12 @@ _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512
 
 @dataclass(frozen=True)
 class EngineRoom:
-    """Bytes of one rank of an engine. graphs: of its CUDA graphs. working: that it wants to find free beside them."""
+    """Bytes of one rank of an engine."""
 
     graphs: float
+    """Bytes of its CUDA graphs."""
     working: float
+    """Bytes that it wants to find free beside them."""
 
 
 def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
@@ -211,7 +214,7 @@ class Gpu:
     memory: float
     """Bytes that a process can allocate, as torch's messages name them."""
     bandwidth: float
-    """Of the memory, bytes/s."""
+    """Bytes/s of the memory."""
     bf16: float
     """FLOP/s without sparsity."""
     fp8: float
@@ -221,7 +224,7 @@ class Gpu:
     network: float
     """Bytes/s that one GPU sends to other nodes (400 Gbit/s InfiniBand)."""
     source: str
-    """Of the figures."""
+    """Where the figures were published."""
 
     def peak(self, fp8: bool) -> float:
         """FLOP/s of products."""

@@ -22,16 +22,14 @@ from fp8rl.rollout.server.arguments import has_cuda
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster.
-
-    gpus: whole ones that nobody has reserved; None on a node that has none at all, and computes on its CPU. names: what
-    a spec may call it by, beside its address: custom resources (`rack1`) and labels (`side=engines`).
-    """
+    """A node of the cluster."""
 
     id: str
     address: str
     gpus: int | None = None
+    """GPUs that nobody has reserved; None on a node that has none at all, and computes on its CPU."""
     names: frozenset[str] = frozenset()
+    """Names that a spec may call it by, beside its address: custom resources (`rack1`) and labels (`side=engines`)."""
 
     def is_called(self, name: str) -> bool:
         return name == self.address or name in self.names
@@ -39,21 +37,21 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an engine.
-
-    shares: the trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU.
-    """
+    """The place of an engine."""
 
     node: Node
     shares: int | None = None
+    """The trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """ranks: the node of each trainer rank. engines: the place of each engine."""
+    """The places of all that a run starts."""
 
     ranks: tuple[Node, ...]
+    """The node of each trainer rank."""
     engines: tuple[Place, ...]
+    """The place of each engine."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -238,12 +236,14 @@ def _names(resources: Mapping[str, float], labels: Mapping[str, str]) -> frozens
 
 @dataclass(frozen=True)
 class View:
-    """The view of a node. interface: that has its address. capability: of its GPUs, None on a CPU. unseen: files that
-    it does not see as this process does."""
+    """The view of a node."""
 
     interface: str | None
+    """The network interface that has its address."""
     capability: tuple[int, int] | None
+    """Compute capability of its GPUs, None on a CPU."""
     unseen: tuple[Path, ...]
+    """Files that it does not see as this process does."""
 
 
 def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, View]:

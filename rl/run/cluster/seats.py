@@ -32,7 +32,7 @@ from fp8rl.trainer.device import LOOPBACK, Seat
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray reserves what a node has said to be free."""
 _ROOM_SECONDS = 60.0
-"""That a trainer which was lost with its node waits for room on another one."""
+"""Seconds in which a trainer that was lost with its node waits for room on another one."""
 _AGAIN_SECONDS = 1.0
 _GIVING_BACK_SECONDS = 2.0
 _TOUCH = 0.001

@@ -49,8 +49,7 @@ class Engines:
     `verified`. One whose weights never change has its digests compared with those of its files instead
     (`Serving.manifest`). If an engine cannot be replaced, all who wait get the error.
 
-    Attributes:
-        slots: the places of the engines. Nothing but their event loop writes them.
+    Nothing but their event loop writes the `slots`, their places.
 
     Raises:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.

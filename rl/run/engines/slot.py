@@ -41,7 +41,7 @@ class EngineSlot:
     """Why the engine of now is no good any more."""
     actor: Any = None
     endpoint: Endpoint | None = None
-    """Of the engine of now; None until it answers and has passed the handshake."""
+    """The endpoint of its engine; None until it answers and has passed the handshake."""
     serving: bool = False
     """A sync has verified its weights, so that it gets groups."""
     starts: bool = False
@@ -55,7 +55,7 @@ class EngineSlot:
     tokens: int = 0
     """Tokens that it has generated."""
     decoding: Decoding = field(default_factory=Decoding)
-    """Of its answers."""
+    """Passes and drafts of its answers."""
     idle: float = 0.0
     """Seconds that it had nothing to do."""
     idle_since: float = field(default_factory=time.monotonic)
@@ -211,18 +211,14 @@ PROMPT, ANSWER = 16, 8
 
 @dataclass(frozen=True)
 class Canary:
-    """A row of tokens that both sides score at temperature 1.
-
-    Attributes:
-        prompt_ids, answer_ids: the tokens.
-        seed: that an engine draws the answer with.
-        exact: both sides compute the same, so that any difference is a fault.
-    """
+    """A row of tokens that both sides score at temperature 1."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
     seed: int
+    """The seed by which an engine draws the answer."""
     exact: bool
+    """Both sides compute the same, so that any difference is a fault."""
 
     @classmethod
     def of(cls, run_seed: int, vocabulary: int, longest: int, exact: bool) -> Canary:
@@ -261,11 +257,13 @@ class Canary:
 
 @dataclass(frozen=True)
 class Expected:
-    """Answers that engines must give after a sync. version: of the weights. scored: waits for the trainer's side."""
+    """Answers that engines must give after a sync."""
 
     canary: Canary
     version: int
+    """Version of the weights."""
     scored: Callable[[], Tensor]
+    """Waits for the trainer's side and returns it."""
 
     def fault(self, difference: float) -> str:
         """Return why an engine whose canary differs so much is no good; empty if it is."""

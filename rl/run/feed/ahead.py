@@ -25,16 +25,14 @@ GROUPS = "groups.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """The answers to one prompt of a step to come.
-
-    number: of the prompt in the run. prompt_ids: [P]. seeds: of the group. The others by row, in the order of the
-    seeds; see `rollout.types.Trajectory`. row_prompts, row_seeds, branches: empty where each seed has one row, of
-    the prompt.
-    """
+    """The answers to one prompt of a step to come."""
 
     number: int
+    """Number of the prompt in the run."""
     prompt_ids: list[int]
+    """[P]."""
     seeds: list[int]
+    """Seeds of the group. The fields below are by row, in their order; see `rollout.types.Trajectory`."""
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     weight_versions: list[list[int]]
@@ -44,6 +42,7 @@ class Answered:
     outcome: list[dict[str, float]]
     failed: list[bool]
     row_prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    """Prompts of the rows; this and the next two are empty where each seed has one row, of the prompt."""
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
     supports: list[list[list[int]] | None] | None = None
@@ -97,15 +96,14 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class FeedState:
-    """Position of a feed.
-
-    next: number of the first prompt that was not admitted yet. admitted: numbers of those that were and are not trained
-    on yet, oldest first. answered: those of them whose answers are there.
-    """
+    """Position of a feed."""
 
     next: int
+    """Number of the first prompt that was not admitted yet."""
     admitted: list[int]
+    """Numbers of prompts that were admitted and are not trained on yet, oldest first."""
     answered: list[Answered]
+    """Those of them whose answers are there."""
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -43,20 +43,17 @@ class FilterError(RuntimeError):
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A batch of sampled answers or of examples: a step trains on it, or only scores it.
-
-    Attributes:
-        versions: int64 [B, S], the weight version that sampled each token; None where nothing was sampled.
-        outcomes: of the rows, from which advantages are made; None where nobody learns from them.
-        answers: by row of the batch; empty likewise.
-        metrics: `rollout/...`.
-    """
+    """A batch of sampled answers or of examples: a step trains on it, or only scores it."""
 
     batch: TokenBatch
     versions: Tensor | None = None
+    """int64 [B, S], the weight version that sampled each token; None where nothing was sampled."""
     outcomes: Outcomes | None = None
+    """Rewards of the rows, from which advantages are made; None where nobody learns from them."""
     answers: tuple[JudgedAnswer, ...] = ()
+    """Answers by row of the batch; empty where nobody learns from them."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """`rollout/...`."""
 
 
 class Feed(Protocol):

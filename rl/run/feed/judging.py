@@ -35,21 +35,18 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class JudgedAnswer:
-    """A sampled answer and what became of it.
-
-    Attributes:
-        said: who said what in it.
-        reward: the weighted sum of the parts.
-        parts: what each function said, unweighted: by its name, and `name/part` where it gave named numbers.
-        teacher_logprobs: the teacher's, of each token; None where it was not asked.
-    """
+    """A sampled answer and what became of it."""
 
     problem: Problem
     trajectory: Trajectory
     said: list[Said]
+    """(model or environment, text) by turn."""
     reward: float
+    """The weighted sum of the parts."""
     parts: Numbers
+    """Values of each function, unweighted: by its name, and `name/part` where it gave named numbers."""
     teacher_logprobs: list[float] | None = None
+    """The teacher's log-probability of each token; None where it was not asked."""
 
     @property
     def text(self) -> str:
