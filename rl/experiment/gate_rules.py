@@ -163,11 +163,6 @@ class NumberedGate:
 _MAY_BE_LATE = [action for action in SEVERITY if action not in WITHHOLDING or action == "checkpoint_and_stop"]
 
 
-def _expected_of(gate: NumberedGate) -> str:
-    assert gate.unmet is not None
-    return f"{gate.unmet.expected}, without which there is no such metric"
-
-
 def _sides_differ(experiment: Experiment) -> bool:
     return experiment.numerics.mode != "exact" or experiment.numerics.trainer != experiment.numerics.rollout
 
@@ -189,7 +184,7 @@ GATE_RULES: tuple[Rule[NumberedGate], ...] = (
         lambda g: f"gates.{g.index}.metric",
         lambda g: g.unmet,
         lambda g: f"{g.gate.metric} with {g.unmet and g.unmet.setting(g.experiment)}",
-        _expected_of,
+        lambda g: f"{g.unmet and g.unmet.expected}, without which there is no such metric",
         "Choose another metric, or set what it needs.",
     ),
     Rule(

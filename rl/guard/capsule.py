@@ -194,6 +194,8 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
     numerics = NumericsConfig.from_dict(about.numerics)
     _check_digest(path / _ABOUT, about.spec_digest, experiment.numerics_config().spec.digest(), _EXPERIMENT)
     _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
+    with open_tensors(path / _TENSORS, "capsule") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     return Capsule(
         path=path,
         step=about.step,
@@ -202,7 +204,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
         experiment=experiment,
         manifest=manifest,
         rows=about.rows,
-        scored=_scored(_read_tensors(path / _TENSORS), about),
+        scored=_scored(tensors, about),
         metrics=about.metrics,
     )
 
@@ -235,11 +237,6 @@ def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
     if scored.draws is not None:
         tensors["train_draws"] = scored.draws
     return tensors
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    with open_tensors(path, "capsule") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:

@@ -286,7 +286,9 @@ class Guard:
         """Take the actions that last."""
         events = [firing.event(step) for firing in firings]
         if fault is not None:
-            events.append(self._event(step, fault))
+            action = "skip_step" if self._settings.nonfinite_loss == "skip" else "checkpoint_and_stop"
+            text = f"{action}: {fault.reason}"
+            events.append(Event(step, fault.metric, fault.value, fault.bound, action, None, text))
         events = [dataclasses.replace(event, capsule=capsule) for event in events]
         changed = [self._apply(firing) for firing in firings]
         self._gate_state.rules = self._gates.state()
@@ -314,7 +316,3 @@ class Guard:
         if rule.action == "enable_r3":
             gate_state.router_replay = True
         return before != (self.algorithm.correction.tis_cap, self.replays)
-
-    def _event(self, step: int, fault: Fault) -> Event:
-        action = "skip_step" if self._settings.nonfinite_loss == "skip" else "checkpoint_and_stop"
-        return Event(step, fault.metric, fault.value, fault.bound, action, None, f"{action}: {fault.reason}")

@@ -171,16 +171,11 @@ def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
 
 def _machine() -> str:
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    cores = f"{len(os.sched_getaffinity(0))} cores of {_processor()}"
+    lines = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    processor = next((line.partition(":")[2].strip() for line in lines), platform.machine())
+    cores = f"{len(os.sched_getaffinity(0))} cores of {processor}"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join([f"{platform.node()}: {cores}", memory, *(f"{gpus.count(name)} {name}" for name in set(gpus))])
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _commit() -> str | None:

@@ -90,15 +90,11 @@ def _read() -> tuple[dict[str, Metric], dict[str, Family]]:
             summary=summary,
         )
         if "{" in name:
-            families[name] = Family(metric, _pattern(name), _numbers(name))
+            pattern = name.replace("{n}", r"(?P<n>0|[1-9]\d*)").replace("{set}", "(?P<set>[^/]+)")
+            families[name] = Family(metric, re.compile(pattern.replace("{part}", "(?P<part>.*)")), _numbers(name))
         else:
             fixed[name] = metric
     return fixed, families
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    pattern = name.replace("{n}", r"(?P<n>0|[1-9]\d*)").replace("{set}", "(?P<set>[^/]+)")
-    return re.compile(pattern.replace("{part}", "(?P<part>.*)"))
 
 
 def _numbers(name: str) -> Sequence[int]:

@@ -50,7 +50,9 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             + " ".join(_damage([(run.metrics, bad_rows)]))
         )
     events, bad_events = events_found(run.events)
-    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
+    steps = run.rollout_steps()
+    first_middle_last = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in first_middle_last]
     samples = [(step, shown(records)) for step, records, _ in found_samples]
     sessions, bad_sessions = sessions_found(run.sessions)
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
@@ -182,12 +184,6 @@ def _metric_table(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def _number(value: Any) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
-
-
-def _shown_steps(run: RunDir) -> list[int]:
-    """The first, the middle and the last step with samples."""
-    steps = run.rollout_steps()
-    return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
 
 
 # Any HTML page in one file that needs no network: a template of `templates/`, its charts and plotly.

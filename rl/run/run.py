@@ -103,25 +103,14 @@ class LiveRun:
         """
         with Closing() as closing:
             closing.enter_context(run_log(files.log))
-            for note in notes:
-                CONSOLE.info(f"note: {note}")
             resume_step = max(files.checkpoint_steps(), default=None)
             if stack is not None and resume_step is None:
                 resume_step = BEFORE_THE_FIRST
             step = max(resume_step or 0, 0)
-            console = closing.enter_context(
-                StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
-            )
-            console.note(f"run {files.path}")
-            digest = experiment.numerics_config().spec.digest()
-            console.note(f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}")
-            console.note(experiment.formula)
-            for remark in experiment.algorithm.remarks():
-                console.note(f"note: {remark}")
+            console = StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
             held = contents(experiment)
-            if stack is not None and step:
-                for text in check_contents(files, held, accept=True):
-                    console.note(text)
+            changed = check_contents(files, held, accept=True) if stack is not None and step else []
+            _greet(closing.enter_context(console), experiment, files, notes, changed)
             gate_state = GateState.of_checkpoint(files, step or None)
             events = Events() if stack is None else stack.events
             events.subscribe(lambda metric, count, text: console.note(text))
@@ -142,23 +131,15 @@ class LiveRun:
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
-            if step:
-                _load(stack, files, step)
-            if resume_step is not None:
-                cut_events(files.events, resume_step)
-                cut_capsules(files, resume_step)
-            if stack.engines:
-                stack.wait_for_engines()
-                console.note("the engine is up; its report matches the spec")
-                if experiment.teacher is not None:
-                    console.note(f"the teacher is up; it holds the quantized weights of {experiment.teacher.path}")
+            _load(stack, console, files, resume_step)
+            beside = partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1))
             tracker = Tracker(
                 files,
                 wandb_run,
                 last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
-                beside=partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1)),
+                beside=beside,
             )
             run = cls(
                 experiment=experiment,
@@ -303,11 +284,38 @@ def check_directory(path: Path, made: os.stat_result, step: int) -> None:
         )
 
 
-def _load(stack: Stack, files: RunDir, step: int) -> None:
-    try:
-        stack.trainer.load(files.checkpoint(step))
-    except DamagedCheckpointError as error:
-        raise with_older(error, files, step) from None
+def _greet(
+    console: StepConsole, experiment: Experiment, files: RunDir, notes: Sequence[str], changed: Sequence[str]
+) -> None:
+    """Say what the run is. notes: on its input. changed: contents of the input that are others than before."""
+    for note in notes:
+        CONSOLE.info(f"note: {note}")
+    digest = experiment.numerics_config().spec.digest()
+    for line in (
+        f"run {files.path}",
+        f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
+        experiment.formula,
+        *(f"note: {remark}" for remark in experiment.algorithm.remarks()),
+        *changed,
+    ):
+        console.note(line)
+
+
+def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | None) -> None:
+    """Load the checkpoint of the step that the run goes on from, cut what was recorded after it, wait for engines."""
+    if resume_step is not None:
+        if resume_step > 0:
+            try:
+                stack.trainer.load(files.checkpoint(resume_step))
+            except DamagedCheckpointError as error:
+                raise with_older(error, files, resume_step) from None
+        cut_events(files.events, resume_step)
+        cut_capsules(files, resume_step)
+    if stack.engines:
+        stack.wait_for_engines()
+        console.note("the engine is up; its report matches the spec")
+        if (teacher := stack.experiment.teacher) is not None:
+            console.note(f"the teacher is up; it holds what was quantized of {teacher.path}")
 
 
 def _trackers_beside(

@@ -147,18 +147,19 @@ class Sampling:
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
         """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
+        version = self.syncing.version
+
+        def fresh(item: PendingGroup) -> bool:
+            return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
+
         with self.turns.turn("rollout"):
-            while not any(map(self._fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
+            while not any(map(fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
                 self._look_after([item.answers for item in under_way], FIRST_COMPLETED)
         self.events.deliver()
 
     def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
         ask = self.engines.admit if self.conversations is None else self.conversations.begin
         return ask(group, sampling, self.syncing.version)
-
-    def _fresh(self, item: PendingGroup) -> bool:
-        version = self.syncing.version
-        return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
 
     def _wait(self, asked: Sequence[PendingGroup]) -> None:
         with self.turns.turn("rollout"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -170,7 +169,13 @@ class UpdatePlan:
                 error = found
                 break
             rates = self.update(trainer, step)
-        metrics = train_metrics(mean_of(passes), self.batch)
+        mean = replace(
+            first,
+            loss=fmean(done.loss for done in passes),
+            grad_norm=fmean(done.grad_norm for done in passes),
+            metrics={name: fmean(done.metrics[name] for done in passes) for name in first.metrics},
+        )
+        metrics = train_metrics(mean, self.batch)
         if self.algorithm.needs.critic:
             used = used_tokens(self.batch)
             values, returns = (self.batch.fields[name][used].double() for name in ("values", "returns"))
@@ -230,16 +235,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     the mean alone; 0 where all returns are equal. float64 [N] each."""
     spread = returns.var(correction=0)
     return 0.0 if spread == 0 else float(1.0 - (returns - values).var(correction=0) / spread)
-
-
-def mean_of(passes: Sequence[PassResult]) -> PassResult:
-    """The first with loss, norm and metrics as means over all."""
-    return replace(
-        passes[0],
-        loss=fmean(done.loss for done in passes),
-        grad_norm=fmean(done.grad_norm for done in passes),
-        metrics={name: fmean(done.metrics[name] for done in passes) for name in passes[0].metrics},
-    )
 
 
 def _unrouted(batch: TokenBatch) -> TokenBatch:

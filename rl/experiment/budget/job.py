@@ -177,7 +177,7 @@ class EngineRoom:
 def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
     """Return what an engine wants on a GPU of so many bytes."""
     graphs = _GRAPH_MIB * _MIB * largest_graph(config, gpu_memory)
-    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or _chunk(gpu_memory))
+    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
     if gpu_memory > _SMALL:
         wanted = max(wanted, _FLOOR_MIB * _MIB)
@@ -191,11 +191,6 @@ def largest_graph(config: RolloutSection, gpu_memory: float) -> int:
     if config.graph_batches:
         return max(config.graph_batches)
     return 512 if config.tp >= 4 or gpu_memory >= _LARGE else 256
-
-
-def _chunk(gpu_memory: float) -> int:
-    """SGLang's own chunk of a prefill on GPUs of 60 GiB and more, the smallest that are planned for."""
-    return 16384 if gpu_memory >= _LARGE else 8192
 
 
 # The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Answered:
                 outcome=self.outcome[row],
                 failed=self.failed[row],
                 branch=self.branches[row] if self.branches else 0,
-                supports=None if self.supports is None else _supports(self.supports[row]),
+                supports=KeptTokens.of(kept) if self.supports and (kept := self.supports[row]) is not None else None,
             )
             for row, seed in enumerate(self.row_seeds or self.seeds)
         ]
@@ -113,7 +113,7 @@ class FeedState:
     @property
     def texts(self) -> dict[str, str]:
         """The files of the answers, by name."""
-        return {GROUPS: to_lines(self.answered)} if self.answered else {}
+        return {GROUPS: "".join(map(_line, self.answered))} if self.answered else {}
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> FeedState:
@@ -127,21 +127,13 @@ class FeedState:
 _STATE = TypeAdapter(FeedState)
 
 
-def _supports(lists: list[list[int]] | None) -> KeptTokens | None:
-    return None if lists is None else KeptTokens.of(lists)
-
-
-def to_lines(groups: Iterable[Answered]) -> str:
-    """The file's text; a log-probability that is not finite is null."""
-    return "".join(_line(group) for group in groups)
-
-
 def read_answered(path: Path) -> list[Answered]:
     """The groups of a checkpoint's file; none if it has no such file. Raises `UserError` for a damaged line."""
     return whole_json_lines(path, "groups", _parse) if path.is_file() else []
 
 
 def _line(group: Answered) -> str:
+    """A line of the file; a log-probability that is not finite is null."""
     logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
     values = {**vars(group), "logprobs": logprobs}
     if not any(group.supports or ()):
