@@ -146,15 +146,11 @@ class Correction:
             weight = torch.ones_like(d)
         if self.tis_cap is not None:
             weight = weight.clamp(max=self.tis_cap)
-        outside = self._is_outside(judged)
+        outside = torch.zeros_like(judged, dtype=torch.bool)
+        if self.low is not None:
+            outside |= judged < self.low
+        if self.high is not None:
+            outside |= judged > self.high
         if self.veto is not None:
             outside |= (token < self.veto).any(dim=1, keepdim=True)
         return torch.where(used, weight, 1.0).to(old.dtype), used & ~outside
-
-    def _is_outside(self, ratio: Tensor) -> Tensor:
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if self.low is not None:
-            outside |= ratio < self.low
-        if self.high is not None:
-            outside |= ratio > self.high
-        return outside

@@ -14,7 +14,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fp8rl.numerics.backend.implementation import capability_of
-from fp8rl.numerics.core.errors import UserError, check_rules, user_error
+from fp8rl.numerics.core.errors import Rule, check_rules, user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS
 from fp8rl.rollout.server.arguments import has_cuda
@@ -30,9 +30,6 @@ class Node:
     """GPUs that nobody has reserved; None on a node that has none at all, and computes on its CPU."""
     names: frozenset[str] = frozenset()
     """Names that a spec may call it by, beside its address: custom resources (`rack1`) and labels (`side=engines`)."""
-
-    def is_called(self, name: str) -> bool:
-        return name == self.address or name in self.names
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,9 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
         engines.append(place_engine(left, experiment, ranks, engines, index))
         if engines[-1].shares is None:
             left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
-    whole = Placement(tuple(ranks), tuple(engines))
-    _check_sleepers(whole, experiment)
-    if experiment.sync.transport == "tensor" and experiment.needs_engines:
-        _check_one_node(replace(whole, engines=whole.engines[: experiment.rollout.engines]))  # those that are synced
-    return whole
+    synced = Placement(tuple(ranks), tuple(engines[: experiment.rollout.engines]))
+    check_rules(PLACED, (synced, experiment))
+    return replace(synced, engines=tuple(engines))
 
 
 def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
@@ -139,7 +134,7 @@ def place_engine(
 
 def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
     """The nodes that a side may use: those of its name, and of a cluster that has GPUs those that have some."""
-    named = [node for node in nodes if name is None or node.is_called(name)]
+    named = [node for node in nodes if name in (None, node.address, *node.names)]
     if not named:
         raise user_error(
             key,
@@ -175,33 +170,33 @@ def _with_less(node: Node, count: int) -> Node:
     return node if node.gpus is None else replace(node, gpus=node.gpus - count)
 
 
-def _check_sleepers(placement: Placement, experiment: Experiment) -> None:
-    """Engines that are to sleep share a GPU with the trainer, or all are on CPUs."""
-    own = [place for place in placement.engines[: experiment.rollout.engines] if place.shares is None]
-    if experiment.rollout.sleep and any(place.node.gpus is not None for place in own):
-        raise user_error(
-            "rollout.sleep",
-            found=f"true with {len(own)} engine(s) on GPUs of their own",
-            expected="engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
-            remedy="Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
-            "rollout.sleep.",
-        )
-
-
-def _check_one_node(placement: Placement) -> None:
-    if len(placement.nodes) > 1:
-        problem: UserError = user_error(
-            "sync.transport",
-            found=f"tensor, with the trainer on {_listed(placement.ranks)} and engines on "
-            f"{_listed([place.node for place in placement.engines])}",
-            expected="all on one node, whose memory they share",
-            remedy="Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node.",
-        )
-        raise problem
-
-
 def _listed(nodes: Sequence[Node]) -> str:
     return ", ".join(dict.fromkeys(node.address for node in nodes))
+
+
+PLACED: tuple[Rule[tuple[Placement, Experiment]], ...] = (
+    Rule(
+        "rollout.sleep",
+        lambda p: (
+            p[1].rollout.sleep and any(each.shares is None and each.node.gpus is not None for each in p[0].engines)
+        ),
+        lambda p: f"true with {sum(each.shares is None for each in p[0].engines)} engine(s) on GPUs of their own",
+        "engines on the trainer's GPUs: elsewhere they make room for nobody",
+        "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
+        "rollout.sleep.",
+    ),
+    Rule(
+        "sync.transport",
+        lambda p: p[1].sync.transport == "tensor" and p[1].needs_engines and len(p[0].nodes) > 1,
+        lambda p: (
+            f"tensor, with the trainer on {_listed(p[0].ranks)} and engines on "
+            f"{_listed([each.node for each in p[0].engines])}"
+        ),
+        "all on one node, whose memory they share",
+        "Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node.",
+    ),
+)
+"""Rules of where the trainer and the engines that it syncs have been placed."""
 
 
 # The nodes as they are now, and what each of them sees.
