@@ -31,7 +31,7 @@ from fp8rl.rl.record.events import (
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import TRACKERS, Tracked
 from fp8rl.rl.record.trackers.beside import Beside
-from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Samples, Tracker
+from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, RunTracker, Samples
 from fp8rl.rl.record.wandb_run import WandbRun, leet
 from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
@@ -69,7 +69,7 @@ class LiveRun:
     stack: Stack
     gate_state: GateState
     """Changes that gates have made."""
-    tracker: Tracker
+    tracker: RunTracker
     console: StepConsole
     step: int
     """The step that is under way, 0 before the first."""
@@ -133,7 +133,7 @@ class LiveRun:
                 stack.restart_trainer(numerics)
             _load(stack, console, files, resume_step)
             beside = partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1))
-            tracker = Tracker(
+            tracker = RunTracker(
                 files,
                 wandb_run,
                 last_step=experiment.run.steps,

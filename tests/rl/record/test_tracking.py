@@ -22,7 +22,7 @@ from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.tracking import WANDB_LOST, Tracker
+from fp8rl.rl.record.tracking import WANDB_LOST, RunTracker
 from fp8rl.rl.record.wandb_run import BASICS, METRIC_GROUPS, Upload, WandbRun, WandbSection, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
@@ -73,9 +73,9 @@ def tracking(
     spec: dict[str, Any] = SPEC,
     lost: Callable[[str], object] = pytest.fail,
     resume_step: int | None = None,
-) -> Tracker:
+) -> RunTracker:
     recording = WandbRun(run, spec, config, resumed=resume_step is not None, lost=lost)
-    return Tracker(run, recording, last_step=spec["run"]["steps"], resume_step=resume_step)
+    return RunTracker(run, recording, last_step=spec["run"]["steps"], resume_step=resume_step)
 
 
 def wandb_records(run: RunDir) -> list[dict[str, Any]]:
