@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -114,16 +114,8 @@ class LiveRun:
             gate_state = GateState.of_checkpoint(files, step or None)
             events = Events() if stack is None else stack.events
             events.subscribe(lambda metric, count, text: console.note(text))
-            wandb_run = WandbRun(
-                files,
-                experiment.to_dict(),
-                experiment.tracking.recorded_wandb,
-                resumed=resume_step is not None,
-                lost=partial(events.tell, WANDB_LOST, 1),
-            )
+            wandb_run = _start_wandb(console, experiment, files, resume_step is not None, events)
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
-            if (live := leet(files)) is not None:
-                console.note(f"live     {live}    (in a second terminal)")
             numerics = gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
@@ -132,14 +124,13 @@ class LiveRun:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
             _load(stack, console, files, resume_step)
-            beside = partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1))
             tracker = RunTracker(
                 files,
                 wandb_run,
                 last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
-                beside=beside,
+                beside=partial(_trackers_beside, experiment, files, resume_step, events),
             )
             run = cls(
                 experiment=experiment,
@@ -301,6 +292,17 @@ def _greet(
         console.note(line)
 
 
+def _start_wandb(
+    console: StepConsole, experiment: Experiment, files: RunDir, resumed: bool, events: Events
+) -> WandbRun:
+    """Start to record the run in wandb, and say how to watch it."""
+    config, lost = experiment.tracking.recorded_wandb, partial(events.tell, WANDB_LOST, 1)
+    wandb_run = WandbRun(files, experiment.to_dict(), config, resumed=resumed, lost=lost)
+    if (live := leet(files)) is not None:
+        console.note(f"live     {live}    (in a second terminal)")
+    return wandb_run
+
+
 def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | None) -> None:
     """Load the checkpoint of the step that the run goes on from, cut what was recorded after it, wait for engines."""
     if resume_step is not None:
@@ -318,13 +320,15 @@ def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | 
             console.note(f"the teacher is up; it holds what was quantized of {teacher.path}")
 
 
-def _trackers_beside(
-    experiment: Experiment, files: RunDir, resume_step: int | None, lost: Callable[[str], object]
-) -> Beside | None:
+def _trackers_beside(experiment: Experiment, files: RunDir, resume_step: int | None, events: Events) -> Beside | None:
     """The trackers beside wandb; None where there are none."""
     names = [name for name in experiment.tracking.to if name in TRACKERS]
     if not names:
         return None
-    project, resumed = experiment.tracking.wandb.project, resume_step is not None
+    project, resumed, lost = (
+        experiment.tracking.wandb.project,
+        resume_step is not None,
+        partial(events.tell, TRACKER_LOST, 1),
+    )
     tracked = Tracked(str(files.path.absolute()), files.name, project, experiment.to_dict(), resumed)
     return Beside(names, tracked, files.metrics, -1 if resume_step is None else resume_step, lost)
