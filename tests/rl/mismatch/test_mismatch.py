@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means
+from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means, token_versions
 from fp8rl.rl.record.metrics import METRICS, describe
+from fp8rl.rollout.types import Trajectory
 
 LN2 = math.log(2.0)
 ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"
@@ -293,3 +294,117 @@ def test_bad_arguments_are_refused() -> None:
         agreement(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
     with pytest.raises(ValueError, match="cap: found"):
         from_differences([0.1], tis_cap=0.5)
+
+
+def part(metrics: dict[str, float], kind: str) -> dict[str, float]:
+    """The metrics by position, by the rest of their name."""
+    return {name.removeprefix("mismatch/"): value for name, value in metrics.items() if f"_{kind}_" in name}
+
+
+def test_positions_count_the_generated_tokens_of_each_row() -> None:
+    # Row 0 begins at column 3, row 1 at column 0; its token at position 2 is dropped but keeps its place.
+    d = torch.zeros(2, 100, dtype=torch.float64)
+    mask = torch.zeros(2, 100, dtype=torch.bool)
+    mask[0, 3:90] = mask[1, :17] = True
+    d[0, 3 + 15], d[0, 3 + 16], d[0, 3 + 63], d[0, 3 + 64] = 1.0, -2.0, 4.0, 8.0
+    d[1, 2], d[1, 16] = math.nan, 16.0
+    assert part(agreement(d, torch.zeros_like(d), mask), "pos") == {
+        "abs_diff_mean_pos_0": pytest.approx(1 / 31),
+        "abs_diff_max_pos_0": 1.0,
+        "tokens_pos_0": 31,
+        "abs_diff_mean_pos_16": pytest.approx(22 / 49),
+        "abs_diff_max_pos_16": 16.0,
+        "tokens_pos_16": 49,
+        "abs_diff_mean_pos_64": pytest.approx(8 / 23),
+        "abs_diff_max_pos_64": 8.0,
+        "tokens_pos_64": 23,
+    }
+
+
+def test_prompts_between_answers_do_not_count_as_positions() -> None:
+    d, mask = torch.zeros(1, 40), torch.zeros(1, 40, dtype=torch.bool)
+    mask[0, 1:11] = mask[0, 20:26] = True
+    d[0, 25] = 3.0  # the 16th generated token, position 15
+    assert part(agreement(d, torch.zeros_like(d), mask), "pos")["abs_diff_max_pos_0"] == 3.0
+
+
+def test_the_last_bucket_is_open() -> None:
+    d = torch.ones(1, 70_000)
+    metrics = part(agreement(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool)), "pos")
+    assert metrics["tokens_pos_16384"] == 70_000 - 16_384
+
+
+def test_versions_are_laid_out_like_the_batch() -> None:
+    trajectories = [
+        Trajectory([1], [5, 6], [-1.0, -1.0], True, [3, 4], 0, 0),
+        Trajectory([1, 2], [], [], False, [], 0, 0),
+        Trajectory([1, 2], [5], [-1.0], True, [4], 0, 0),
+    ]
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
+    assert token_versions(trajectories, mask).tolist() == [[0, 3, 4], [0, 0, 0], [0, 0, 4]]
+
+
+def test_positions_count_the_generated_tokens_that_are_not_compared_too() -> None:
+    d, mask = torch.zeros(1, 40), torch.ones(1, 40, dtype=torch.bool)
+    d[0, 20] = 2.0
+    fresh = torch.arange(40)[None] >= 18
+    metrics = part(agreement(d, torch.zeros_like(d), mask, fresh=fresh), "pos")
+    assert (metrics["tokens_pos_16"], metrics["abs_diff_max_pos_16"]) == (22, 2.0) and "tokens_pos_0" not in metrics
+
+
+def of_rows(*rows: list[float], mask: list[list[int]] | None = None) -> dict[str, float]:
+    """Agreement of rows of differences, over rollout logprobs of 0; shorter rows are masked at their end."""
+    width = max(map(len, rows))
+    d = torch.tensor([row + [math.nan] * (width - len(row)) for row in rows], dtype=torch.float64)
+    chosen = (
+        torch.tensor([[t < len(row) for t in range(width)] for row in rows]) if mask is None else torch.tensor(mask)
+    )
+    return agreement(d, torch.zeros_like(d), chosen.bool())
+
+
+def test_two_sequences_by_hand() -> None:
+    # Sums of d: 3 ln 2 over 3 tokens, -2 ln 2 over one: means ln 2 and -2 ln 2, geometric ratios 2 and 1/4.
+    # Perplexity ratios 1/2 and 4. chi^2: (2^6 + 2^-4) / 2 - 1. ESS: weights 8 and 1/4: 8.25^2 / (2 * 64.0625).
+    metrics = of_rows([LN2, 3 * LN2, -LN2], [-2 * LN2])
+    expected = {
+        "mismatch/sequences": 2,
+        "mismatch/geometric_ratio_mean": 1.125,
+        "mismatch/geometric_ratio_p50": 0.25,
+        "mismatch/geometric_ratio_p99": 2.0,
+        "mismatch/geometric_ratio_max": 2.0,
+        "mismatch/ppl_ratio_mean": 2.25,
+        "mismatch/ppl_ratio_p50": 0.5,
+        "mismatch/ppl_ratio_max": 4.0,
+        "mismatch/chi2_sequence": 31.03125,
+        "mismatch/ess_sequence": 68.0625 / 128.125,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_sequence_counts_its_finite_tokens_only() -> None:
+    # The mean of the first row is that of its two finite tokens, and a row without any is no sequence.
+    metrics = of_rows([LN2, math.nan, 3 * LN2], [math.inf], [])
+    assert (metrics["mismatch/sequences"], metrics["mismatch/nonfinite_sequences"]) == (1, 2)
+    assert metrics["mismatch/geometric_ratio_mean"] == pytest.approx(4.0)
+    assert metrics["mismatch/chi2_sequence"] == pytest.approx(2.0**8 - 1)
+
+
+def test_length_decides_nothing_in_a_mean_over_sequences() -> None:
+    metrics = of_rows([LN2] * 50, [-LN2])
+    assert metrics["mismatch/geometric_ratio_mean"] == pytest.approx(1.25)
+
+
+def test_long_sequences_do_not_overflow() -> None:
+    # Sums of ±3000 are cut to exponents of ±20, of e^(2 sum) too; the means, ±3, are not.
+    metrics = of_rows([3.0] * 1000, [-3.0] * 1000)
+    assert metrics["mismatch/chi2_sequence"] == pytest.approx((math.exp(20) + math.exp(-20)) / 2 - 1)
+    assert metrics["mismatch/ess_sequence"] == pytest.approx(0.5)
+    assert metrics["mismatch/geometric_ratio_max"] == pytest.approx(math.exp(3))
+    assert metrics["mismatch/ppl_ratio_max"] == pytest.approx(math.exp(3))
+
+
+def test_opposite_errors_cancel_in_a_sequence_but_not_in_its_tokens() -> None:
+    metrics = of_rows([1.0, -1.0])
+    assert metrics["mismatch/geometric_ratio_mean"] == metrics["mismatch/ess_sequence"] == 1.0
+    assert metrics["mismatch/chi2_sequence"] == 0.0
+    assert metrics["mismatch/chi2_token"] > 2 and metrics["mismatch/ess"] < 0.7
