@@ -112,8 +112,8 @@ class MaxRl(PolicyGradient):
         if self.overlong is not None and self.overlong.penalty:
             raise ValueError(
                 f"found overlong.penalty={self.overlong.penalty:g} with maxrl, expected 0: it divides by the mean "
-                "reward of a group, and a price on length would take rewards below 0. Set overlong.penalty=0, "
-                "with overlong.filter=true where cut answers are to teach nothing, or choose dapo"
+                "reward of a group, and a length penalty could make rewards negative. Set overlong.penalty=0 "
+                "(overlong.filter=true leaves truncated answers out of the loss), or choose dapo"
             )
         return self
 

@@ -315,14 +315,14 @@ _RULES: tuple[tuple[Callable[[PolicyGradient], object], Callable[[PolicyGradient
         lambda a: a.ratio == "on_policy" and a.updates > 1,
         lambda a: (
             f"found updates_per_batch={a.updates_per_batch} and epochs={a.epochs} with ratio=on_policy, expected 1 and "
-            "1, as later updates find another policy than has sampled. Set algorithm.ratio=recompute"
+            "1, because in later updates the policy is no longer the one that sampled. Set algorithm.ratio=recompute"
         ),
     ),
     (
         lambda a: a.kl.reward.coefficient and not a.token_rewards,
         lambda a: (
             f"found kl.reward.coefficient={a.kl.reward.coefficient:g} with {a.name}, expected 0: it compares whole "
-            "answers, and has no rewards of tokens that could pay for each token's distance. Set "
+            "answers, and has no rewards per token to subtract the penalty from. Set "
             "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
         ),
     ),

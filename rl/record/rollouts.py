@@ -23,47 +23,47 @@ SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
-    """A trajectory."""
+    """A trajectory of a step, with the log-probabilities of both sides."""
 
     prompt: str
-    """The question."""
+    """The text of the question."""
     text: str
-    """The answer."""
+    """The text of the answer."""
     reward: float
     """The reward of the answer."""
     abs_diff_mean: float | None
-    """Mean abs(d) over the answer's tokens, None if none is finite."""
+    """The mean abs(d) over its tokens; None if none is finite."""
     group: int
-    """Number of its prompt in the step."""
+    """The number of its prompt in the step."""
     seed: int
-    """Seed of its draws."""
+    """The seed of its draws."""
     finished: bool
     """The model ended the answer itself."""
     prompt_ids: list[int]
-    """[P]."""
+    """[P], the tokens of the prompt."""
     token_ids: list[int]
-    """[T], what follows."""
+    """[T], the tokens of the answer, those of an environment included."""
     rollout_logprobs: list[float]
-    """The engine's, of the sampled tokens; one that is not finite is NaN."""
+    """The engine's log-probabilities of the model's tokens; NaN if not finite."""
     train_logprobs: list[float]
     """The trainer's, likewise."""
     weight_versions: list[int]
-    """The weight version of each sampled token."""
+    """The weight versions that sampled the model's tokens."""
     advantage: float | None
     """The advantage of its first token; None before training."""
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What each function said."""
+    """The value of each reward function."""
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Spans of `token_ids` that an environment wrote."""
     said: list[tuple[Literal["model", "environment"], str]] = dataclasses.field(default_factory=list)
-    """(model or environment, text) by turn, where an environment said something."""
+    """The turns as (speaker, text), if an environment wrote any."""
     outcome: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers that the environment returned."""
+    """The numbers that the environment returned."""
     teacher_logprobs: list[float] | None = None
-    """[T]; None without a teacher."""
+    """[T], the teacher's log-probabilities; None without a teacher."""
     supports: list[list[int]] | None = None
-    """The ids that each sampled token was drawn from under top-p, top-k or min-p; None where these are found in the
-    trainer's own logits."""
+    """The ids that each of the model's tokens was drawn from under top-p, top-k or min-p; None if the trainer's own
+    logits give them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -317,7 +317,7 @@ def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | 
         stack.wait_for_engines()
         console.note("the engine is up; its report matches the spec")
         if (teacher := stack.experiment.teacher) is not None:
-            console.note(f"the teacher is up; it holds what was quantized of {teacher.path}")
+            console.note(f"the teacher is up; it holds the quantized weights of {teacher.path}")
 
 
 def _trackers_beside(experiment: Experiment, files: RunDir, resume_step: int | None, events: Events) -> Beside | None:

@@ -173,7 +173,7 @@ class KlLossSection(Section):
     """A term of the loss."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
-    """What a nat adds to the loss of a token; 1e-3 to 1e-2 is usual. 0: no such term."""
+    """The loss of a token per nat of KL; 1e-3 to 1e-2 is usual. 0: no such term."""
     estimator: Estimator = "k2"
     """`k2` has the gradient of the KL, `k3` its value."""
 
@@ -192,7 +192,7 @@ class KlRewardSection(Section):
     """A price on each token's reward, k1 of the weights that sampled it, before advantages are made."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
-    """What a nat takes off a token's reward. 0: nothing."""
+    """The penalty on a token's reward per nat. 0: none."""
 
 
 class KlSection(Section):
@@ -202,7 +202,7 @@ class KlSection(Section):
     loss: KlLossSection = KlLossSection()
     """The KL term of the loss."""
     reward: KlRewardSection = KlRewardSection()
-    """The KL price on rewards."""
+    """The KL penalty in the reward."""
 
     @property
     def needs_reference(self) -> bool:

@@ -181,7 +181,7 @@ PLACED: tuple[Rule[tuple[Placement, Experiment]], ...] = (
             p[1].rollout.sleep and any(each.shares is None and each.node.gpus is not None for each in p[0].engines)
         ),
         lambda p: f"true with {sum(each.shares is None for each in p[0].engines)} engine(s) on GPUs of their own",
-        "engines on the trainer's GPUs: elsewhere they make room for nobody",
+        "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
         "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
         "rollout.sleep.",
     ),
