@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.terminal import say, say_error
-from fp8rl.rl.run.lifecycle.interrupts import SIGNALS, interruptible
+from fp8rl.rl.run.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:
     from fp8rl.rl.experiment import Experiment
@@ -82,8 +82,7 @@ def run_experiment(
     shown = spec if isinstance(spec, str | Path) else "the spec"
     say(f"fp8rl: checking {shown}")  # the imports below take seconds
     from fp8rl.rl.experiment import load_experiment, read_resolved
-    from fp8rl.rl.experiment.contents import contents
-    from fp8rl.rl.experiment.fetching import fetched
+    from fp8rl.rl.experiment.contents import contents, fetched
     from fp8rl.rl.experiment.preconditions import check
     from fp8rl.rl.record.run_dir import RunDir, open_run_dir
 
@@ -108,9 +107,9 @@ def run_experiment(
     )
     with interruptible(), opened as files:
         from fp8rl.rl.loop import train as run_loop
+        from fp8rl.rl.run.attempts import FAILURES, attempted
         from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
-        from fp8rl.rl.run.lifecycle.attempts import FAILURES, attempted
-        from fp8rl.rl.run.lifecycle.stopping import how_to_go_on, say_failed
+        from fp8rl.rl.run.interrupts import how_to_go_on, say_failed
 
         if resume:
             check_resumable(files, experiment)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fp8rl.rl.guard.gates import late_metrics
-from fp8rl.rl.guard.judge import Guard
-from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.guard.gates import Guard, late_metrics
+from fp8rl.rl.record.metrics_log import StepClock, read_metrics
 from fp8rl.rl.run.checkpoints import is_due
-from fp8rl.rl.run.clock import StepClock
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
 from fp8rl.rl.run.feed.feed import open_feed
-from fp8rl.rl.run.records import step_records, throughput
 from fp8rl.rl.run.run import LiveRun
-from fp8rl.rl.run.step import fault_of, forward_backward
+from fp8rl.rl.run.step import fault_of, forward_backward, step_records, throughput
 
 
 def train(run: LiveRun) -> str:
@@ -104,8 +101,7 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
         with stack.turn("train"):
-            cap = run.experiment.algorithm.measured_cap
-            agreed = agreement_on(greedy, stack.trainer, replay=guard.replays, cap=cap)
+            agreed = agreement_on(greedy, stack.trainer, replay=guard.replays, tis_cap=guard.tis_cap)
         metrics = first.metrics() | evaluated | agreed | stack.engines.canaries()
         run.console.step(0, run.tracker.log(0, metrics))
     elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):

@@ -23,7 +23,7 @@ REMOVALS = {
     "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
     "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
     "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
-    "rl/run/cluster/nodes.py": {"unlink"},  # `.seen-RANDOM`
+    "rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
     "rollout/environments/builtin.py": {"TemporaryDirectory"},  # where a program runs
     "rollout/server/scratch.py": {

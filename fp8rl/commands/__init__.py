@@ -17,7 +17,7 @@ import typer
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import is_full
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
+from fp8rl.rl.run.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,7 +13,7 @@ import typer
 
 from fp8rl.commands import AsJson, Overrides, SpecPath, complete_models, end, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.interrupts import interruptible
 
 if TYPE_CHECKING:
     from fp8rl.numerics.config import Mode
@@ -39,7 +39,7 @@ def doctor(
         from fp8rl.diagnose.doctor.doctor_report import rendered
         from fp8rl.diagnose.doctor.machine import gather
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
@@ -84,7 +84,7 @@ def plan(
         from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
         from fp8rl.diagnose.plan.plan_report import rendered
         from fp8rl.diagnose.plan.subject import read_subject
-        from fp8rl.rl.experiment.budget.gpus import gpu_named
+        from fp8rl.rl.experiment.budget.job import gpu_named
 
         kind = gpu_named(gpu)
 
@@ -114,7 +114,7 @@ def preflight(
         from fp8rl.diagnose.preflight import preflight as examine
         from fp8rl.diagnose.preflight import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
@@ -131,7 +131,7 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
         from fp8rl.diagnose.audit import audit as examine
         from fp8rl.diagnose.audit.audit_report import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.fetching import fetched
+        from fp8rl.rl.experiment.contents import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())

@@ -13,7 +13,7 @@ import typer
 
 from fp8rl.commands import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.interrupts import interruptible
 
 
 def serve(

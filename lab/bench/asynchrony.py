@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.record.metrics_log import Row
-from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.record.metrics_log import Row, StepClock
 from fp8rl.rl.run.feed.feed import SampledFeed
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rl.run.step import plan_updates
 from lab.bench.agreement import MODEL, SETTINGS, deepen, exact_steps, trained

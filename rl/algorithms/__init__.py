@@ -1,4 +1,4 @@
-"""Algorithms: advantages, corrections and losses. Each algorithm is one file, its settings beside it.
+"""Algorithms: advantages, corrections and losses. An algorithm is a class with its settings; a new one is a new file.
 
 One of ours joins by being here: a module with a subclass of `AlgorithmConfig` that has a `name`. A user's is named in
 the spec.
@@ -25,7 +25,7 @@ def _algorithms() -> dict[str, type[AlgorithmConfig]]:
             if isinstance(value, type) and issubclass(value, AlgorithmConfig) and value is not AlgorithmConfig:
                 for name in get_args(value.model_fields["name"].annotation):  # none: a base class of several
                     found[name] = value
-    return found
+    return dict(sorted(found.items()))
 
 
 ALGORITHMS = _algorithms()

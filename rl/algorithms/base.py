@@ -14,47 +14,40 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.section import Section, SpecFunction
+from fp8rl.rl.algorithms.parts.corrections import Correction
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.named_functions import named_object
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 
-CAP_WITHOUT_TIS = 2.0
-"""C of the clip fractions where no cap is configured."""
-
 
 @dataclass(frozen=True)
 class Needs:
     """Scores that a batch is given before its first update, beside what the engines say of it. A reference, a critic or
     a teacher is loaded only where one is needed.
-
-    Attributes:
-        old_logprobs: the policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`.
-        reference: those of the model that the run started from, `fields["reference_logprobs"]`.
-        critic: what a critic expects at each token, `fields["values"]`.
-        teacher: the log-probabilities of a teacher, `fields["teacher_logprobs"]`.
     """
 
     old_logprobs: bool = False
+    """The policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`."""
     reference: bool = False
+    """The log-probabilities of the model that the run started from, `fields["reference_logprobs"]`."""
     critic: bool = False
+    """What a critic expects at each token, `fields["values"]`."""
     teacher: bool = False
+    """The log-probabilities of a teacher, `fields["teacher_logprobs"]`."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Rewards of the trajectories of a batch, by row.
-
-    Attributes:
-        rewards: float [N].
-        groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
-        finished: bool [N], False where the length ended the answer.
-    """
+    """Rewards of the trajectories of a batch, by row."""
 
     rewards: Tensor
+    """float [N]."""
     groups: Tensor
+    """int64 [N], equal numbers for trajectories of one prompt, in any order."""
     finished: Tensor
+    """bool [N], False where the length ended the answer."""
 
 
 class AlgorithmConfig(Section):
@@ -130,19 +123,9 @@ class AlgorithmConfig(Section):
         return []
 
     @property
-    def cap(self) -> float | None:
-        """The cap of the importance weight trainer / rollout; None where there is none to tighten."""
-        return None
-
-    def tightened(self, cap: float | None) -> Self:
-        """The same with a lower cap of the importance weight, if it has one; None leaves it as it is."""
-        return self
-
-    @property
-    def measured_cap(self) -> float:
-        """C of the clip fractions: the configured cap, so that a gate that tightens the cap does not change its own
-        metric."""
-        return CAP_WITHOUT_TIS
+    def correction(self) -> Correction:
+        """Weights and rejections for tokens on which trainer and engine disagree; by default none."""
+        return Correction()
 
 
 class UnwrittenMethodError(NotImplementedError):

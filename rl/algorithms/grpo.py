@@ -1,12 +1,22 @@
-"""GRPO with asymmetric clipping and a correction for the trainer-rollout mismatch."""
+"""GRPO and its relatives: an answer is measured by the others of its prompt."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp8rl.rl.algorithms.parts.advantages import group_advantages
+from fp8rl.rl.algorithms.parts.advantages import group_advantages, leave_one_out, relative_to_mean
+from fp8rl.rl.algorithms.parts.surrogates import (
+    Mode,
+    OverlongSection,
+    Surrogate,
+    clipped,
+    clipped_weight,
+    sequence_ratio,
+    token_ratio,
+)
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 
 
@@ -27,3 +37,96 @@ class Grpo(GroupRelative):
     """Group-relative policy optimisation (Shao et al. 2024, "DeepSeekMath")."""
 
     name: Literal["grpo"] = "grpo"
+
+
+class DrGrpo(GroupRelative):
+    """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training"): no standard deviation, and a constant
+    in place of an answer's length. Both halves belong to it."""
+
+    name: Literal["drgrpo"]
+    group_norm_std: bool = False
+    loss_aggregation: Mode = "seq_mean_token_sum_norm"
+
+
+class Dapo(GroupRelative):
+    """Decoupled clip and dynamic sampling (Yu et al. 2025, "DAPO"). Groups are judged by the rewards as they are,
+    before the price on length, which would give every group a spread."""
+
+    name: Literal["dapo"]
+    dynamic_sampling: bool = True
+    overlong: OverlongSection | None = OverlongSection()
+
+
+WIDE_CLIP = 0.01
+"""A sequence's ratio, a geometric mean, stays within some 1e-3 of 1: such a clip would never act."""
+
+
+class Gspo(GroupRelative):
+    """Group sequence policy optimisation (Zheng et al. 2025). Its clip is some hundred times narrower than PPO's."""
+
+    name: Literal["gspo"]
+    clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    clip_high: float = Field(default=4e-4, gt=0.0)
+    loss_aggregation: Mode = "seq_mean_token_mean"
+    formula: ClassVar[str] = "max(-A s, -A clip(s)), s the geometric mean of r over the answer; A as in grpo"
+
+    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
+        ratio = sequence_ratio(logprobs, old, used)
+        return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
+
+    def remarks(self) -> list[str]:
+        wide = {key: getattr(self, key) for key in ("clip_low", "clip_high") if getattr(self, key) >= WIDE_CLIP}
+        return super().remarks() + [
+            f"algorithm.{key}: found {value:g}, expected about {type(self).model_fields[key].default:g} with gspo: the "
+            "ratio of a sequence is a geometric mean, which so wide a clip never touches"
+            for key, value in wide.items()
+        ]
+
+
+class Cispo(GroupRelative):
+    """Clipped importance-sampling policy optimisation (MiniMax 2025, "MiniMax-M1")."""
+
+    name: Literal["cispo"]
+    clip_low: float = Field(default=1.0, gt=0.0, le=1.0)
+    """1 leaves the weight without a lower bound, as in the paper."""
+    clip_high: float = Field(default=4.0, gt=0.0)
+    """Weights up to 5, as in ScaleRL (Khatri et al. 2025)."""
+    clip_dual: None = None
+    """There is no clipped loss that it could bound."""
+    formula: ClassVar[str] = "-A sg(clip(r)) logprob; A = R - mean of the group, over its std with group_norm_std"
+
+    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
+        ratio = token_ratio(logprobs, old, used)
+        return clipped_weight(logprobs, ratio, advantages, used, self.clip_low, self.clip_high)
+
+
+class MaxRl(PolicyGradient):
+    """Maximum-likelihood reinforcement learning (Tajwar et al. 2026), for rewards of at least 0."""
+
+    name: Literal["maxrl"]
+    least_group: ClassVar[int] = 2
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = (R - mean of the group) / mean, 0 where the mean is 0"
+
+    @model_validator(mode="after")
+    def _no_price_makes_rewards_negative(self) -> Self:
+        if self.overlong is not None and self.overlong.penalty:
+            raise ValueError(
+                f"found overlong.penalty={self.overlong.penalty:g} with maxrl, expected 0: it divides by the mean "
+                "reward of a group, and a length penalty could make rewards negative. Set overlong.penalty=0 "
+                "(overlong.filter=true leaves truncated answers out of the loss), or choose dapo"
+            )
+        return self
+
+    def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        return relative_to_mean(rewards, groups)
+
+
+class Rloo(PolicyGradient):
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to Basics")."""
+
+    name: Literal["rloo"]
+    least_group: ClassVar[int] = 2
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group's other answers"
+
+    def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        return leave_one_out(rewards, groups)

@@ -64,10 +64,11 @@ class Opd(GroupRelative):
 
 @dataclass(frozen=True)
 class Distillation:
-    """The policy gradient, with the distance to the teacher as a metric. tokens: those used of the whole batch."""
+    """The policy gradient, with the distance to the teacher as a metric."""
 
     policy: Objective
     tokens: int
+    """Used tokens of the whole batch."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
         output = self.policy(logprobs, entropy, batch)

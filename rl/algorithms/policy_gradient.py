@@ -9,21 +9,29 @@ that is another.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import spread, whitened
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
-from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
-from fp8rl.rl.algorithms.parts.surrogates import Aggregation, Mode, OverlongSection, Surrogate, clipped, token_ratio
+from fp8rl.rl.algorithms.parts.surrogates import (
+    ESTIMATORS,
+    Aggregation,
+    KlSection,
+    Mode,
+    OverlongSection,
+    Surrogate,
+    clipped,
+    k3,
+    token_ratio,
+)
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
@@ -172,9 +180,6 @@ class PolicyGradient(AlgorithmConfig):
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
 
-    _tight: float = PrivateAttr(default=math.inf)
-    """The cap to which a gate has lowered that of the importance weight."""
-
     @model_validator(mode="before")
     @classmethod
     def _published_weights(cls, values: Any) -> Any:
@@ -184,51 +189,10 @@ class PolicyGradient(AlgorithmConfig):
         return {"tis_cap": None} | values if name in OWN_WEIGHT else values
 
     @model_validator(mode="after")
-    def _bypass_has_nothing_to_reject(self) -> Self:
-        if self.ratio == "bypass" and self._rejects:
-            named = f"rejection {self.rejection.name}" if self.rejection is not None else f"veto={self.veto:g}"
-            raise ValueError(
-                f"found {named} with ratio=bypass, expected none: with the engine's log-probabilities as the old ones "
-                "no token is rejected. Set algorithm.ratio=recompute"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _icepop_weighs_tokens(self) -> Self:
-        if self.rejection is not None and self.rejection.name == "icepop" and self.tis_level == "sequence":
-            raise ValueError(
-                "found tis_level=sequence with rejection icepop, expected token, as icepop weighs each token by its "
-                "own ratio. Set algorithm.tis_level=token, or another rejection"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _length_of_the_norm(self) -> Self:
-        if self.loss_length is not None and self.loss_aggregation != "seq_mean_token_sum_norm":
-            raise ValueError(
-                f"found loss_length={self.loss_length} with loss_aggregation={self.loss_aggregation}, expected "
-                "seq_mean_token_sum_norm, which alone divides by it. Remove algorithm.loss_length"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_update_is_on_policy(self) -> Self:
-        if self.ratio == "on_policy" and self.updates > 1:
-            raise ValueError(
-                f"found updates_per_batch={self.updates_per_batch} and epochs={self.epochs} with ratio=on_policy, "
-                "expected 1 and 1, because in later updates the policy is no longer the one that sampled. Set "
-                "algorithm.ratio=recompute"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_tokens_with_rewards_pay(self) -> Self:
-        if self.kl.reward.coefficient and not self.token_rewards:
-            raise ValueError(
-                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it "
-                "compares whole answers, and has no rewards per token to subtract the penalty from. Set "
-                "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
-            )
+    def _settings_agree(self) -> Self:
+        for is_broken, refusal in _RULES:
+            if is_broken(self):
+                raise ValueError(refusal(self))
         return self
 
     def resolved(self, rollout: RolloutSection) -> Self:
@@ -243,22 +207,8 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def correction(self) -> Correction:
         """Weights and rejections for tokens on which trainer and engine disagree."""
-        return Correction.of(self.cap, self.tis_level, self.rejection, self.veto)
-
-    @property
-    def cap(self) -> float | None:
-        return None if self.tis_cap is None or self.ratio == "bypass" else min(self.tis_cap, self._tight)
-
-    def tightened(self, cap: float | None) -> Self:
-        if cap is None:
-            return self
-        tighter = self.model_copy()
-        tighter._tight = min(cap, self._tight)
-        return tighter
-
-    @property
-    def measured_cap(self) -> float:
-        return super().measured_cap if self.tis_cap is None or self.cap is None else self.tis_cap
+        tis_cap = None if self.ratio == "bypass" else self.tis_cap
+        return Correction.of(tis_cap, self.tis_level, self.rejection, self.veto)
 
     def keeps(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
@@ -336,6 +286,48 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def _rejects(self) -> bool:
         return self.rejection is not None or self.veto is not None
+
+
+_RULES: tuple[tuple[Callable[[PolicyGradient], object], Callable[[PolicyGradient], str]], ...] = (
+    (
+        lambda a: a.ratio == "bypass" and a._rejects,
+        lambda a: (
+            f"found {f'rejection {a.rejection.name}' if a.rejection else f'veto={a.veto:g}'} with ratio=bypass, "
+            "expected none: with the engine's log-probabilities as the old ones no token is rejected. Set "
+            "algorithm.ratio=recompute"
+        ),
+    ),
+    (
+        lambda a: a.rejection is not None and a.rejection.name == "icepop" and a.tis_level == "sequence",
+        lambda a: (
+            "found tis_level=sequence with rejection icepop, expected token, as icepop weighs each token by its own "
+            "ratio. Set algorithm.tis_level=token, or another rejection"
+        ),
+    ),
+    (
+        lambda a: a.loss_length is not None and a.loss_aggregation != "seq_mean_token_sum_norm",
+        lambda a: (
+            f"found loss_length={a.loss_length} with loss_aggregation={a.loss_aggregation}, expected "
+            "seq_mean_token_sum_norm, which alone divides by it. Remove algorithm.loss_length"
+        ),
+    ),
+    (
+        lambda a: a.ratio == "on_policy" and a.updates > 1,
+        lambda a: (
+            f"found updates_per_batch={a.updates_per_batch} and epochs={a.epochs} with ratio=on_policy, expected 1 and "
+            "1, because in later updates the policy is no longer the one that sampled. Set algorithm.ratio=recompute"
+        ),
+    ),
+    (
+        lambda a: a.kl.reward.coefficient and not a.token_rewards,
+        lambda a: (
+            f"found kl.reward.coefficient={a.kl.reward.coefficient:g} with {a.name}, expected 0: it compares whole "
+            "answers, and has no rewards per token to subtract the penalty from. Set "
+            "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
+        ),
+    ),
+)
+"""Settings that do not go together: when, and what is said of it."""
 
 
 def _split(groups: list[int], count: int) -> list[set[int]]:

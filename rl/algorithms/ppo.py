@@ -88,14 +88,12 @@ class Ppo(PolicyGradient):
 class ValueObjective:
     """The critic's loss: max((V - G)², (V_old + clamp(V - V_old, ±clip) - G)²) / 2 per token, and its mean over the
     used tokens. G and V_old are `fields["returns"]` and `fields["values"]`.
-
-    Attributes:
-        tokens: used tokens of the whole batch.
-        clip: None: the first of both alone.
     """
 
     tokens: int
+    """Used tokens of the whole batch."""
     clip: float | None
+    """Bound on the change of a value; None: the first of both terms alone."""
 
     def __call__(self, values: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
         used, returns, old = used_tokens(batch), batch.fields["returns"], batch.fields["values"]

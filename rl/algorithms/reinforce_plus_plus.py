@@ -1,4 +1,4 @@
-"""REINFORCE++: advantages normalised over the whole batch."""
+"""REINFORCE++, with and without a baseline: the whole batch gives the scale of the advantages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.advantages import to_go
+from fp8rl.rl.algorithms.parts.advantages import group_advantages, to_go
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -29,3 +29,21 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return rewards.float()
+
+
+class ReinforcePlusPlusBaseline(PolicyGradient):
+    """Rewards less the mean of their prompt, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++"); no
+    standard deviation of the prompt."""
+
+    name: Literal["reinforce++-baseline"]
+    compares: ClassVar[bool] = True
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group, less the price of kl.reward, whitened"
+    whiten_advantages: bool = True
+    token_rewards: ClassVar[bool] = True
+
+    def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        advantages = super().token_advantages(outcomes, batch)
+        return (advantages - self.kl_price(batch)).float() if self.kl.reward.coefficient else advantages
+
+    def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        return group_advantages(rewards, groups, normalize_std=False)

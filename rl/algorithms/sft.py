@@ -33,13 +33,10 @@ class Sft(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class SftObjective:
-    """loss = -Σ m·logprob / Σ m with the sums over the whole batch.
-
-    Attributes:
-        tokens: Σ m, target tokens of the whole batch.
-    """
+    """loss = -Σ m·logprob / Σ m with the sums over the whole batch."""
 
     tokens: int
+    """Σ m, target tokens of the whole batch."""
 
     @classmethod
     def of(cls, batch: TokenBatch) -> SftObjective:

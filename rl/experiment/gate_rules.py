@@ -103,13 +103,17 @@ CONDITIONS: dict[str, Condition] = {
         "adapter.mode=merged and a trainer that quantizes",
     ),
     "weights": Condition(
-        lambda e: isinstance(e.algorithm, PolicyGradient) and e.algorithm.correction.weighs,
+        lambda e: e.algorithm.correction.weighs,
         _correction,
         "an algorithm with an importance weight",
     ),
-    "cap": Condition(lambda e: e.algorithm.cap is not None, _correction, "an importance weight with algorithm.tis_cap"),
+    "tis_cap": Condition(
+        lambda e: e.algorithm.correction.tis_cap is not None,
+        _correction,
+        "an importance weight with algorithm.tis_cap",
+    ),
     "rejection": Condition(
-        lambda e: isinstance(e.algorithm, PolicyGradient) and e.algorithm.correction.rejects,
+        lambda e: e.algorithm.correction.rejects,
         _correction,
         "algorithm.rejection or algorithm.veto",
     ),
@@ -159,11 +163,6 @@ class NumberedGate:
 _MAY_BE_LATE = [action for action in SEVERITY if action not in WITHHOLDING or action == "checkpoint_and_stop"]
 
 
-def _expected_of(gate: NumberedGate) -> str:
-    assert gate.unmet is not None
-    return f"{gate.unmet.expected}, without which there is no such metric"
-
-
 def _sides_differ(experiment: Experiment) -> bool:
     return experiment.numerics.mode != "exact" or experiment.numerics.trainer != experiment.numerics.rollout
 
@@ -185,7 +184,7 @@ GATE_RULES: tuple[Rule[NumberedGate], ...] = (
         lambda g: f"gates.{g.index}.metric",
         lambda g: g.unmet,
         lambda g: f"{g.gate.metric} with {g.unmet and g.unmet.setting(g.experiment)}",
-        _expected_of,
+        lambda g: f"{g.unmet and g.unmet.expected}, without which there is no such metric",
         "Choose another metric, or set what it needs.",
     ),
     Rule(
@@ -213,9 +212,12 @@ GATE_RULES: tuple[Rule[NumberedGate], ...] = (
     ),
     Rule(
         lambda g: f"gates.{g.index}.tis_cap",
-        lambda g: g.gate.action == "tighten_tis" and g.gate.cap >= (g.experiment.algorithm.cap or 0.0),
-        lambda g: g.gate.cap,
-        lambda g: f"less than algorithm.tis_cap={g.experiment.algorithm.cap}, the cap that it tightens",
+        lambda g: (
+            g.gate.action == "tighten_tis"
+            and (g.gate.tis_cap or 1.0) >= (g.experiment.algorithm.correction.tis_cap or 0.0)
+        ),
+        lambda g: g.gate.tis_cap or 1.0,
+        lambda g: f"less than algorithm.tis_cap={g.experiment.algorithm.correction.tis_cap}, the cap that it tightens",
         "Give a lower cap, or set algorithm.tis_cap above it.",
     ),
     Rule(

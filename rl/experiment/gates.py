@@ -44,11 +44,6 @@ class GateSection(Section):
     """The lower cap of `tighten_tis`; null means 1."""
 
     @property
-    def cap(self) -> float:
-        """The lower cap, decided."""
-        return 1.0 if self.tis_cap is None else self.tis_cap
-
-    @property
     def bound(self) -> str:
         """The bound in words, e.g. `above 0.05`."""
         return f"above {self.above}" if self.above is not None else f"below {self.below}"
@@ -62,28 +57,18 @@ class GateSection(Section):
         return name
 
     @model_validator(mode="after")
-    def _one_bound(self) -> GateSection:
+    def _bounds_and_action_agree(self) -> GateSection:
         if (self.above is None) == (self.below is None):
             raise ValueError(
                 f"found above={self.above} and below={self.below} for {self.metric}, expected exactly one of above and "
                 "below. Give one bound"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _recovers_within_the_bound(self) -> GateSection:
-        beyond = self.recover is not None and (
-            self.recover > self.above if self.above is not None else self.recover < (self.below or 0.0)
-        )
-        if beyond:
-            side = "at most above" if self.above is not None else "at least below"
+        upper, bound = self.above is not None, self.above if self.above is not None else self.below or 0.0
+        if self.recover is not None and (self.recover > bound if upper else self.recover < bound):
+            side = "at most above" if upper else "at least below"
             raise ValueError(
                 f"found recover={self.recover} with {self.bound} for {self.metric}, expected {side}. Correct recover"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _cap_belongs_to_tighten_tis(self) -> GateSection:
         if self.tis_cap is not None and self.action != "tighten_tis":
             raise ValueError(
                 f"found tis_cap={self.tis_cap} with action {self.action}, expected tighten_tis. Remove tis_cap"

@@ -76,14 +76,16 @@ def _kept(values: dict[str, Any], has: Callable[[str], bool], above: str = "") -
 
 @dataclass(frozen=True)
 class _Members:
-    """A section whose other keys depend on one. has: whether a member has a dotted key. default: of a key, or `_NONE`.
+    """A section whose other keys depend on one.
 
     Both raise UserError where there is no such member.
     """
 
     selector: str
     has: Callable[[str], Callable[[str], bool]]
+    """Whether a member has a dotted key."""
     default: Callable[[Any], Callable[[str], Any]] = lambda name: lambda part: _NONE
+    """The default of a key, or `_NONE`."""
 
 
 def _algorithm_has(name: str) -> Callable[[str], bool]:

@@ -35,12 +35,6 @@ def _updates_per_batch(experiment: Experiment) -> int:
     return experiment.algorithm.updates_per_batch if isinstance(experiment.algorithm, PolicyGradient) else 1
 
 
-def _compares_a_single_answer(e: Experiment) -> bool:
-    if e.rollout.group_size > 1 or not isinstance(e.algorithm, PolicyGradient):
-        return False
-    return e.algorithm.dynamic_sampling or e.algorithm.least_group > 1
-
-
 def _dynamic(experiment: Experiment) -> bool:
     return isinstance(experiment.algorithm, PolicyGradient) and experiment.algorithm.dynamic_sampling
 
@@ -97,7 +91,11 @@ RULES: tuple[Rule[Experiment], ...] = (
     ),
     Rule(
         "rollout.group_size",
-        _compares_a_single_answer,
+        lambda e: (
+            e.rollout.group_size == 1
+            and isinstance(e.algorithm, PolicyGradient)
+            and (e.algorithm.dynamic_sampling or e.algorithm.least_group > 1)
+        ),
         lambda e: f"1 with {'algorithm.dynamic_sampling=true' if _dynamic(e) else e.algorithm.name}",
         "at least 2: a single answer has no others to be compared with, and teaches nothing",
         "Raise rollout.group_size, or choose algorithm.name=reinforce++ without dynamic_sampling.",

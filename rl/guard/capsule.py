@@ -51,22 +51,22 @@ _COPY = "The capsule is damaged: copy it again from where the run wrote it."
 
 @dataclasses.dataclass(frozen=True)
 class Capsule:
-    """A capsule that was read and found whole.
-
-    step: of the run. why: what made it. rows: of the step's batch; those that a fault came from, then the worst.
-    scored: these rows, in the step's last pass. metrics: `mismatch/...` and
-    `drift/...` over these rows as they were recorded.
-    """
+    """A capsule that was read and found whole."""
 
     path: Path
     step: int
+    """Step of the run."""
     why: list[str]
+    """Sentences that say what made it."""
     numerics: NumericsConfig
     experiment: Experiment
     manifest: Manifest
     rows: list[int]
+    """Rows of the step's batch; those that a fault came from, then the worst."""
     scored: ScoredBatch
+    """These rows, in the step's last pass."""
     metrics: dict[str, float]
+    """`mismatch/...` and `drift/...` over these rows as they were recorded."""
 
     @property
     def weights(self) -> Path | None:
@@ -86,18 +86,18 @@ class Capsule:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to keep, apart from its scored batch.
-
-    why: what gates and faults have said. rows: of the batch; those that a fault came from, then the worst.
-    experiment, manifest: files of the run, its resolved experiment and the digests of the served weights.
-    """
+    """A step to keep, apart from its scored batch."""
 
     step: int
     why: Sequence[str]
+    """Sentences of gates and faults."""
     rows: Sequence[int]
+    """Rows of the batch; those that a fault came from, then the worst."""
     numerics: NumericsConfig
     experiment: Path
+    """File of the run's resolved experiment."""
     manifest: Path
+    """File of the digests of the served weights."""
 
 
 class _About(BaseModel):
@@ -145,7 +145,7 @@ def write_capsule(path: Path, case: Case, scored: ScoredBatch, export: Callable[
         "replay": chosen.batch.replay,
         **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
         "rows": list(case.rows),
-        "tis_cap": scored.cap,
+        "tis_cap": scored.tis_cap,
         "metrics": chosen.metrics() | chosen.drift(),
     }
     with new_directory(path) as partial:
@@ -194,6 +194,8 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
     numerics = NumericsConfig.from_dict(about.numerics)
     _check_digest(path / _ABOUT, about.spec_digest, experiment.numerics_config().spec.digest(), _EXPERIMENT)
     _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
+    with open_tensors(path / _TENSORS, "capsule") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     return Capsule(
         path=path,
         step=about.step,
@@ -202,7 +204,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
         experiment=experiment,
         manifest=manifest,
         rows=about.rows,
-        scored=_scored(_read_tensors(path / _TENSORS), about),
+        scored=_scored(tensors, about),
         metrics=about.metrics,
     )
 
@@ -235,11 +237,6 @@ def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
     if scored.draws is not None:
         tensors["train_draws"] = scored.draws
     return tensors
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    with open_tensors(path, "capsule") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
@@ -278,7 +275,7 @@ def _scored(tensors: dict[str, torch.Tensor], about: _About) -> ScoredBatch:
         logprobs=tensors["train_logprobs"],
         routes=tensors.get("train_routes"),
         draws=tensors.get("train_draws"),
-        cap=about.tis_cap,
+        tis_cap=about.tis_cap,
     )
 
 

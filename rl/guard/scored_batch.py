@@ -16,25 +16,22 @@ from fp8rl.trainer.step.batch import TokenBatch
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """A batch and its first scoring, before anything is rejected or trained on.
-
-    Attributes:
-        batch: with the field `rollout_logprobs`, and `routes` if the engine reported any.
-        versions: int64 [B, S], the weight version that sampled each token; 0 where none was sampled.
-        version: the trainer's, while it scored.
-        logprobs: fp32 [B, S], the trainer's.
-        routes: int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`.
-        draws: int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`.
-        cap: C of the importance weights and clip fractions that are measured.
-    """
+    """A batch and its first scoring, before anything is rejected or trained on."""
 
     batch: TokenBatch
+    """With the field `rollout_logprobs`, and `routes` if the engine reported any."""
     versions: Tensor
+    """int64 [B, S], the weight version that sampled each token; 0 where none was sampled."""
     version: int
+    """The trainer's weight version while it scored."""
     logprobs: Tensor
+    """fp32 [B, S], the trainer's."""
     routes: Tensor | None = None
+    """int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`."""
     draws: Tensor | None = None
-    cap: float = 2.0
+    """int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`."""
+    tis_cap: float = 2.0
+    """C of the importance weights and clip fractions that are measured."""
 
     @property
     def fresh(self) -> Tensor:
@@ -44,7 +41,7 @@ class ScoredBatch:
     def metrics(self) -> dict[str, float]:
         """The `mismatch/...` metrics."""
         batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
-        metrics = agreement(self.logprobs, rollout, batch.loss_mask, cap=self.cap, fresh=self.fresh)
+        metrics = agreement(self.logprobs, rollout, batch.loss_mask, tis_cap=self.tis_cap, fresh=self.fresh)
         if self.draws is not None:
             metrics |= redraw_metrics(self.draws, batch.tokens, self.fresh)
         if batch.routes is not None and self.routes is not None:

@@ -1,9 +1,7 @@
 """Metrics of how far trainer and engine disagree on the tokens that the engine sampled, and on the experts that they
 went to."""
 
-from fp8rl.rl.mismatch.drift import drift_metrics, redraw_metrics
-from fp8rl.rl.mismatch.logprobs import agreement, row_abs_diff_means
-from fp8rl.rl.mismatch.routing import router_agreement
-from fp8rl.rl.mismatch.statistics import token_versions
+from fp8rl.rl.mismatch.drift import drift_metrics, redraw_metrics, router_agreement
+from fp8rl.rl.mismatch.logprobs import agreement, row_abs_diff_means, token_versions
 
 __all__ = ["agreement", "drift_metrics", "redraw_metrics", "router_agreement", "row_abs_diff_means", "token_versions"]

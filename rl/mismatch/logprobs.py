@@ -8,18 +8,15 @@ disagreeing tokens would drive every metric here to its ideal value.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fp8rl.rl.mismatch.statistics import (
-    MAX_EXPONENT,
-    bounded,
-    distribution,
-    effective_sample_size,
-    order_statistics,
-    position_metrics,
-)
+if TYPE_CHECKING:
+    from fp8rl.rollout.types import Trajectory
+
 
 # Agreement sequence by sequence: what the differences of a whole answer add up to.
 #
@@ -51,11 +48,11 @@ NEARLY = 1e-6
 """nats; about the rounding of a float32 logprob."""
 
 
-def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, cap: float) -> dict[str, float]:
+def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> dict[str, float]:
     """`mismatch/...` over single tokens; d, train, rollout: float64 [N], finite, with d = train - rollout."""
     abs_d, rho = d.abs(), bounded(d).exp()
     abs_order, rho_order = order_statistics(abs_d), bounded(order_statistics(d)).exp()
-    above, below = rho > cap, rho < 1.0 / cap
+    above, below = rho > tis_cap, rho < 1.0 / tis_cap
     values = {
         "mismatch/tis_clipfrac": _fraction(above),
         "mismatch/tis_clipfrac_two_sided": _fraction(above | below),
@@ -72,7 +69,7 @@ def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, cap: float) -> dict
     metrics |= distribution("mismatch/train_rollout_logprob_abs_diff", abs_d.mean(), abs_order)
     metrics |= distribution("mismatch/token_mult_prob_error", bounded(abs_d).exp().mean(), bounded(abs_order).exp())
     metrics |= distribution("mismatch/rho", rho.mean(), rho_order)
-    metrics |= distribution("mismatch/tis_weight", rho.clamp(max=cap).mean(), rho_order.clamp(max=cap))
+    metrics |= distribution("mismatch/tis_weight", rho.clamp(max=tis_cap).mean(), rho_order.clamp(max=tis_cap))
     correlation = pearson(_probability(train), _probability(rollout))
     return metrics if correlation is None else metrics | {"mismatch/pearson": correlation}
 
@@ -101,7 +98,7 @@ def agreement(
     rollout_logprobs: Tensor,
     mask: Tensor,
     *,
-    cap: float = 2.0,
+    tis_cap: float = 2.0,
     fresh: Tensor | None = None,
 ) -> dict[str, float]:
     """The agreement metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
@@ -114,7 +111,7 @@ def agreement(
         train_logprobs: float [B, S].
         rollout_logprobs: float [B, S].
         mask: bool [B, S], the sampled tokens.
-        cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
+        tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
             rho < 1/C.
         fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
 
@@ -122,15 +119,15 @@ def agreement(
         Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
 
     Raises:
-        ValueError: shapes differ, or `cap` is below 1.
+        ValueError: shapes differ, or `tis_cap` is below 1.
     """
     compared = mask if fresh is None else mask & fresh
     tensors = [train_logprobs, rollout_logprobs, mask, compared]
     if len({tensor.shape for tensor in tensors}) > 1:
         shapes = [list(tensor.shape) for tensor in tensors]
         raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
-    if not cap >= 1.0:
-        raise ValueError(f"cap: found {cap}, expected a number of at least 1")
+    if not tis_cap >= 1.0:
+        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
     difference = train - rollout
     used = compared & torch.isfinite(difference)
@@ -144,7 +141,7 @@ def agreement(
         return metrics
 
     d = difference[used]
-    metrics |= token_metrics(d, train[used], rollout[used], cap)
+    metrics |= token_metrics(d, train[used], rollout[used], tis_cap)
     metrics |= sequence_metrics(torch.where(used, difference, 0.0), used)
     metrics |= position_metrics(d, mask, used)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -156,3 +153,82 @@ def row_abs_diff_means(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: T
     used = mask & torch.isfinite(difference)
     sums = torch.where(used, difference, 0.0).sum(dim=1)
     return [total / count if count else None for total, count in zip(sums.tolist(), used.sum(dim=1).tolist())]
+
+
+# Statistics that the metrics of tokens and of sequences share: bounded exponents, percentiles and the effective sample
+# size.
+
+
+MAX_EXPONENT = 20.0
+"""Exponents are clamped to ±20 before exp; beyond, a ratio says nothing more, and it must not overflow."""
+
+
+def bounded(exponent: Tensor) -> Tensor:
+    """The exponent clamped to ±20."""
+    return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+
+
+def order_statistics(values: Tensor) -> Tensor:
+    """[median, 99th percentile, maximum] of [N], the percentiles by nearest rank, so that each is a value that occurs.
+
+    An increasing function of the values has that function of these as its own.
+    """
+    return torch.stack([_percentile(values, 50), _percentile(values, 99), values.max()])
+
+
+def distribution(name: str, mean: Tensor, order: Tensor) -> dict[str, float]:
+    """`name_mean`, `name_p50`, `name_p99` and `name_max`; mean: scalar, order: as from `order_statistics`."""
+    suffixes = ("mean", "p50", "p99", "max")
+    return {f"{name}_{suffix}": value for suffix, value in zip(suffixes, [mean.item(), *order.tolist()])}
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """(Σw)² / (N Σw²) of positive weights [N]: 1 where all are equal, 1/N where one outweighs the rest (Kish)."""
+    return weights.sum() ** 2 / (weights.numel() * (weights**2).sum())
+
+
+def _percentile(values: Tensor, percent: int) -> Tensor:
+    """The smallest value that at least `percent` of all do not exceed."""
+    rank = -(-percent * values.numel() // 100)
+    return values.kthvalue(rank).values
+
+
+# Where in a batch the disagreement sits, and which weights have sampled each token.
+
+POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)
+"""First position of each bucket of generated tokens; the last bucket is open. An answer's first token is at 0."""
+
+
+def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
+    """`mismatch/..._pos_N`, N from `POSITION_STARTS`, for each bucket with tokens.
+
+    Args:
+        d: float64 [N], the differences of the used tokens in row-major order.
+        mask: bool [B, S], the sampled tokens; a token's position counts the sampled ones before it in its row.
+        used: bool [B, S], of which these with finite d.
+    """
+    positions = (mask.cumsum(dim=1) - 1)[used]
+    starts = torch.tensor(POSITION_STARTS, device=d.device)
+    metrics: dict[str, float] = {}
+    for start, abs_d in _split(torch.bucketize(positions, starts, right=True) - 1, d.abs()):
+        name = POSITION_STARTS[start]
+        metrics[f"mismatch/abs_diff_mean_pos_{name}"] = abs_d.mean().item()
+        metrics[f"mismatch/abs_diff_max_pos_{name}"] = abs_d.max().item()
+        metrics[f"mismatch/tokens_pos_{name}"] = float(abs_d.numel())
+    return metrics
+
+
+def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
+    """int64 [B, S], the weight version that sampled each token, 0 elsewhere; mask: bool [B, S], the sampled tokens.
+
+    Row b is trajectory b, as `batch_from_trajectories` lays them out.
+    """
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
+    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
+    return versions
+
+
+def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:
+    """The values of each group that has any; groups: int64 [N] from 0, values: [N]."""
+    present = groups.bincount().nonzero().flatten().tolist()
+    return [(group, values[groups == group]) for group in present]

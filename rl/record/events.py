@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import logging
-from collections.abc import Iterator
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+import psutil
+import torch
+from pydantic import Field, TypeAdapter
 
 from fp8rl.numerics.core.files import append_line, write_atomically
 from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
@@ -19,20 +27,21 @@ from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
 class Event:
     """A firing of a gate, a loss that was not finite, engines that were replaced or synced anew, a resume, or the
     loss of wandb.
-
-    metric: what gave the reason. value: of the metric; None if it is not finite. bound: the one it broke, in words.
-    action: that of a gate (see `rl.experiment.gates.GateSection`), `replace_engine`, `resume`, or `go_on` without
-    wandb. capsule: its directory
-    below the run's, None if there is none. text: all in one sentence, as the console said it.
     """
 
     step: int
     metric: str
+    """The metric that gave the reason."""
     value: float | None
+    """Its value; None if it is not finite."""
     bound: str
+    """The bound that it broke, in words."""
     action: str
+    """A gate's action (`rl.experiment.gates`), `replace_engine`, `resume`, or `go_on` without what was lost."""
     capsule: str | None
+    """Its directory below the run's, None if there is none."""
     text: str
+    """All of it in one sentence, as the console said it."""
 
     @property
     def said(self) -> str:
@@ -102,3 +111,83 @@ def run_log(path: Path) -> Iterator[None]:
         logging.captureWarnings(False)
         root.removeHandler(handler)
         handler.close()
+
+
+# sessions.jsonl: each start of a run and how it ended, on which machine and with what code.
+
+
+LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
+_REPOSITORY = Path(__file__).parents[3]
+_TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
+"""What a calendar has a date for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A start of a run: when, where and with what code."""
+
+    started: Annotated[float, _TIME]
+    """Seconds since 1970."""
+    machine: str
+    """The machine in words."""
+    versions: dict[str, str]
+    """Versions of `LIBRARIES` and of Python."""
+    commit: str | None
+    """Commit of the code, if it lies in a git repository, with `+` for changes that are not committed."""
+    ended: Annotated[float, _TIME] | None = None
+    """Seconds since 1970: the start and how long it took, as a clock may be set meanwhile; None while it lives, and for
+    ever if it was killed."""
+    why: str = ""
+    """The reason for an end before its last step; empty if there was none."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Notes on its input, e.g. that held-out problems are trained on as well."""
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that it took, if it has ended."""
+        return None if self.ended is None else self.ended - self.started
+
+
+_SESSION = TypeAdapter(Session)
+
+
+def this_session(notes: Sequence[str] = ()) -> Session:
+    """Return the session that starts now, here."""
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    versions = {"python": platform.python_version(), **versions}
+    return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])
+
+
+def append_session(path: Path, session: Session) -> None:
+    """A line for its start, another one for its end."""
+    append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
+
+
+def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
+    """The sessions in order, each as its last line says, and the lines that cannot be used."""
+    lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
+    return list({session.started: session for session in lines}.values()), bad
+
+
+def _machine() -> str:
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    lines = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    processor = next((line.partition(":")[2].strip() for line in lines), platform.machine())
+    cores = f"{len(os.sched_getaffinity(0))} cores of {processor}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([f"{platform.node()}: {cores}", memory, *(f"{gpus.count(name)} {name}" for name in set(gpus))])
+
+
+def _commit() -> str | None:
+    if not (_REPOSITORY / ".git").exists():
+        return None
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return None if not commit else commit[:12] + "+" * bool(changes)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", _REPOSITORY, *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

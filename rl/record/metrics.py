@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from fp8rl.rl.mismatch.drift import OLDEST
-from fp8rl.rl.mismatch.statistics import POSITION_STARTS
+from fp8rl.rl.mismatch.logprobs import POSITION_STARTS
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""
@@ -90,15 +90,11 @@ def _read() -> tuple[dict[str, Metric], dict[str, Family]]:
             summary=summary,
         )
         if "{" in name:
-            families[name] = Family(metric, _pattern(name), _numbers(name))
+            pattern = name.replace("{n}", r"(?P<n>0|[1-9]\d*)").replace("{set}", "(?P<set>[^/]+)")
+            families[name] = Family(metric, re.compile(pattern.replace("{part}", "(?P<part>.*)")), _numbers(name))
         else:
             fixed[name] = metric
     return fixed, families
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    pattern = name.replace("{n}", r"(?P<n>0|[1-9]\d*)").replace("{set}", "(?P<set>[^/]+)")
-    return re.compile(pattern.replace("{part}", "(?P<part>.*)"))
 
 
 def _numbers(name: str) -> Sequence[int]:

@@ -68,14 +68,13 @@ class RolloutRecord:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRecord:
-    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers.
-
-    token_ids: [S], the prompt's included. sampled: the positions of those that the model sampled. The others are of
-    these tokens; a log-probability that is not finite is NaN.
-    """
+    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers."""
 
     token_ids: list[int]
+    """[S], with the prompt's."""
     sampled: list[int]
+    """Positions of the tokens that the model sampled. The other fields are of these; a log-probability that is not
+    finite is NaN."""
     rollout_logprobs: list[float]
     train_logprobs: list[float]
     weight_versions: list[int]

@@ -10,7 +10,6 @@ import re
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -70,25 +69,27 @@ def _take(file: Path, path: Path) -> int:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
 class RunDir:
     """Paths of one run below `path`, an absolute directory `runs/<name>`."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def experiment(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.experiment = path / "spec.yaml"
         """The resolved experiment; its presence marks the directory as a run."""
-        return self.path / "spec.yaml"
-
-    @property
-    def mark(self) -> Path:
+        self.mark = path / ".fp8rl"
         """Says that a run made the directory, and the SHA-256 of its spec as the run wrote it."""
-        return self.path / ".fp8rl"
+        self.metrics = path / "metrics.jsonl"
+        """One JSON object per step."""
+        self.events = path / "events.jsonl"
+        """What gates did, one JSON object per line; absent while none has fired."""
+        self.sessions = path / "sessions.jsonl"
+        """Two JSON objects for each time that the run was started: at its start, and at its end."""
+        self.report, self.log = path / "report.html", path / "log.txt"
+        self.checkpoints, self.capsules = path / "checkpoints", path / "capsules"
+        self.model = path / "model"
+        """The trained model as a Hugging Face directory, once the run is through."""
+        self.adapter = path / "adapter"
+        """The trained adapters in PEFT's format, once a run that has some is through."""
 
     def write_experiment(self, text: str) -> None:
         """Write the resolved experiment, and into the mark that a run wrote it."""
@@ -130,37 +131,10 @@ class RunDir:
         return None
 
     @property
-    def metrics(self) -> Path:
-        """A file of one JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
     def begun(self) -> bool:
         """True if it got as far as a row of metrics, or left anything that took training."""
         rows = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return rows or bool(self.checkpoint_steps()) or self.model.exists() or self.adapter.exists()
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def model(self) -> Path:
-        """The trained model as a Hugging Face directory, once the run is through."""
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """The trained adapters in PEFT's format, once a run that has some is through."""
-        return self.path / "adapter"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
@@ -176,20 +150,6 @@ class RunDir:
     def manifest(self, step: int) -> Path:
         """Tensor digests of the weight sync after `step`; 0 is the one before training."""
         return self.path / "manifests" / f"step_{step}.json"
-
-    @property
-    def events(self) -> Path:
-        """The file of what gates did, one JSON object per line; absent while none has fired."""
-        return self.path / "events.jsonl"
-
-    @property
-    def sessions(self) -> Path:
-        """Two JSON objects for each time that the run was started: at its start, and at its end."""
-        return self.path / "sessions.jsonl"
-
-    @property
-    def capsules(self) -> Path:
-        return self.path / "capsules"
 
     def capsule(self, step: int) -> Path:
         """The sequences of `step` for which a gate fired, or whose loss was not finite."""

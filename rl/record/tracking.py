@@ -23,7 +23,7 @@ WANDB_LOST = "tracking/wandb_lost"
 TRACKER_LOST = "tracking/tracker_lost"
 
 
-class Tracker:
+class RunTracker:
     """Records a run, one row per step. Use it as a context manager: leaving by an exception marks the run as failed.
 
     Args:

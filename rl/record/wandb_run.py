@@ -297,12 +297,15 @@ def _no_weave_advert() -> Iterator[None]:
 def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbSection, resumed: bool) -> wandb.Run:
     import wandb
 
+    number = run.path / "wandb" / "run_id"  # one for a directory, so that a resumed run continues the same curves
+    if not number.is_file():
+        write_atomically(number, uuid.uuid4().hex[:8])
     try:
         started = wandb.init(
             mode="disabled" if config.mode == "disabled" else "offline",
             project=config.project,
             name=run.name,
-            id=_id_of(run),
+            id=number.read_text().strip(),
             resume="allow" if resumed else None,  # for whoever uploads the file
             dir=run.path,
             config=dict(experiment),
@@ -318,11 +321,3 @@ def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbSection, res
     for name, summary in (SUMMARIES | basics).items():
         started.define_metric(name, step_metric="step", summary=summary)
     return started
-
-
-def _id_of(run: RunDir) -> str:
-    """Return one wandb id per run directory, so that a resumed run continues the same curves."""
-    path = run.path / "wandb" / "run_id"
-    if not path.is_file():
-        write_atomically(path, uuid.uuid4().hex[:8])
-    return path.read_text().strip()

@@ -26,16 +26,16 @@ _DASHES = ("solid", "dot", "dash", "dashdot")
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a chart.
-
-    note: what to look for. unit: what the value axis says. scale: `share` from 0 to 1, `floor` from 0, `log` with zeros
-    on a line of their own, else as the values are. bars: curves are stacked.
-    """
+    """The look of a chart."""
 
     note: str
+    """A sentence on what to look for."""
     unit: str
+    """Text of the value axis."""
     scale: Literal["plain", "share", "floor", "log"] = "plain"
+    """`share` from 0 to 1, `floor` from 0, `log` with zeros on a line of their own, else as the values are."""
     bars: bool = False
+    """Curves are stacked."""
 
 
 SECTIONS: dict[str, dict[str, Look]] = {

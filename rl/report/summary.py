@@ -76,7 +76,7 @@ class RunSummary:
     accuracy_change: tuple[float, float] | None = None
     """The 95% interval of the change of accuracy, None where it is no fraction of solved problems."""
     answers: int = 0
-    """Of all steps."""
+    """Answers of all steps."""
     cut_answers: int = 0
     """Answers that had no room left."""
     withheld_steps: int = 0
@@ -147,7 +147,9 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         mean_abs_diff=_token_mean(compared, ABS_DIFF_MEAN, tokens),
         exact_fraction=_token_mean(compared, "mismatch/exact_frac", tokens),
         syncs=len(syncs),
-        verified_syncs=sum(_is_verified(row) for row in syncs),
+        verified_syncs=sum(
+            row["sync/verified_tensors"] > 0 and row.get("sync/mismatched_tensors") == 0 for row in syncs
+        ),
         mismatched_tensors=sum(int(row.get("sync/mismatched_tensors", 0)) for row in syncs),
         step_seconds=statistics.median(seconds) if seconds else None,
         answers=sum(round(row["rollout/trajectories"]) for row in ended),
@@ -180,14 +182,11 @@ def verdict(summary: RunSummary) -> list[str]:
             "(rollout.max_new_tokens, rollout.context_length)."
         )
     if summary.first_intervention is not None:
-        told.append(_interventions(summary))
+        times, withheld = _count(summary.interventions, "intervention"), _count(summary.withheld_steps, "step")
+        told.append(f"{times}, {withheld} not trained on. The first, {summary.first_intervention}.")
     if summary.first_warning is not None:
         told.append(f"{_count(summary.warnings, 'warning')}. The first, {summary.first_warning}.")
     return told
-
-
-def _is_verified(row: Row) -> bool:
-    return row["sync/verified_tensors"] > 0 and row.get("sync/mismatched_tensors") == 0
 
 
 def _first(events: Sequence[Event]) -> str | None:
@@ -299,12 +298,6 @@ def _syncs(summary: RunSummary) -> str:
         f"{summary.syncs - summary.verified_syncs} of {_count(summary.syncs, 'weight sync')} did not verify; "
         f"{_count(summary.mismatched_tensors, 'tensor')} differed."
     )
-
-
-def _interventions(summary: RunSummary) -> str:
-    times = _count(summary.interventions, "intervention")
-    withheld = _count(summary.withheld_steps, "step")
-    return f"{times}, {withheld} not trained on. The first, {summary.first_intervention}."
 
 
 def _count(number: int, noun: str) -> str:

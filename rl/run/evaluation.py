@@ -20,7 +20,7 @@ from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.data.sources import load_problems
@@ -32,19 +32,19 @@ from fp8rl.trainer.actor import TrainerGroup
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Requests of one set.
-
-    name: empty for `data.eval`. rewards_key: where the spec has its rewards; empty: those of the run. pass_at: each k
-    of which `pass@k` is wanted. right_from: the first reward from which on an answer is right.
-    """
+    """Requests of one set."""
 
     name: str
+    """Name of the set; empty for `data.eval`."""
     groups: tuple[Group, ...]
     sampling: SamplingParams
     rewards: RewardsSection
     rewards_key: str = ""
+    """Key of its rewards in the spec; empty: those of the run."""
     pass_at: tuple[int, ...] = ()
+    """Each k of which `pass@k` is wanted."""
     right_from: float = 1.0
+    """The first reward from which on an answer is right."""
 
     @property
     def greedy(self) -> bool:
@@ -181,7 +181,7 @@ def pass_at(k: int, samples: int, right: int) -> float:
 
 
 def agreement_on(
-    answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, cap: float
+    answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, tis_cap: float
 ) -> dict[str, float]:
     """`mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
     if not answers:
@@ -189,7 +189,8 @@ def agreement_on(
     trajectories = [answer.trajectory for answer in answers]
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    return ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
+    seen = ScoredBatch(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, tis_cap=tis_cap)
+    return seen.metrics()
 
 
 def _answers(item: PendingGroup) -> list[JudgedAnswer]:

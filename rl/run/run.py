@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,23 +16,29 @@ from typing import Self
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
-from fp8rl.rl.guard.gates import GateState
-from fp8rl.rl.guard.judge import Verdict
+from fp8rl.rl.guard.gates import GateState, Verdict
 from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import CONSOLE, Event, append_event, cut_events, run_log
+from fp8rl.rl.record.events import (
+    CONSOLE,
+    Event,
+    Session,
+    append_event,
+    append_session,
+    cut_events,
+    run_log,
+    this_session,
+)
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import TRACKERS, Tracked
 from fp8rl.rl.record.trackers.beside import Beside
-from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, Samples, Tracker
+from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, RunTracker, Samples
 from fp8rl.rl.record.wandb_run import WandbRun, leet
 from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
-from fp8rl.rl.run.lifecycle.interrupts import Closing
-from fp8rl.rl.run.lifecycle.stopping import end_without_ray
+from fp8rl.rl.run.interrupts import Closing, end_without_ray
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
@@ -55,33 +61,29 @@ _ACTIONS = {
 
 @dataclass
 class LiveRun:
-    """A run from its start to its end.
-
-    Attributes:
-        files: its directory.
-        gate_state: what gates have changed.
-        step: the one that is under way, 0 before the first.
-        checkpoints: what writes them.
-        manifest: digests of the weights that the engines hold, as the last sync verified them.
-        feed: what the checkpoint has kept of it, in a run that goes on from one.
-        mended: how often something was mended in this step, by metric.
-        session: this start of it.
-    """
+    """A run from its start to its end."""
 
     experiment: Experiment
     files: RunDir
+    """Its directory."""
     stack: Stack
     gate_state: GateState
-    tracker: Tracker
+    """Changes that gates have made."""
+    tracker: RunTracker
     console: StepConsole
     step: int
+    """The step that is under way, 0 before the first."""
     checkpoints: Checkpoints
     _closing: Closing
     _directory: os.stat_result
     session: Session
+    """This start of the run."""
     manifest: Path | None = None
+    """Digests of the weights that the engines hold, as the last sync verified them."""
     feed: FeedState | None = None
+    """The feed's state in the checkpoint that the run goes on from."""
     mended: Counter[str] = field(default_factory=Counter)
+    """Counts of what was mended in this step, by metric."""
     _began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -101,38 +103,19 @@ class LiveRun:
         """
         with Closing() as closing:
             closing.enter_context(run_log(files.log))
-            for note in notes:
-                CONSOLE.info(f"note: {note}")
             resume_step = max(files.checkpoint_steps(), default=None)
             if stack is not None and resume_step is None:
                 resume_step = BEFORE_THE_FIRST
             step = max(resume_step or 0, 0)
-            console = closing.enter_context(
-                StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
-            )
-            console.note(f"run {files.path}")
-            digest = experiment.numerics_config().spec.digest()
-            console.note(f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}")
-            console.note(experiment.formula)
-            for remark in experiment.algorithm.remarks():
-                console.note(f"note: {remark}")
+            console = StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
             held = contents(experiment)
-            if stack is not None and step:
-                for text in check_contents(files, held, accept=True):
-                    console.note(text)
+            changed = check_contents(files, held, accept=True) if stack is not None and step else []
+            _greet(closing.enter_context(console), experiment, files, notes, changed)
             gate_state = GateState.of_checkpoint(files, step or None)
             events = Events() if stack is None else stack.events
             events.subscribe(lambda metric, count, text: console.note(text))
-            wandb_run = WandbRun(
-                files,
-                experiment.to_dict(),
-                experiment.tracking.recorded_wandb,
-                resumed=resume_step is not None,
-                lost=partial(events.tell, WANDB_LOST, 1),
-            )
+            wandb_run = _start_wandb(console, experiment, files, resume_step is not None, events)
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
-            if (live := leet(files)) is not None:
-                console.note(f"live     {live}    (in a second terminal)")
             numerics = gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
@@ -140,23 +123,14 @@ class LiveRun:
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
-            if step:
-                _load(stack, files, step)
-            if resume_step is not None:
-                cut_events(files.events, resume_step)
-                cut_capsules(files, resume_step)
-            if stack.engines:
-                stack.wait_for_engines()
-                console.note("the engine is up; its report matches the spec")
-                if experiment.teacher is not None:
-                    console.note(f"the teacher is up; it holds the quantized weights of {experiment.teacher.path}")
-            tracker = Tracker(
+            _load(stack, console, files, resume_step)
+            tracker = RunTracker(
                 files,
                 wandb_run,
                 last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
-                beside=partial(_trackers_beside, experiment, files, resume_step, partial(events.tell, TRACKER_LOST, 1)),
+                beside=partial(_trackers_beside, experiment, files, resume_step, events),
             )
             run = cls(
                 experiment=experiment,
@@ -301,20 +275,60 @@ def check_directory(path: Path, made: os.stat_result, step: int) -> None:
         )
 
 
-def _load(stack: Stack, files: RunDir, step: int) -> None:
-    try:
-        stack.trainer.load(files.checkpoint(step))
-    except DamagedCheckpointError as error:
-        raise with_older(error, files, step) from None
+def _greet(
+    console: StepConsole, experiment: Experiment, files: RunDir, notes: Sequence[str], changed: Sequence[str]
+) -> None:
+    """Say what the run is. notes: on its input. changed: contents of the input that are others than before."""
+    for note in notes:
+        CONSOLE.info(f"note: {note}")
+    digest = experiment.numerics_config().spec.digest()
+    for line in (
+        f"run {files.path}",
+        f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
+        experiment.formula,
+        *(f"note: {remark}" for remark in experiment.algorithm.remarks()),
+        *changed,
+    ):
+        console.note(line)
 
 
-def _trackers_beside(
-    experiment: Experiment, files: RunDir, resume_step: int | None, lost: Callable[[str], object]
-) -> Beside | None:
+def _start_wandb(
+    console: StepConsole, experiment: Experiment, files: RunDir, resumed: bool, events: Events
+) -> WandbRun:
+    """Start to record the run in wandb, and say how to watch it."""
+    config, lost = experiment.tracking.recorded_wandb, partial(events.tell, WANDB_LOST, 1)
+    wandb_run = WandbRun(files, experiment.to_dict(), config, resumed=resumed, lost=lost)
+    if (live := leet(files)) is not None:
+        console.note(f"live     {live}    (in a second terminal)")
+    return wandb_run
+
+
+def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | None) -> None:
+    """Load the checkpoint of the step that the run goes on from, cut what was recorded after it, wait for engines."""
+    if resume_step is not None:
+        if resume_step > 0:
+            try:
+                stack.trainer.load(files.checkpoint(resume_step))
+            except DamagedCheckpointError as error:
+                raise with_older(error, files, resume_step) from None
+        cut_events(files.events, resume_step)
+        cut_capsules(files, resume_step)
+    if stack.engines:
+        stack.wait_for_engines()
+        console.note("the engine is up; its report matches the spec")
+        if (teacher := stack.experiment.teacher) is not None:
+            console.note(f"the teacher is up; it holds the quantized weights of {teacher.path}")
+
+
+def _trackers_beside(experiment: Experiment, files: RunDir, resume_step: int | None, events: Events) -> Beside | None:
     """The trackers beside wandb; None where there are none."""
     names = [name for name in experiment.tracking.to if name in TRACKERS]
     if not names:
         return None
-    project, resumed = experiment.tracking.wandb.project, resume_step is not None
+    project, resumed, lost = (
+        experiment.tracking.wandb.project,
+        resume_step is not None,
+        partial(events.tell, TRACKER_LOST, 1),
+    )
     tracked = Tracked(str(files.path.absolute()), files.name, project, experiment.to_dict(), resumed)
     return Beside(names, tracked, files.metrics, -1 if resume_step is None else resume_step, lost)

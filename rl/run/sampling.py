@@ -14,8 +14,7 @@ from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.events import STALE_RESYNCS, Events, Failures
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns
+from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError, Trajectory
@@ -25,13 +24,10 @@ _LOOK_SECONDS = 0.1
 
 
 class PendingGroup:
-    """A group that engines have been asked to answer, and what becomes of it.
+    """A group that engines have been asked to answer since `began` (monotonic), and what becomes of it.
 
-    Attributes:
-        number: of its prompt in the run, or in its set, from 0.
-        answers: in the order of the group's seeds, in time.
-        began: monotonic seconds, of asking.
-        sampling: how the answers are drawn.
+    Its `answers` come in time, in the order of the group's seeds. Its `number` is that of the prompt in the run, or in
+    its set, from 0.
     """
 
     def __init__(
@@ -76,24 +72,21 @@ class PendingGroup:
 
 @dataclass
 class Sampling:
-    """Has groups answered, and looks after the engines while it waits: new ones get the trainer's weights.
-
-    Attributes:
-        rollout: how answers are drawn and counted.
-        conversations: of an experiment with an environment, where an answer is more than one turn of the model.
-        judge: gives answers their rewards.
-        carries_supports: see `Experiment`.
-    """
+    """Has groups answered, and looks after the engines while it waits: new ones get the trainer's weights."""
 
     rollout: RolloutSection
+    """The section of the spec: how answers are drawn and counted."""
     tokenizer: PreTrainedTokenizerBase
     engines: Engines
     conversations: Conversations | None
+    """The environment, where an answer is more than one turn of the model."""
     judge: Judge
+    """Gives answers their rewards."""
     syncing: Syncing
     events: Events
     turns: DeviceTurns
     carries_supports: bool = False
+    """See `Experiment`."""
 
     def __post_init__(self) -> None:
         self._ends = end_ids(self.tokenizer)
@@ -153,18 +146,19 @@ class Sampling:
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
         """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
+        version = self.syncing.version
+
+        def fresh(item: PendingGroup) -> bool:
+            return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
+
         with self.turns.turn("rollout"):
-            while not any(map(self._fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
+            while not any(map(fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
                 self._look_after([item.answers for item in under_way], FIRST_COMPLETED)
         self.events.deliver()
 
     def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
         ask = self.engines.admit if self.conversations is None else self.conversations.begin
         return ask(group, sampling, self.syncing.version)
-
-    def _fresh(self, item: PendingGroup) -> bool:
-        version = self.syncing.version
-        return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
 
     def _wait(self, asked: Sequence[PendingGroup]) -> None:
         with self.turns.turn("rollout"):

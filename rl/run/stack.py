@@ -17,17 +17,16 @@ from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.seats import Seats
-from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
+from fp8rl.rl.run.engines.slot import Canary
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.sampling import Sampling
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns, Side
+from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
@@ -53,8 +52,6 @@ class Stack:
     trainer: TrainerGroup
     engines: Engines
     """None in a run that samples nothing."""
-    description: Path
-    """The served model without its weights, which the engines are started from."""
     teacher: Teacher | None
     """The model that the policy learns from, if there is one."""
     syncing: Syncing
@@ -88,14 +85,11 @@ class Stack:
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         seats = Seats(experiment, folder)
         closing.callback(seats.close)
-        description = folder / "served" / "start"
-        closing.callback(remove_written, description.parent, SERVED)
+        closing.callback(remove_written, folder / "served", SERVED)
         events = events or Events()
         engines, rollout = Engines.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
-            write_description(experiment.model.directory, description, numerics.rollout_spec)
-            make = engine_maker(experiment, "policy", seats, folder, numerics)
-            serving = Serving(make, description, NO_WEIGHTS)
+            serving = _serving(experiment, numerics, seats, folder)
             engines = Engines(rollout.engines, serving, rollout, events, awake=not rollout.sleep)
         closing.callback(engines.stop)
         teacher = Teacher.start(experiment, seats, folder, events)
@@ -116,6 +110,7 @@ class Stack:
         bridge = _bridge(experiment, numerics, trainer, folder)
         syncing = Syncing(bridge, engines, events, turns, canary_of(experiment, numerics))
         carries = experiment.carries_supports
+        sampling = Sampling(rollout, tokenizer, engines, conversations, judge, syncing, events, turns, carries)
         return cls(
             experiment=experiment,
             numerics=numerics,
@@ -125,10 +120,9 @@ class Stack:
             seats=seats,
             trainer=trainer,
             engines=engines,
-            description=description,
             teacher=teacher,
             syncing=syncing,
-            sampling=Sampling(rollout, tokenizer, engines, conversations, judge, syncing, events, turns, carries),
+            sampling=sampling,
             events=events,
             turns=turns,
         )
@@ -170,10 +164,9 @@ class Stack:
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
         self._renew_bridge()
-        write_description(self.experiment.model.directory, self.description, numerics.rollout_spec)
-        make = engine_maker(self.experiment, "policy", self.seats, self.folder, numerics)
+        serving = _serving(self.experiment, numerics, self.seats, self.folder)
         with self.turn("rollout"):
-            self.engines.switch(Serving(make, self.description, NO_WEIGHTS))
+            self.engines.switch(serving)
 
     def turn(self, side: Side) -> AbstractContextManager[None]:
         """Give the device to one side for a block; see `DeviceTurns.turn`."""
@@ -186,6 +179,13 @@ class Stack:
     def _renew_bridge(self) -> None:
         bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
         self.syncing.renew(bridge, canary_of(self.experiment, self.numerics))
+
+
+def _serving(experiment: Experiment, numerics: NumericsConfig, seats: Seats, folder: Path) -> Serving:
+    """Write the served model without its weights, and return how engines are started from that."""
+    description = folder / "served" / "start"
+    write_description(experiment.model.directory, description, numerics.rollout_spec)
+    return Serving(engine_maker(experiment, "policy", seats, folder, numerics), description, NO_WEIGHTS)
 
 
 def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:

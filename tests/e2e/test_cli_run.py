@@ -29,7 +29,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.experiment.gate_rules import missing
 from fp8rl.rl.record.metrics import METRICS, describe
-from fp8rl.rl.run.lifecycle.interrupts import INTERRUPTED
+from fp8rl.rl.run.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import served_bytes

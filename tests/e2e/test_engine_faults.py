@@ -19,7 +19,7 @@ import ray
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.sampling import PendingGroup
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.data.sources import load_problems

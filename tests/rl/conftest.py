@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8rl.rl.run.lifecycle.interrupts import SIGNALS
+from fp8rl.rl.run.interrupts import SIGNALS
 
 
 @pytest.fixture(autouse=True)

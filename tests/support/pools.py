@@ -12,8 +12,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.sampling import Sampling, done
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns
+from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 

@@ -44,9 +44,9 @@ def compared(run: Path, step: int) -> dict[str, float]:
     version = int(json.loads((run / f"manifests/step_{step - 1}.json").read_text())["version"])
     drifted = _scored(own)
     mismatch = _scored(own + ahead)
-    cap = read_resolved(run / "spec.yaml").algorithm.measured_cap
+    tis_cap = read_resolved(run / "spec.yaml").algorithm.correction.tis_cap or 2.0
     return {
-        **agreement(*mismatch[:3], cap=cap, fresh=mismatch[3] == version),
+        **agreement(*mismatch[:3], tis_cap=tis_cap, fresh=mismatch[3] == version),
         **drift_metrics(*drifted[:3], drifted[3], version),
     }
 

@@ -78,7 +78,7 @@ class CapsuleRun:
         manifest = manifest or self.files.manifest(VERSION)
         case = Case(step, why, rows, self.numerics, self.files.experiment, manifest)
         write_capsule(
-            self.files.capsule(step), case, dataclasses.replace(seen, cap=tis_cap), export if weights else None
+            self.files.capsule(step), case, dataclasses.replace(seen, tis_cap=tis_cap), export if weights else None
         )
         return self.files.capsule(step)
 

@@ -70,7 +70,7 @@ class Aside:
         if self.away:
             raise RuntimeError(
                 "found masters and moments in the host's memory, expected them on the device: the trainer's turn has "
-                "to begin first (fp8rl.rl.run.turns)"
+                "to begin first (fp8rl.rl.run.syncing)"
             )
 
 

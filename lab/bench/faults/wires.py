@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.lifecycle.interrupts import Closing
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.server.client import EngineClient

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from fp8rl.rl.run.lifecycle.interrupts import interruptible, is_ending
+from fp8rl.rl.run.interrupts import interruptible, is_ending
 
 if TYPE_CHECKING:
     from fp8rl.trainer.config import TrainerSection

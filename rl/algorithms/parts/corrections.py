@@ -15,9 +15,9 @@ logprob. A sequence's ratio is the product of its tokens' rho, its geometric rat
     veto        a sequence with a token of rho below it is rejected, whatever else holds (as in slime's and SkyRL's
                 mismatch helpers)
 
-`cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators of
-the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so rejection
-never makes the others count more.
+`tis_cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators
+of the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so
+rejection never makes the others count more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
-from fp8rl.rl.mismatch.statistics import bounded
+from fp8rl.rl.mismatch.logprobs import bounded
 
 
 class RejectionSection(Section):
@@ -76,42 +76,39 @@ OWN_WEIGHT = ("icepop", "mis")
 
 @dataclass(frozen=True)
 class Correction:
-    """One choice of weight and rejection.
+    """One choice of weight and rejection."""
 
-    Attributes:
-        cap: largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis)
-            all weights are then 1.
-        level: of the TIS weight.
-        rejection: None keeps every token.
-        low: least accepted ratio; None: no lower bound.
-        high: largest accepted ratio; None: no upper bound.
-        veto: a token of a ratio below it rejects its sequence; None: none does.
-    """
-
-    cap: float | None = None
+    tis_cap: float | None = None
+    """Largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis) all
+    weights are then 1."""
     level: Literal["token", "sequence"] = "token"
+    """Whether the TIS weight is a token's or a sequence's."""
     rejection: Literal["icepop", "geometric", "mis"] | None = None
+    """The rule by which tokens are rejected; None keeps every token."""
     low: float | None = None
+    """Least accepted ratio; None: no lower bound."""
     high: float | None = None
+    """Largest accepted ratio; None: no upper bound."""
     veto: float | None = None
+    """A token of a ratio below it rejects its sequence; None rejects none."""
 
     @classmethod
     def of(
         cls,
-        cap: float | None,
+        tis_cap: float | None,
         level: Literal["token", "sequence"],
         rejection: RejectionSection | None,
         veto: float | None = None,
     ) -> Correction:
         """The correction that an experiment's settings ask for."""
         if rejection is None:
-            return cls(cap, level, veto=veto)
-        return cls(cap, level, rejection.name, rejection.low, rejection.high, veto)
+            return cls(tis_cap, level, veto=veto)
+        return cls(tis_cap, level, rejection.name, rejection.low, rejection.high, veto)
 
     @property
     def weighs(self) -> bool:
         """Return whether weights can differ from 1."""
-        return self.cap is not None or self.rejection in OWN_WEIGHT
+        return self.tis_cap is not None or self.rejection in OWN_WEIGHT
 
     @property
     def rejects(self) -> bool:
@@ -147,17 +144,13 @@ class Correction:
             judged = bounded(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
         if not self.weighs:
             weight = torch.ones_like(d)
-        if self.cap is not None:
-            weight = weight.clamp(max=self.cap)
-        outside = self._is_outside(judged)
+        if self.tis_cap is not None:
+            weight = weight.clamp(max=self.tis_cap)
+        outside = torch.zeros_like(judged, dtype=torch.bool)
+        if self.low is not None:
+            outside |= judged < self.low
+        if self.high is not None:
+            outside |= judged > self.high
         if self.veto is not None:
             outside |= (token < self.veto).any(dim=1, keepdim=True)
         return torch.where(used, weight, 1.0).to(old.dtype), used & ~outside
-
-    def _is_outside(self, ratio: Tensor) -> Tensor:
-        outside = torch.zeros_like(ratio, dtype=torch.bool)
-        if self.low is not None:
-            outside |= ratio < self.low
-        if self.high is not None:
-            outside |= ratio > self.high
-        return outside

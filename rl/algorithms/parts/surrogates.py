@@ -6,11 +6,12 @@ advantage, sg a value without gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
@@ -22,14 +23,16 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Surrogate:
-    """losses: [B, S] with gradient. ratio: that was clipped. below, above: bool [B, S], where the clip changed a term.
-    Values of tokens that are not used mean nothing, and their gradients are 0 or finite.
-    """
+    """The loss of each token. Values of tokens that are not used mean nothing, and their gradients are 0 or finite."""
 
     losses: Tensor
+    """[B, S] with gradient."""
     ratio: Tensor
+    """The ratio that was clipped."""
     below: Tensor
+    """bool [B, S], where the lower bound of the clip changed a term."""
     above: Tensor
+    """bool [B, S], where the upper bound did."""
 
 
 def token_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
@@ -90,17 +93,15 @@ class Aggregation:
     `token_mean`: every token counts the same (DAPO). `seq_mean_token_mean`: every sequence does (GRPO as published,
     GSPO). `seq_mean_token_sum`: so does every sequence, by the sum of its tokens. `seq_mean_token_sum_norm`: the same
     over a constant length, so that the length of an answer does not weigh its tokens (Dr. GRPO).
-
-    Attributes:
-        tokens: used tokens of the whole batch.
-        sequences: rows of the whole batch with at least one used token.
-        length: of `seq_mean_token_sum_norm`.
     """
 
     mode: Mode
     tokens: int
+    """Used tokens of the whole batch."""
     sequences: int
+    """Rows of the whole batch with at least one used token."""
     length: int = 1
+    """The length that `seq_mean_token_sum_norm` divides by."""
 
     @classmethod
     def of(cls, used: Tensor, mode: Mode, length: int = 1) -> Aggregation:
@@ -146,3 +147,64 @@ class OverlongSection(Section):
         assert self.limit is not None and self.buffer is not None, "not resolved"
         excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)
         return replace(outcomes, rewards=outcomes.rewards - self.penalty * excess / self.buffer)
+
+
+# KL divergence from the model that the run started from, which keeps the policy near it: in the loss or in the reward.
+
+
+Estimator = Literal["k2", "k3"]
+
+
+def k2(x: Tensor) -> Tensor:
+    """x² / 2"""
+    return x.square() / 2
+
+
+def k3(x: Tensor) -> Tensor:
+    """e^-x - 1 + x, without its cancellation; x is clamped to ±20."""
+    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-x).expm1() + x
+
+
+ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
+
+
+class KlLossSection(Section):
+    """A term of the loss."""
+
+    coefficient: float = Field(default=0.0, ge=0.0)
+    """The loss of a token per nat of KL; 1e-3 to 1e-2 is usual. 0: no such term."""
+    estimator: Estimator = "k2"
+    """`k2` has the gradient of the KL, `k3` its value."""
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _k1_teaches_nothing(cls, name: Any) -> Any:
+        if name == "k1":
+            raise ValueError(
+                "found k1, expected k2 or k3: as a loss, k1 has a gradient whose mean is zero. Set estimator=k2, or "
+                "put k1 into the reward with algorithm.kl.reward.coefficient"
+            )
+        return name
+
+
+class KlRewardSection(Section):
+    """A price on each token's reward, k1 of the weights that sampled it, before advantages are made."""
+
+    coefficient: float = Field(default=0.0, ge=0.0)
+    """The penalty on a token's reward per nat. 0: none."""
+
+
+class KlSection(Section):
+    """The reference is the model of `model.path`, frozen, in the trainer's own numerics and layout. It is loaded only
+    where a coefficient is not 0."""
+
+    loss: KlLossSection = KlLossSection()
+    """The KL term of the loss."""
+    reward: KlRewardSection = KlRewardSection()
+    """The KL penalty in the reward."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a reference is loaded."""
+        return self.loss.coefficient > 0 or self.reward.coefficient > 0

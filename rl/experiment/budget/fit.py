@@ -105,11 +105,12 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
 
 @dataclass(frozen=True)
 class Cure:
-    """A key that makes a class smaller. dear: with more GPUs than the run has, or at some cost in every step."""
+    """A key that makes a class smaller."""
 
     key: str
     remedy: str
     dear: bool = False
+    """It takes more GPUs than the run has, or costs something in every step."""
 
 
 def _cure(job: Job, held: Held, gpu_memory: float) -> Cure | None:
@@ -175,11 +176,13 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
 
 @dataclass(frozen=True)
 class OwnGpu:
-    """A GPU of this machine, whose GPUs are alike. memory: bytes of it. count: of them."""
+    """A GPU of this machine, whose GPUs are alike."""
 
     name: str
     memory: int
+    """Bytes of one."""
     count: int
+    """How many there are."""
 
 
 def own_gpu() -> OwnGpu | None:

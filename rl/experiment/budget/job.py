@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass, replace
 
 from fp8rl.models.shape import BF16_BYTES, Shape
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import TrainerSection
@@ -15,12 +18,13 @@ from fp8rl.weight_sync.served import served_bytes
 
 @dataclass(frozen=True)
 class TeacherBytes:
-    """Bytes of a teacher's engine on a GPU. working: what it wants to find free beside the others."""
+    """Bytes of a teacher's engine on a GPU."""
 
     weights: float
     cache: float
     graphs: float
     working: float
+    """Bytes that it wants to find free beside the others."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,17 @@ class Job:
     kv_tokens: int = 32768
     """Tokens that the KV cache of an engine holds."""
     bucket_bytes: int = 256 << 20
-    """Of a sync."""
+    """Bytes of a sync's bucket."""
     maps: bool = False
     """Engines map the buckets of every rank, so that each has a context on each GPU."""
     graph_bytes: float = 0.0
-    """Of an engine's CUDA graphs."""
+    """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
-    """What an engine wants to find free beside them."""
+    """Bytes that an engine wants to find free beside them."""
     sleep: bool = False
-    """Of trainer and engine on one GPU, one makes room while the other works."""
+    """Trainer and engine share a GPU, and one makes room while the other works."""
     may_sleep: bool = False
-    """They could."""
+    """They could share one so."""
     reference: bool = False
     """The trainer holds such a model, too; likewise `critic`."""
     critic: bool = False
@@ -162,16 +166,18 @@ _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512
 
 @dataclass(frozen=True)
 class EngineRoom:
-    """Bytes of one rank of an engine. graphs: of its CUDA graphs. working: that it wants to find free beside them."""
+    """Bytes of one rank of an engine."""
 
     graphs: float
+    """Bytes of its CUDA graphs."""
     working: float
+    """Bytes that it wants to find free beside them."""
 
 
 def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
     """Return what an engine wants on a GPU of so many bytes."""
     graphs = _GRAPH_MIB * _MIB * largest_graph(config, gpu_memory)
-    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or _chunk(gpu_memory))
+    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
     if gpu_memory > _SMALL:
         wanted = max(wanted, _FLOOR_MIB * _MIB)
@@ -187,6 +193,71 @@ def largest_graph(config: RolloutSection, gpu_memory: float) -> int:
     return 512 if config.tp >= 4 or gpu_memory >= _LARGE else 256
 
 
-def _chunk(gpu_memory: float) -> int:
-    """SGLang's own chunk of a prefill on GPUs of 60 GiB and more, the smallest that are planned for."""
-    return 16384 if gpu_memory >= _LARGE else 8192
+# The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds.
+
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
+    memory: float
+    """Bytes that a process can allocate, as torch's messages name them."""
+    bandwidth: float
+    """Bytes/s of the memory."""
+    bf16: float
+    """FLOP/s without sparsity."""
+    fp8: float
+    """The same; 0 where the GPU has none."""
+    nvlink: float
+    """Bytes/s that one GPU sends within its node, over NVLink or PCIe."""
+    network: float
+    """Bytes/s that one GPU sends to other nodes (400 Gbit/s InfiniBand)."""
+    source: str
+    """Where the figures were published."""
+
+    def peak(self, fp8: bool) -> float:
+        """FLOP/s of products."""
+        return self.fp8 if fp8 else self.bf16
+
+
+_IB, _GIB = 50e9, 2**30
+_PCIE4, _PCIE5 = 32e9, 64e9
+_HOPPER = (9, 0)
+
+GPUS = {
+    "h100": Gpu("H100 SXM", _HOPPER, 79 * _GIB, 3.35e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H100 data sheet"),
+    "h200": Gpu("H200 SXM", _HOPPER, 139 * _GIB, 4.8e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H200 data sheet"),
+    "h800": Gpu("H800 SXM", _HOPPER, 79 * _GIB, 3.35e12, 989e12, 1979e12, 200e9, _IB, "H100 with half of its NVLink"),
+    "h20": Gpu("H20", _HOPPER, 95 * _GIB, 4.0e12, 148e12, 296e12, 450e9, _IB, "press reports of its data sheet (2023)"),
+    "b200": Gpu("B200 SXM", (10, 0), 178 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B200 data sheet"),
+    "b300": Gpu("B300 SXM", (10, 3), 267 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B300 data sheet"),
+    "l40s": Gpu("L40S", (8, 9), 44 * _GIB, 0.864e12, 362e12, 733e12, _PCIE4, _IB, "NVIDIA L40S data sheet"),
+    "4090": Gpu("RTX 4090", (8, 9), 23.5 * _GIB, 1.008e12, 165e12, 330e12, _PCIE4, _IB, "NVIDIA Ada whitepaper"),
+    "rtx pro 6000": Gpu(
+        "RTX PRO 6000", (12, 0), 94 * _GIB, 1.792e12, 503e12, 1007e12, _PCIE5, _IB, "NVIDIA RTX Blackwell whitepaper"
+    ),
+    "a100": Gpu("A100 SXM 80GB", (8, 0), 79 * _GIB, 2.039e12, 312e12, 0.0, 300e9, _IB, "NVIDIA A100 data sheet"),
+}
+_SAYS_NOTHING = re.compile(
+    r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"
+)
+"""What people write into a GPU's name beside that which tells it from the others here."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of a name as people write it, such as `RTX-PRO-6000`. Raises UserError for one that is not known."""
+    known = {_SAYS_NOTHING.sub("", key): key for key in GPUS}
+    plain = _SAYS_NOTHING.sub("", name.lower())
+    if plain not in known:
+        near = difflib.get_close_matches(plain, known, n=1)
+        remedy = f"Did you mean {known[near[0]]}?" if near else "Choose the one whose memory is nearest."
+        if not plain:  # the first word of a name of several, without quotes
+            remedy = "Write the whole name, with - in place of blanks: --gpu rtx-pro-6000."
+        raise user_error("--gpu", found=name, expected=f"one of {', '.join(GPUS)}", remedy=remedy)
+    return GPUS[known[plain]]

@@ -170,14 +170,14 @@ def _own_cgroups() -> list[Path]:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
         lines = []
+
+    def limited(group: Path) -> bool:
+        limit = group / "memory.max"
+        return limit.is_file() and limit.read_text().strip() != "max"
+
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     path = CGROUPS / own
-    return [group for group in (path, *path.parents) if group.is_relative_to(CGROUPS) and _is_limited(group)]
-
-
-def _is_limited(group: Path) -> bool:
-    limit = group / "memory.max"
-    return limit.is_file() and limit.read_text().strip() != "max"
+    return [group for group in (path, *path.parents) if group.is_relative_to(CGROUPS) and limited(group)]
 
 
 def _left_in(group: Path) -> int:

@@ -20,16 +20,16 @@ TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "tracki
 
 @dataclass(frozen=True)
 class Tracked:
-    """The run that a tracker is told of.
-
-    folder: of the run. config: its experiment, as plain values. resumed: it goes on, after a start before.
-    """
+    """The run that a tracker is told of."""
 
     folder: str
+    """The run's folder."""
     name: str
     project: str
     config: dict[str, Any]
+    """The experiment as plain values."""
     resumed: bool
+    """It goes on, after a start before."""
 
     def place(self, tracker: str) -> Path:
         """The folder of a tracker's own files."""

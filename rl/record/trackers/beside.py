@@ -27,8 +27,7 @@ _FINISH_SECONDS = 60.0
 class Beside:
     """Trackers of a run, in processes of their own; what they print is in NAME/log.txt of its folder.
 
-    Attributes:
-        lost: told the sentence that says so, once for each that ends before the run does; may be replaced.
+    `lost` is told the sentence that says so, once for each that ends before the run does.
     """
 
     def __init__(

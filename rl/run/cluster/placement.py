@@ -1,50 +1,54 @@
-"""Placement of trainer ranks and engines on nodes, as data: nodes and a spec in, nodes out."""
+"""The nodes of the cluster, what each of them sees, and the placement of trainer ranks and engines on them."""
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from fp8rl.numerics.core.errors import UserError, check_rules, user_error
+import psutil
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fp8rl.numerics.backend.dispatch import capability_of
+from fp8rl.numerics.core.errors import Rule, check_rules, user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS
+from fp8rl.rollout.server.arguments import has_cuda
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster.
-
-    gpus: whole ones that nobody has reserved; None on a node that has none at all, and computes on its CPU. names: what
-    a spec may call it by, beside its address: custom resources (`rack1`) and labels (`side=engines`).
-    """
+    """A node of the cluster."""
 
     id: str
     address: str
     gpus: int | None = None
+    """GPUs that nobody has reserved; None on a node that has none at all, and computes on its CPU."""
     names: frozenset[str] = frozenset()
-
-    def is_called(self, name: str) -> bool:
-        return name == self.address or name in self.names
+    """Names that a spec may call it by, beside its address: custom resources (`rack1`) and labels (`side=engines`)."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an engine.
-
-    shares: the trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU.
-    """
+    """The place of an engine."""
 
     node: Node
     shares: int | None = None
+    """The trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """ranks: the node of each trainer rank. engines: the place of each engine."""
+    """The places of all that a run starts."""
 
     ranks: tuple[Node, ...]
+    """The node of each trainer rank."""
     engines: tuple[Place, ...]
+    """The place of each engine."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -67,11 +71,9 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
         engines.append(place_engine(left, experiment, ranks, engines, index))
         if engines[-1].shares is None:
             left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
-    whole = Placement(tuple(ranks), tuple(engines))
-    _check_sleepers(whole, experiment)
-    if experiment.sync.transport == "tensor" and experiment.needs_engines:
-        _check_one_node(replace(whole, engines=whole.engines[: experiment.rollout.engines]))  # those that are synced
-    return whole
+    synced = Placement(tuple(ranks), tuple(engines[: experiment.rollout.engines]))
+    check_rules(PLACED, (synced, experiment))
+    return replace(synced, engines=tuple(engines))
 
 
 def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
@@ -132,7 +134,7 @@ def place_engine(
 
 def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
     """The nodes that a side may use: those of its name, and of a cluster that has GPUs those that have some."""
-    named = [node for node in nodes if name is None or node.is_called(name)]
+    named = [node for node in nodes if name in (None, node.address, *node.names)]
     if not named:
         raise user_error(
             key,
@@ -168,30 +170,140 @@ def _with_less(node: Node, count: int) -> Node:
     return node if node.gpus is None else replace(node, gpus=node.gpus - count)
 
 
-def _check_sleepers(placement: Placement, experiment: Experiment) -> None:
-    """Engines that are to sleep share a GPU with the trainer, or all are on CPUs."""
-    own = [place for place in placement.engines[: experiment.rollout.engines] if place.shares is None]
-    if experiment.rollout.sleep and any(place.node.gpus is not None for place in own):
-        raise user_error(
-            "rollout.sleep",
-            found=f"true with {len(own)} engine(s) on GPUs of their own",
-            expected="engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
-            remedy="Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
-            "rollout.sleep.",
-        )
-
-
-def _check_one_node(placement: Placement) -> None:
-    if len(placement.nodes) > 1:
-        problem: UserError = user_error(
-            "sync.transport",
-            found=f"tensor, with the trainer on {_listed(placement.ranks)} and engines on "
-            f"{_listed([place.node for place in placement.engines])}",
-            expected="all on one node, whose memory they share",
-            remedy="Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node.",
-        )
-        raise problem
-
-
 def _listed(nodes: Sequence[Node]) -> str:
     return ", ".join(dict.fromkeys(node.address for node in nodes))
+
+
+PLACED: tuple[Rule[tuple[Placement, Experiment]], ...] = (
+    Rule(
+        "rollout.sleep",
+        lambda p: (
+            p[1].rollout.sleep and any(each.shares is None and each.node.gpus is not None for each in p[0].engines)
+        ),
+        lambda p: f"true with {sum(each.shares is None for each in p[0].engines)} engine(s) on GPUs of their own",
+        "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
+        "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
+        "rollout.sleep.",
+    ),
+    Rule(
+        "sync.transport",
+        lambda p: p[1].sync.transport == "tensor" and p[1].needs_engines and len(p[0].nodes) > 1,
+        lambda p: (
+            f"tensor, with the trainer on {_listed(p[0].ranks)} and engines on "
+            f"{_listed([each.node for each in p[0].engines])}"
+        ),
+        "all on one node, whose memory they share",
+        "Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node.",
+    ),
+)
+"""Rules of where the trainer and the engines that it syncs have been placed."""
+
+
+# The nodes as they are now, and what each of them sees.
+
+_EVERY_NODE_HAS = ("CPU", "GPU", "memory", "object_store_memory")
+SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Environment of a process that Ray is not to hide from what it has not reserved."""
+_LOOK_SECONDS = 120.0
+"""Seconds in which a node starts a process and looks."""
+
+
+def nodes_up() -> list[Node]:
+    """The nodes that are up, the driver's first, with the GPUs that nobody has reserved."""
+    here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
+    up = [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)) if node["Resources"].get("GPU") else None,
+            names=_names(node["Resources"], node["Labels"]),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(up, key=lambda node: (node.id != here, node.address, node.id))
+
+
+def _names(resources: Mapping[str, float], labels: Mapping[str, str]) -> frozenset[str]:
+    custom = {name for name in resources if name not in _EVERY_NODE_HAS and not name.startswith(("node:", "bundle_"))}
+    return frozenset(custom | {f"{key}={value}" for key, value in labels.items() if not key.startswith("ray.io/")})
+
+
+@dataclass(frozen=True)
+class View:
+    """The view of a node."""
+
+    interface: str | None
+    """The network interface that has its address."""
+    capability: tuple[int, int] | None
+    """Compute capability of its GPUs, None on a CPU."""
+    unseen: tuple[Path, ...]
+    """Files that it does not see as this process does."""
+
+
+def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, View]:
+    """Return what each of these nodes sees, by its id.
+
+    Raises:
+        UserError: one does not answer, or does not see `folder`, which is on a disk that they have to share, or one of
+            `files`, which are on such a disk or everywhere alike.
+    """
+    mark, text = folder / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
+    mark.write_text(text)
+    expected = {mark: text} | dict.fromkeys(files)
+    look = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": SEES_ALL_GPUS})(_look)
+    try:
+        calls = {
+            node.id: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
+                node.address, expected
+            )
+            for node in nodes
+        }
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_LOOK_SECONDS)
+        return {node.id: _checked(node, calls[node.id], calls[node.id] in done, mark) for node in nodes}
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _look(address: str, expected: Mapping[Path, str | None]) -> View:
+    """Look around on a node."""
+    unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
+    return View(interface_of(address), own_capability(), tuple(unseen))
+
+
+def _checked(node: Node, call: ray.ObjectRef, answered: bool, mark: Path) -> View:
+    try:
+        if not answered:
+            raise TimeoutError(f"no answer within {_LOOK_SECONDS:g} s")
+        view: View = ray.get(call)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise user_error(
+            "cluster",
+            found=f"node {node.address} that cannot look at its files: {str(error).strip().splitlines()[-1]}",
+            expected="a node that runs this version of fp8rl, from an environment like this one",
+            remedy="Install it there, or leave the node out with cluster.trainer_nodes and cluster.engine_nodes.",
+        ) from None
+    for path in view.unseen:
+        of_run = path == mark
+        raise user_error(
+            "run.dir" if of_run else "model.path",
+            found=f"{path.parent}, which node {node.address} does not see",
+            expected="a folder on a disk that every node of the run shares"
+            + (": engines load and log there, ranks write checkpoints" if of_run else ", or a copy on each"),
+            remedy="Choose one on a shared disk, or use the nodes that see it (cluster.trainer_nodes, .engine_nodes).",
+        )
+    return view
+
+
+def own_capability() -> tuple[int, int] | None:
+    """Compute capability of this machine's GPUs, None where it computes on its CPU."""
+    return capability_of("cuda" if has_cuda() else "cpu")
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an address, None if none has: gloo listens where it is told to."""
+    if address.startswith("127."):
+        return "lo"
+    return next(
+        (name for name, held in psutil.net_if_addrs().items() if any(each.address == address for each in held)), None
+    )

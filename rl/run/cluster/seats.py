@@ -15,14 +15,24 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.run.cluster.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
-from fp8rl.rl.run.cluster.placement import Node, Place, place, place_engine, place_ranks
+from fp8rl.rl.run.cluster.placement import (
+    SEES_ALL_GPUS,
+    Node,
+    Place,
+    View,
+    nodes_up,
+    own_capability,
+    place,
+    place_engine,
+    place_ranks,
+    views,
+)
 from fp8rl.trainer.device import LOOPBACK, Seat
 
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray reserves what a node has said to be free."""
 _ROOM_SECONDS = 60.0
-"""That a trainer which was lost with its node waits for room on another one."""
+"""Seconds in which a trainer that was lost with its node waits for room on another one."""
 _AGAIN_SECONDS = 1.0
 _GIVING_BACK_SECONDS = 2.0
 _TOUCH = 0.001

@@ -17,9 +17,8 @@ import ray
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, waited
 from fp8rl.rl.run.cluster.seats import NoRoomError
-from fp8rl.rl.run.engines.canary import Expected, largest
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, decoding_metrics, end_engine
+from fp8rl.rl.run.engines.slot import EngineSlot, Expected, answered, call, decoding_metrics, end_engine, largest
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
@@ -48,8 +47,7 @@ class Engines:
     `verified`. One whose weights never change has its digests compared with those of its files instead
     (`Serving.manifest`). If an engine cannot be replaced, all who wait get the error.
 
-    Attributes:
-        slots: the places of the engines. Nothing but their event loop writes them.
+    Nothing but their event loop writes the `slots`, their places.
 
     Raises:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.

@@ -14,7 +14,7 @@ from fp8rl.numerics.backend.dispatch import implementation_for
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.run.cluster.nodes import own_capability
+from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.cluster.seats import Seats
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import EngineActor
@@ -28,16 +28,18 @@ _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 
 @dataclass(frozen=True)
 class Serving:
-    """Settings that engines are started with. make: an actor for the engine of this index, where it has room; it may
-    block. checkpoint: an HF directory in the served format. version: of its weights, or `NO_WEIGHTS`. manifest: what it
-    holds, for engines that work as soon as they hold the same; None: they wait for a sync. role: what their model is
-    there for."""
+    """Settings that engines are started with."""
 
     make: Callable[[int], Any]
+    """Makes the actor of the engine of this index, where it has room; it may block."""
     checkpoint: Path
+    """An HF directory in the served format."""
     version: int = 0
+    """Version of its weights, or `NO_WEIGHTS`."""
     manifest: Manifest | None = None
+    """Digests of what it holds, for engines that work as soon as they hold the same; None: they wait for a sync."""
     role: Role = "policy"
+    """The role of their model."""
 
 
 def engine_maker(

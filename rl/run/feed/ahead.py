@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,14 @@ GROUPS = "groups.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """The answers to one prompt of a step to come.
-
-    number: of the prompt in the run. prompt_ids: [P]. seeds: of the group. The others by row, in the order of the
-    seeds; see `rollout.types.Trajectory`. row_prompts, row_seeds, branches: empty where each seed has one row, of
-    the prompt.
-    """
+    """The answers to one prompt of a step to come."""
 
     number: int
+    """Number of the prompt in the run."""
     prompt_ids: list[int]
+    """[P]."""
     seeds: list[int]
+    """Seeds of the group. The fields below are by row, in their order; see `rollout.types.Trajectory`."""
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     weight_versions: list[list[int]]
@@ -44,6 +42,7 @@ class Answered:
     outcome: list[dict[str, float]]
     failed: list[bool]
     row_prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    """Prompts of the rows; this and the next two are empty where each seed has one row, of the prompt."""
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
     supports: list[list[list[int]] | None] | None = None
@@ -89,7 +88,7 @@ class Answered:
                 outcome=self.outcome[row],
                 failed=self.failed[row],
                 branch=self.branches[row] if self.branches else 0,
-                supports=None if self.supports is None else _supports(self.supports[row]),
+                supports=KeptTokens.of(kept) if self.supports and (kept := self.supports[row]) is not None else None,
             )
             for row, seed in enumerate(self.row_seeds or self.seeds)
         ]
@@ -97,15 +96,14 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class FeedState:
-    """Position of a feed.
-
-    next: number of the first prompt that was not admitted yet. admitted: numbers of those that were and are not trained
-    on yet, oldest first. answered: those of them whose answers are there.
-    """
+    """Position of a feed."""
 
     next: int
+    """Number of the first prompt that was not admitted yet."""
     admitted: list[int]
+    """Numbers of prompts that were admitted and are not trained on yet, oldest first."""
     answered: list[Answered]
+    """Those of them whose answers are there."""
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -115,7 +113,7 @@ class FeedState:
     @property
     def texts(self) -> dict[str, str]:
         """The files of the answers, by name."""
-        return {GROUPS: to_lines(self.answered)} if self.answered else {}
+        return {GROUPS: "".join(map(_line, self.answered))} if self.answered else {}
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> FeedState:
@@ -129,21 +127,13 @@ class FeedState:
 _STATE = TypeAdapter(FeedState)
 
 
-def _supports(lists: list[list[int]] | None) -> KeptTokens | None:
-    return None if lists is None else KeptTokens.of(lists)
-
-
-def to_lines(groups: Iterable[Answered]) -> str:
-    """The file's text; a log-probability that is not finite is null."""
-    return "".join(_line(group) for group in groups)
-
-
 def read_answered(path: Path) -> list[Answered]:
     """The groups of a checkpoint's file; none if it has no such file. Raises `UserError` for a damaged line."""
     return whole_json_lines(path, "groups", _parse) if path.is_file() else []
 
 
 def _line(group: Answered) -> str:
+    """A line of the file; a log-probability that is not finite is null."""
     logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
     values = {**vars(group), "logprobs": logprobs}
     if not any(group.supports or ()):

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.mismatch import token_versions
 from fp8rl.rl.mismatch.drift import tokens_by_age
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
-from fp8rl.rl.run.clock import StepClock
+from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from fp8rl.rl.run.feed.ahead import Answered, FeedState
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
@@ -42,39 +41,42 @@ class FilterError(RuntimeError):
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A batch of sampled answers or of examples: a step trains on it, or only scores it.
-
-    Attributes:
-        versions: int64 [B, S], the weight version that sampled each token; None where nothing was sampled.
-        outcomes: of the rows, from which advantages are made; None where nobody learns from them.
-        answers: by row of the batch; empty likewise.
-        metrics: `rollout/...`.
-    """
+    """A batch of sampled answers or of examples: a step trains on it, or only scores it."""
 
     batch: TokenBatch
     versions: Tensor | None = None
+    """int64 [B, S], the weight version that sampled each token; None where nothing was sampled."""
     outcomes: Outcomes | None = None
+    """Rewards of the rows, from which advantages are made; None where nobody learns from them."""
     answers: tuple[JudgedAnswer, ...] = ()
+    """Answers by row of the batch; empty where nobody learns from them."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """`rollout/...`."""
 
 
-class Feed(Protocol):
-    """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume."""
+class Feed:
+    """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume.
+
+    One that samples nothing has nothing but `take`.
+    """
 
     def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> RolloutBatch:
         """Return the batch of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
 
         meanwhile: called once the engines have been asked for all that they may sample now.
         """
+        raise NotImplementedError
 
     def ahead(self, clock: StepClock) -> RolloutBatch | None:
         """Some finished answers to later steps, for the trainer to score before it updates; None: there are none."""
+        return None
 
     def drain(self, clock: StepClock) -> None:
         """Wait for every answer that was admitted, where updates do not land in flight."""
 
     def state(self) -> FeedState:
         """Return what a checkpoint must keep for the steps to come."""
+        return FeedState(0, [], [])
 
     def restore(self, state: FeedState) -> None:
         """Go on where a checkpoint has kept `state`; what is answered in it is not asked for again."""
@@ -90,7 +92,7 @@ def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
     return ExampleFeed(experiment, sampling.tokenizer)
 
 
-class SampledFeed:
+class SampledFeed(Feed):
     """Groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps ahead.
 
     A step trains on the oldest groups, and with `rollout.oversample` on the oldest that are answered; groups that the
@@ -279,7 +281,7 @@ class SampledFeed:
         return batch, token_versions(trajectories, batch.loss_mask)
 
 
-class ExampleFeed:
+class ExampleFeed(Feed):
     """Questions with the answers of the data."""
 
     def __init__(self, experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -290,22 +292,12 @@ class ExampleFeed:
         meanwhile()
         count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
         prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
-        answers = [_answer_ids(self._tokenizer, prompt.problem) for prompt in prompts]
-        return RolloutBatch(
-            batch_from_examples([SftExample(p.token_ids, ids) for p, ids in zip(prompts, answers, strict=True)])
-        )
-
-    def ahead(self, clock: StepClock) -> RolloutBatch | None:
-        return None
-
-    def drain(self, clock: StepClock) -> None: ...
-
-    def state(self) -> FeedState:
-        return FeedState(0, [], [])
-
-    def restore(self, state: FeedState) -> None: ...
-
-    def renew(self) -> None: ...
+        examples = []
+        for prompt in prompts:
+            asked = prompt.problem
+            answer = answer_ids(self._tokenizer, asked.conversation, asked.answer, asked.chat_template)
+            examples.append(SftExample(prompt.token_ids, answer))
+        return RolloutBatch(batch_from_examples(examples))
 
 
 def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
@@ -381,8 +373,3 @@ def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float
         metrics["rollout/dropped_tokens_mean"] = sum(lengths) / len(lengths)
         metrics["rollout/dropped_reward_mean"] = sum(rewards) / len(rewards)
     return metrics
-
-
-def _answer_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """Tokenize a reference answer as the chat template writes it, with the token that ends the turn."""
-    return answer_ids(tokenizer, problem.conversation, problem.answer, problem.chat_template)

@@ -33,21 +33,18 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class JudgedAnswer:
-    """A sampled answer and what became of it.
-
-    Attributes:
-        said: who said what in it.
-        reward: the weighted sum of the parts.
-        parts: what each function said, unweighted: by its name, and `name/part` where it gave named numbers.
-        teacher_logprobs: the teacher's, of each token; None where it was not asked.
-    """
+    """A sampled answer and what became of it."""
 
     problem: Problem
     trajectory: Trajectory
     said: list[Said]
+    """(model or environment, text) by turn."""
     reward: float
+    """The weighted sum of the parts."""
     parts: Numbers
+    """Values of each function, unweighted: by its name, and `name/part` where it gave named numbers."""
     teacher_logprobs: list[float] | None = None
+    """The teacher's log-probability of each token; None where it was not asked."""
 
     @property
     def text(self) -> str:
@@ -78,9 +75,7 @@ class Judge:
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
     ) -> Future[list[JudgedAnswer]]:
         """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
-        if taught and self._teacher is not None:
-            return self._background.begin(self._judged_and_scored(self._teacher, prompt, trajectories))
-        return self._background.begin(self._judged(prompt, trajectories))
+        return self._background.begin(self._judged(prompt, trajectories, self._teacher if taught else None))
 
     def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
         """Return what was begun.
@@ -105,14 +100,13 @@ class Judge:
 
     # The rest runs in the background.
 
-    async def _judged_and_scored(
-        self, teacher: Teacher, prompt: Prompt, trajectories: Sequence[Trajectory]
+    async def _judged(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], teacher: Teacher | None = None
     ) -> list[JudgedAnswer]:
-        judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
-        return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
-
-    async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[JudgedAnswer]:
         """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""
+        if teacher is not None:
+            judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
+            return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
         sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         verdicts = iter(await self._of_sound(prompt, sound) if sound else [])
         return [

@@ -125,7 +125,9 @@ def expected_loss(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Ten
         new = [logprobs[row, i] for i in finite]
         old = [batch.fields["old_logprobs"][row, i].double() for i in finite]
         rollout = [batch.fields["rollout_logprobs"][row, i].double() for i in finite]
-        weights = [(o - engine).exp().clamp(max=2.0) if chosen.cap else 1.0 for o, engine in zip(old, rollout)]
+        weights = [
+            (o - engine).exp().clamp(max=2.0) if chosen.correction.tis_cap else 1.0 for o, engine in zip(old, rollout)
+        ]
         ratios = [(n - o).exp() for n, o in zip(new, old)]
         if name == "gspo" and finite:
             ratios = [torch.stack([n - o for n, o in zip(new, old)]).mean().exp()] * len(finite)

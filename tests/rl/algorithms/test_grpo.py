@@ -259,8 +259,7 @@ def test_the_ratio_of_older_tokens_is_taken_from_the_engine_unless_asked_otherwi
 ) -> None:
     resolved = Grpo(**settings).resolved(RolloutSection(staleness=staleness))
     assert resolved.ratio == expected
-    assert (resolved.cap is None) == (expected == "bypass" or "rejection" in settings)
-    assert (resolved.tightened(1.0).cap is None) == (resolved.cap is None)
+    assert (resolved.correction.tis_cap is None) == (expected == "bypass" or "rejection" in settings)
 
 
 def test_a_rejection_that_could_not_reject_is_refused() -> None:

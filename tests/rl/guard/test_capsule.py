@@ -40,7 +40,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     path = run.write(4, ["one", "two"], seen, [1, 2], 1.5)
     assert run.files.capsule_steps() == [4]
     read = read_capsule(path)
-    assert (read.step, read.why, read.rows, read.scored.cap) == (4, ["one", "two"], [1, 2], 1.5)
+    assert (read.step, read.why, read.rows, read.scored.tis_cap) == (4, ["one", "two"], [1, 2], 1.5)
     assert read.numerics == run.numerics and read.experiment == run.experiment
     assert read.manifest.entries == {"a.weight": "1234@3"}
     assert read.weights is not None and (read.weights / "model.safetensors").read_bytes() == b"weights"
@@ -53,7 +53,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(back.batch.fields[name], chosen.batch.fields[name])
     assert torch.equal(back.versions, chosen.versions) and torch.equal(back.routes, chosen.routes)
     assert torch.equal(back.logprobs.view(torch.int32), chosen.logprobs.view(torch.int32)), "NaN included"
-    assert read.metrics == back.metrics() == dataclasses.replace(chosen, cap=1.5).metrics()
+    assert read.metrics == back.metrics() == dataclasses.replace(chosen, tis_cap=1.5).metrics()
     assert read.metrics["mismatch/nonfinite_count"] == 1 and read.metrics["mismatch/tokens"] == 4
 
 

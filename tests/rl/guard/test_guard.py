@@ -8,8 +8,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from fp8rl.rl.guard.gates import GateState
-from fp8rl.rl.guard.judge import Fault, Guard, Verdict
+from fp8rl.rl.guard.gates import Fault, GateState, Guard, Verdict
 from tests.support.experiments import experiment
 
 TIS, EXACT, NORM = "mismatch/tis_clipfrac", "mismatch/exact_frac", "train/grad_norm"
@@ -53,10 +52,10 @@ def test_a_good_step_is_trained_on_and_says_nothing(guard: Guard) -> None:
 
 
 def test_a_tightened_cap_repeats_the_pass_once_and_stays(guard: Guard) -> None:
-    assert guard.algorithm.cap == guard.algorithm.measured_cap == 2.0
+    assert guard.algorithm.correction.tis_cap == guard.tis_cap == 2.0
     first = judge(guard, 1, tis=0.2)
     assert first.retry and not first.withheld
-    assert guard.algorithm.cap == 1.5
+    assert guard.algorithm.correction.tis_cap == 1.5
     assert not judge(guard, 2).retry
     again = judge(guard, 3, tis=0.2)
     assert (again.fired, again.retry) == (1, False), "there is nothing to change any more"
@@ -74,7 +73,7 @@ def test_replayed_routes_repeat_the_pass_and_stay(guard: Guard, gate_state: Gate
 def test_what_is_withheld_needs_no_second_pass_but_the_change_lasts(guard: Guard) -> None:
     verdict = judge(guard, 1, tis=0.2, exact=0.5)
     assert (verdict.fired, verdict.withheld, verdict.retry, verdict.resync) == (2, True, False, False)
-    assert guard.algorithm.cap == 1.5
+    assert guard.algorithm.correction.tis_cap == 1.5
     assert judge(guard, 2, exact=0.9).withheld, "until the metric has recovered"
     assert not judge(guard, 3).withheld
 
@@ -133,7 +132,7 @@ def test_a_repeated_pass_that_breaks_a_bound_is_not_trained_on(guard: Guard) -> 
 def test_gates_and_changes_go_on_in_a_resumed_run(guard: Guard, gate_state: GateState) -> None:
     judge(guard, 1, tis=0.2, exact=0.5)
     resumed = a_guard(TypeAdapter(GateState).validate_python(json.loads(json.dumps(gate_state.to_dict()))))
-    assert resumed.algorithm.cap == 1.5
+    assert resumed.algorithm.correction.tis_cap == 1.5
     verdict = judge(resumed, 2, tis=0.2, exact=0.5)
     assert (verdict.fired, verdict.withheld) == (0, True)
     assert not judge(resumed, 3).withheld

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means
+from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means, token_versions
 from fp8rl.rl.record.metrics import METRICS, describe
+from fp8rl.rollout.types import Trajectory
 
 LN2 = math.log(2.0)
 ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"
@@ -31,7 +32,7 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": max(values)}
 
 
-def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float) -> dict[str, float]:
+def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, tis_cap: float) -> dict[str, float]:
     """Every fixed metric of the formula sheet, term by term in float64."""
     rows, sampled, dropped, broken = [], 0, 0, 0
     for row in range(mask.shape[0]):
@@ -56,9 +57,9 @@ def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float)
         **spread(ABS_DIFF, [abs(x) for x in d]),
         **spread("mismatch/token_mult_prob_error", [math.exp(abs(x)) for x in d]),
         **spread("mismatch/rho", rho),
-        **spread("mismatch/tis_weight", [min(r, cap) for r in rho]),
-        "mismatch/tis_clipfrac": sum(r > cap for r in rho) / n,
-        "mismatch/tis_clipfrac_two_sided": sum(min(max(r, 1 / cap), cap) != r for r in rho) / n,
+        **spread("mismatch/tis_weight", [min(r, tis_cap) for r in rho]),
+        "mismatch/tis_clipfrac": sum(r > tis_cap for r in rho) / n,
+        "mismatch/tis_clipfrac_two_sided": sum(min(max(r, 1 / tis_cap), tis_cap) != r for r in rho) / n,
         "mismatch/extreme_frac_2": sum(abs(x) > math.log(2) for x in d) / n,
         "mismatch/extreme_frac_10": sum(abs(x) > math.log(10) for x in d) / n,
         "mismatch/k1_kl": math.fsum(-x for x in d) / n,
@@ -76,8 +77,8 @@ def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float)
     }
 
 
-@pytest.mark.parametrize(("seed", "noise", "cap"), [(3, 0.5, 1.5), (4, 0.01, 2.0), (5, 1.5, 5.0)])
-def test_against_an_independent_float64_oracle(seed: int, noise: float, cap: float) -> None:
+@pytest.mark.parametrize(("seed", "noise", "tis_cap"), [(3, 0.5, 1.5), (4, 0.01, 2.0), (5, 1.5, 5.0)])
+def test_against_an_independent_float64_oracle(seed: int, noise: float, tis_cap: float) -> None:
     generator = np.random.default_rng(seed)
     rollout = (-generator.exponential(1.0, (40, 37))).astype(np.float32)
     difference = generator.normal(0, noise, (40, 37)) * (generator.random((40, 37)) < 0.7)
@@ -89,9 +90,9 @@ def test_against_an_independent_float64_oracle(seed: int, noise: float, cap: flo
     rollout[3, 5] = np.nan
     train[12, 1], train[12, 2] = -np.inf, np.inf
 
-    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), cap=cap)
+    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), tis_cap=tis_cap)
 
-    expected = oracle(train, rollout, mask, cap)
+    expected = oracle(train, rollout, mask, tis_cap)
     assert without_the_breakdown(metrics) == pytest.approx(expected, rel=1e-9, abs=1e-15)
     assert (metrics["mismatch/sequences"], metrics["mismatch/nonfinite_sequences"]) == (39, 2)
     assert 0.0 < metrics["mismatch/exact_frac"] < metrics["mismatch/near_exact_frac"] < 1.0
@@ -158,12 +159,12 @@ def test_by_hand() -> None:
 def test_the_cap_moves_clip_fractions_and_weights() -> None:
     # rho = 1.5, 1/1.5, 3, 1/3 with C = 1.2: all four outside, two above.
     differences = [math.log(1.5), -math.log(1.5), math.log(3), -math.log(3)]
-    metrics = from_differences(differences, cap=1.2)
+    metrics = from_differences(differences, tis_cap=1.2)
     assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.5, 1.0)
     assert metrics["mismatch/tis_weight_mean"] == pytest.approx((1.2 + 1 / 1.5 + 1.2 + 1 / 3) / 4)
     edges = from_differences([LN2, -LN2])
     assert edges["mismatch/tis_clipfrac_two_sided"] == edges["mismatch/extreme_frac_2"] == 0.0, "2 and 1/2 are inside"
-    metrics = from_differences(differences, cap=5.0)
+    metrics = from_differences(differences, tis_cap=5.0)
     assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.0, 0.0)
     assert metrics["mismatch/tis_weight_mean"] == metrics["mismatch/rho_mean"]
 
@@ -292,4 +293,118 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="expected equal ones"):
         agreement(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
     with pytest.raises(ValueError, match="cap: found"):
-        from_differences([0.1], cap=0.5)
+        from_differences([0.1], tis_cap=0.5)
+
+
+def part(metrics: dict[str, float], kind: str) -> dict[str, float]:
+    """The metrics by position, by the rest of their name."""
+    return {name.removeprefix("mismatch/"): value for name, value in metrics.items() if f"_{kind}_" in name}
+
+
+def test_positions_count_the_generated_tokens_of_each_row() -> None:
+    # Row 0 begins at column 3, row 1 at column 0; its token at position 2 is dropped but keeps its place.
+    d = torch.zeros(2, 100, dtype=torch.float64)
+    mask = torch.zeros(2, 100, dtype=torch.bool)
+    mask[0, 3:90] = mask[1, :17] = True
+    d[0, 3 + 15], d[0, 3 + 16], d[0, 3 + 63], d[0, 3 + 64] = 1.0, -2.0, 4.0, 8.0
+    d[1, 2], d[1, 16] = math.nan, 16.0
+    assert part(agreement(d, torch.zeros_like(d), mask), "pos") == {
+        "abs_diff_mean_pos_0": pytest.approx(1 / 31),
+        "abs_diff_max_pos_0": 1.0,
+        "tokens_pos_0": 31,
+        "abs_diff_mean_pos_16": pytest.approx(22 / 49),
+        "abs_diff_max_pos_16": 16.0,
+        "tokens_pos_16": 49,
+        "abs_diff_mean_pos_64": pytest.approx(8 / 23),
+        "abs_diff_max_pos_64": 8.0,
+        "tokens_pos_64": 23,
+    }
+
+
+def test_prompts_between_answers_do_not_count_as_positions() -> None:
+    d, mask = torch.zeros(1, 40), torch.zeros(1, 40, dtype=torch.bool)
+    mask[0, 1:11] = mask[0, 20:26] = True
+    d[0, 25] = 3.0  # the 16th generated token, position 15
+    assert part(agreement(d, torch.zeros_like(d), mask), "pos")["abs_diff_max_pos_0"] == 3.0
+
+
+def test_the_last_bucket_is_open() -> None:
+    d = torch.ones(1, 70_000)
+    metrics = part(agreement(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool)), "pos")
+    assert metrics["tokens_pos_16384"] == 70_000 - 16_384
+
+
+def test_versions_are_laid_out_like_the_batch() -> None:
+    trajectories = [
+        Trajectory([1], [5, 6], [-1.0, -1.0], True, [3, 4], 0, 0),
+        Trajectory([1, 2], [], [], False, [], 0, 0),
+        Trajectory([1, 2], [5], [-1.0], True, [4], 0, 0),
+    ]
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
+    assert token_versions(trajectories, mask).tolist() == [[0, 3, 4], [0, 0, 0], [0, 0, 4]]
+
+
+def test_positions_count_the_generated_tokens_that_are_not_compared_too() -> None:
+    d, mask = torch.zeros(1, 40), torch.ones(1, 40, dtype=torch.bool)
+    d[0, 20] = 2.0
+    fresh = torch.arange(40)[None] >= 18
+    metrics = part(agreement(d, torch.zeros_like(d), mask, fresh=fresh), "pos")
+    assert (metrics["tokens_pos_16"], metrics["abs_diff_max_pos_16"]) == (22, 2.0) and "tokens_pos_0" not in metrics
+
+
+def of_rows(*rows: list[float], mask: list[list[int]] | None = None) -> dict[str, float]:
+    """Agreement of rows of differences, over rollout logprobs of 0; shorter rows are masked at their end."""
+    width = max(map(len, rows))
+    d = torch.tensor([row + [math.nan] * (width - len(row)) for row in rows], dtype=torch.float64)
+    chosen = (
+        torch.tensor([[t < len(row) for t in range(width)] for row in rows]) if mask is None else torch.tensor(mask)
+    )
+    return agreement(d, torch.zeros_like(d), chosen.bool())
+
+
+def test_two_sequences_by_hand() -> None:
+    # Sums of d: 3 ln 2 over 3 tokens, -2 ln 2 over one: means ln 2 and -2 ln 2, geometric ratios 2 and 1/4.
+    # Perplexity ratios 1/2 and 4. chi^2: (2^6 + 2^-4) / 2 - 1. ESS: weights 8 and 1/4: 8.25^2 / (2 * 64.0625).
+    metrics = of_rows([LN2, 3 * LN2, -LN2], [-2 * LN2])
+    expected = {
+        "mismatch/sequences": 2,
+        "mismatch/geometric_ratio_mean": 1.125,
+        "mismatch/geometric_ratio_p50": 0.25,
+        "mismatch/geometric_ratio_p99": 2.0,
+        "mismatch/geometric_ratio_max": 2.0,
+        "mismatch/ppl_ratio_mean": 2.25,
+        "mismatch/ppl_ratio_p50": 0.5,
+        "mismatch/ppl_ratio_max": 4.0,
+        "mismatch/chi2_sequence": 31.03125,
+        "mismatch/ess_sequence": 68.0625 / 128.125,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_sequence_counts_its_finite_tokens_only() -> None:
+    # The mean of the first row is that of its two finite tokens, and a row without any is no sequence.
+    metrics = of_rows([LN2, math.nan, 3 * LN2], [math.inf], [])
+    assert (metrics["mismatch/sequences"], metrics["mismatch/nonfinite_sequences"]) == (1, 2)
+    assert metrics["mismatch/geometric_ratio_mean"] == pytest.approx(4.0)
+    assert metrics["mismatch/chi2_sequence"] == pytest.approx(2.0**8 - 1)
+
+
+def test_length_decides_nothing_in_a_mean_over_sequences() -> None:
+    metrics = of_rows([LN2] * 50, [-LN2])
+    assert metrics["mismatch/geometric_ratio_mean"] == pytest.approx(1.25)
+
+
+def test_long_sequences_do_not_overflow() -> None:
+    # Sums of ±3000 are cut to exponents of ±20, of e^(2 sum) too; the means, ±3, are not.
+    metrics = of_rows([3.0] * 1000, [-3.0] * 1000)
+    assert metrics["mismatch/chi2_sequence"] == pytest.approx((math.exp(20) + math.exp(-20)) / 2 - 1)
+    assert metrics["mismatch/ess_sequence"] == pytest.approx(0.5)
+    assert metrics["mismatch/geometric_ratio_max"] == pytest.approx(math.exp(3))
+    assert metrics["mismatch/ppl_ratio_max"] == pytest.approx(math.exp(3))
+
+
+def test_opposite_errors_cancel_in_a_sequence_but_not_in_its_tokens() -> None:
+    metrics = of_rows([1.0, -1.0])
+    assert metrics["mismatch/geometric_ratio_mean"] == metrics["mismatch/ess_sequence"] == 1.0
+    assert metrics["mismatch/chi2_sequence"] == 0.0
+    assert metrics["mismatch/chi2_token"] > 2 and metrics["mismatch/ess"] < 0.7

@@ -50,9 +50,9 @@ def test_an_existing_run_is_not_touched_without_a_flag(tmp_path: Path) -> None:
 
 def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
     run = old_run(tmp_path)
-    assert opened(tmp_path, resume=True) == run
+    assert opened(tmp_path, resume=True).path == run.path
     assert run.manifest(3).is_file()
-    assert opened(tmp_path, overwrite=True) == run
+    assert opened(tmp_path, overwrite=True).path == run.path
     assert files(run.path) == [".fp8rl"]
 
 
@@ -70,7 +70,7 @@ def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 def test_a_start_that_never_reached_a_step_is_replaced(tmp_path: Path) -> None:
     run = old_run(tmp_path, rows="")
-    assert opened(tmp_path) == run
+    assert opened(tmp_path).path == run.path
     assert files(run.path) == [".fp8rl"]
 
 

@@ -22,7 +22,7 @@ from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.tracking import WANDB_LOST, Tracker
+from fp8rl.rl.record.tracking import WANDB_LOST, RunTracker
 from fp8rl.rl.record.wandb_run import BASICS, METRIC_GROUPS, Upload, WandbRun, WandbSection, check_wandb
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
@@ -73,9 +73,9 @@ def tracking(
     spec: dict[str, Any] = SPEC,
     lost: Callable[[str], object] = pytest.fail,
     resume_step: int | None = None,
-) -> Tracker:
+) -> RunTracker:
     recording = WandbRun(run, spec, config, resumed=resume_step is not None, lost=lost)
-    return Tracker(run, recording, last_step=spec["run"]["steps"], resume_step=resume_step)
+    return RunTracker(run, recording, last_step=spec["run"]["steps"], resume_step=resume_step)
 
 
 def wandb_records(run: RunDir) -> list[dict[str, Any]]:
@@ -90,79 +90,61 @@ def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [record[kind] for record in records if record["type"] == kind]
 
 
-@pytest.mark.slow
-def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
-    with tracking(run, WandbSection(mode="offline", project="test")) as tracker:
+def test_wandb_gets_the_same_rows_in_groups_with_rare_tables_and_says_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import openai  # noqa: F401  (what wandb looks for, to advertise Weave)
+
+    monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
+    temporary = run.path.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    wandb.termlog("this can be seen")
+    abs_diff_max, spec = "mismatch/train_rollout_logprob_abs_diff_max", SPEC | {"run": {"steps": 12}}
+    with tracking(run, WandbSection(mode="offline", project="test"), spec=spec) as tracker:
+        assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
         tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan"), "rollout/reward/length/long": -0.25})
-        tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
+        for step in range(2, 13):
+            row = {"train/loss": 1.0 / step, "rollout/reward_mean": 0.5, abs_diff_max: 0.25}
+            tracker.log(step, row, lambda: (RECORDS, []))
         tracker.finish({"accuracy_after": 0.9})
+        assert not list(temporary.rglob("*.table.json")), "a long run would fill the disk"
+    assert not os.environ.keys() & {"WANDB_DATA_DIR", "WANDB_DISABLE_WEAVE"}
+    assert "weave" not in "".join(capfd.readouterr()).lower()
 
     records = wandb_records(run)
     (started,) = of_type(records, "run")
     assert (started["project"], started["display_name"]) == ("test", "demo")
     assert started["config"]["update"]["trainer"] == {"lr": 1e-4}
-    axes = {m["glob_name"]: m["step_metric"] for m in of_type(records, "metric") if "glob_name" in m}
+    metrics = of_type(records, "metric")
+    axes = {m["glob_name"]: m["step_metric"] for m in metrics if "glob_name" in m}
     assert axes == {f"{group}/*": "step" for group in ("basics", *METRIC_GROUPS)}
+    assert [m["name"] for m in metrics if m.get("options", {}).get("hidden")] == ["step"]
+    largest = [m for m in metrics if m.get("name") == "basics/max_abs_d"]
+    assert largest and all(m["summary"].get("max") for m in largest)
     history = [record["item"] for record in of_type(records, "history")]
-    assert [(row["step"], row["train/loss"]) for row in history] == [(1, 0.5), (2, 0.25)]
+    assert [(row["step"], row["train/loss"]) for row in history] == [(1, 0.5), *((n, 1.0 / n) for n in range(2, 13))]
     panels = {name.partition("/")[0] for row in history for name in row if not name.startswith("_")}
     assert panels <= {"basics", *METRIC_GROUPS, "step"}, "nothing lands in wandb's unnamed group; the axis is hidden"
-    assert [m["name"] for m in of_type(records, "metric") if m.get("options", {}).get("hidden")] == ["step"]
     assert "eval/accuracy" not in history[0] and history[0]["tracking/nonfinite_dropped"] == 1
-    (table_file,) = run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
-    table = json.loads(table_file.read_text())
-    columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
-    assert table["columns"] == columns
-    assert table["data"] == [
-        ["1+1=?", "2\n#### 2", 1.0, "integer 1, length/long -0.25", "", 0.0, "0 -0.0179"],
-        ["1+2=?", "é", 1.0, "", "", None, "0 -0.0179"],
-    ]
     assert {"accuracy_after": 0.9} in [record["update"] for record in of_type(records, "summary")]
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
 
-
-@pytest.mark.slow
-def test_what_matters_first_is_wandbs_first_group(run: RunDir) -> None:
     assert min("basics", *METRIC_GROUPS) == "basics" and set(BASICS.values()) <= METRICS.keys()
-    with tracking(run, WandbSection()) as tracker:
-        tracker.log(1, {"rollout/reward_mean": 0.5, "mismatch/train_rollout_logprob_abs_diff_max": 0.25})
-        tracker.log(2, {"rollout/reward_mean": 0.75, "mismatch/train_rollout_logprob_abs_diff_max": 0.0})
-    records = wandb_records(run)
-    rows = [record["item"] for record in of_type(records, "history")]
-    assert [(row["basics/reward"], row["basics/max_abs_d"]) for row in rows] == [(0.5, 0.25), (0.75, 0.0)]
+    assert {(row["basics/reward"], row["basics/max_abs_d"]) for row in history[1:]} == {(0.5, 0.25)}
     assert not [name for row in read_metrics(run.metrics) for name in row if name.startswith("basics/")]
-    largest = [m for m in of_type(records, "metric") if m.get("name") == "basics/max_abs_d"]
-    assert largest and all(m["summary"].get("max") for m in largest)
 
-
-def test_wandb_does_not_advertise_weave_and_leaves_the_environment_as_it_was(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import openai  # noqa: F401  (what wandb looks for)
-
-    monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
-    wandb.termlog("this can be seen")
-    with tracking(run, WandbSection()) as tracker:
-        tracker.log(1, {"train/loss": 0.5})
-    said = "".join(capfd.readouterr())
-    assert "weave" not in said.lower() and "WANDB_DISABLE_WEAVE" not in os.environ
-
-
-@pytest.mark.slow
-def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = {"run": {"steps": 12}}
-    temporary = run.path.parent / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    with tracking(run, WandbSection(), spec=spec) as tracker:
-        assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
-        for step in range(1, 13):
-            tracker.log(step, {}, lambda: (RECORDS, []))
-        assert not list(temporary.rglob("*.table.json")), "a long run would fill the disk"
-    assert "WANDB_DATA_DIR" not in os.environ
-    assert run.rollout_steps() == list(range(1, 13))
-    rows = [record["item"] for record in of_type(wandb_records(run), "history")]
-    assert [row["step"] for row in rows if "rollout/samples" in str(row)] == [10, 12]
+    assert run.rollout_steps() == list(range(2, 13))
+    assert [row["step"] for row in history if "rollout/samples" in str(row)] == [10, 12]
+    tables = list(run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json"))
+    assert len(tables) == 2
+    for table in map(json.loads, (file.read_text() for file in tables)):
+        columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
+        assert table["columns"] == columns
+        assert table["data"] == [
+            ["1+1=?", "2\n#### 2", 1.0, "integer 1, length/long -0.25", "", 0.0, "0 -0.0179"],
+            ["1+2=?", "é", 1.0, "", "", None, "0 -0.0179"],
+        ]
 
 
 def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
@@ -172,15 +154,6 @@ def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
     assert rollouts_found(run.rollouts(1)) == (RECORDS, [])
     assert run.rollout_steps() == [1]
     assert not list(run.path.glob("wandb/*run-*"))
-
-
-@pytest.mark.slow
-def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
-    with pytest.raises(RuntimeError, match="engine died"), tracking(run, WandbSection()) as tracker:
-        tracker.log(1, {"train/loss": 0.5})
-        raise RuntimeError("engine died")
-    assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [1]
-    assert [row["step"] for row in read_metrics(run.metrics)] == [1]
 
 
 @pytest.mark.parametrize(
@@ -205,17 +178,22 @@ def test_what_wandb_would_refuse_is_refused(
     assert str(error.value).startswith(said)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
+def test_a_resumed_run_continues_file_and_wandb_id_and_is_marked_where_it_fails(run: RunDir) -> None:
     with tracking(run, WandbSection(mode="disabled")) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"train/loss": float(step)})
     first_id = (run.path / "wandb" / "run_id").read_text()
-    with tracking(run, WandbSection(), resume_step=2) as tracker:
+    with (
+        pytest.raises(RuntimeError, match="engine died"),
+        tracking(run, WandbSection(), resume_step=2) as tracker,
+    ):
         tracker.log(3, {"train/loss": 30.0})
+        raise RuntimeError("engine died")
     assert [row["train/loss"] for row in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
-    (resumed,) = of_type(wandb_records(run), "run")
+    records = wandb_records(run)
+    (resumed,) = of_type(records, "run")
     assert resumed["run_id"] == first_id
+    assert [record["exit_code"] for record in of_type(records, "exit")] == [1]
 
 
 @pytest.fixture
@@ -274,7 +252,6 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
         tracker.log(3, {}, failing)
 
 
-@pytest.mark.slow
 def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: WandbServer) -> None:
     with tracking(run, ONLINE) as tracker:
         tracker.log(1, {"train/loss": 0.5})
@@ -286,7 +263,6 @@ def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: Wand
     assert not children("wandb")
 
 
-@pytest.mark.slow
 def test_a_server_that_stalls_and_dies_costs_no_step_and_no_row(
     run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +283,6 @@ def test_a_server_that_stalls_and_dies_costs_no_step_and_no_row(
     check_whole(run, steps, said, monkeypatch)
 
 
-@pytest.mark.slow
 def test_a_server_that_refuses_the_key_is_noticed_while_the_run_goes_on(
     run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +295,6 @@ def test_a_server_that_refuses_the_key_is_noticed_while_the_run_goes_on(
     check_whole(run, list(range(1, next(steps))), said, monkeypatch)
 
 
-@pytest.mark.slow
 def test_an_upload_ends_with_a_driver_that_is_killed(run: RunDir, online: WandbServer) -> None:
     with tracking(run, WandbSection()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
@@ -367,7 +341,6 @@ def children(named: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
     """Killed twice: between rows, and before the end. A run loses the rest in wandb, and nothing of its own files."""
     for resume_step in (None, 1):

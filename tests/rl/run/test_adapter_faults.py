@@ -16,8 +16,7 @@ from torch import Tensor
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
 from fp8rl.rl.run.events import Events
-from fp8rl.rl.run.syncing import Syncing
-from fp8rl.rl.run.turns import DeviceTurns
+from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ADAPTER_SCALE, Held
 from fp8rl.rollout.types import Endpoint

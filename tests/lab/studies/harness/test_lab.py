@@ -15,7 +15,7 @@ from lab.studies.harness.lab import Lab, in_own_process
 STUDY = """
 import sys
 from pathlib import Path
-from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.interrupts import interruptible
 from lab.studies.harness.lab import Lab
 from tests.lab.studies.harness.test_lab import open_for_an_hour
 

@@ -26,8 +26,13 @@ def all_on_loopback(family):
     assert addresses, "there are servers"
     return addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
-logs = Path(sys.argv[1])
+logs, home = Path(sys.argv[1]), Path.home()
 for failing in (False, True):
+    if failing:  # in a process that has used another token
+        assert not (home / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"
+        ray.init(address="local", include_dashboard=False)
+        ray.shutdown()
+        assert (home / ".ray" / "auth_token").is_file(), "Ray's own"
     try:
         with ray_cluster(logs):
             family = psutil.Process().children(recursive=True)
@@ -55,32 +60,7 @@ for failing in (False, True):
 assert (logs / "raylet.out").is_file()
 """
 
-
-AFTER_ANOTHER = """
-import sys
-from pathlib import Path
-import ray
-from fp8rl.rl.run.cluster.cluster import ray_cluster
-
-ray.init(address="local", include_dashboard=False)
-ray.shutdown()
-with ray_cluster(Path(sys.argv[1])):
-    assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
-"""
-
-HEADLESS = """
-import sys, time
-from pathlib import Path
-import psutil
-from fp8rl.rl.run.cluster.cluster import ray_cluster
-
-with ray_cluster(Path(sys.argv[1])):
-    (head,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "gcs_server"]
-    head.kill()
-    time.sleep(30)
-"""
-
-SLOW = """
+FAULTS = """
 import itertools, sys, time, types
 from pathlib import Path
 import psutil, ray
@@ -88,6 +68,21 @@ import ray._private.node as node
 import ray._private.services as services
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.cluster.cluster import ray_cluster
+
+logs = Path(sys.argv[1])
+
+def refused():
+    try:
+        with ray_cluster(logs):
+            pass
+    except UserError as error:
+        print(error, file=sys.stderr)
+
+known, ray._private.utils.estimate_available_memory = (
+    ray._private.utils.estimate_available_memory, lambda: 120_000_000
+)
+refused()
+ray._private.utils.estimate_available_memory = known
 
 clock, known, slow = itertools.count(0, 40), services.get_node, [True] * 3
 node.time = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: next(clock)})
@@ -99,32 +94,16 @@ def get_node(*arguments):
     return known(*arguments)
 
 services.get_node = get_node
-try:
-    with ray_cluster(Path(sys.argv[1])):
-        pass
-except UserError as error:
-    print(error, file=sys.stderr)
+refused()
 left = psutil.Process().children(recursive=True)
 assert len(slow) == 1 and not left, (slow, left)
-with ray_cluster(Path(sys.argv[1])):
-    names = [process.name() for process in psutil.Process().children(recursive=True)]
+with ray_cluster(logs):
+    family = psutil.Process().children(recursive=True)
+    names = [process.name() for process in family]
     assert names.count("raylet") == names.count("gcs_server") == 1, names
     assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
-"""
-
-WITHOUT_MEMORY = """
-import sys
-from pathlib import Path
-import ray
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.cluster.cluster import ray_cluster
-
-ray._private.utils.estimate_available_memory = lambda: 120_000_000
-try:
-    with ray_cluster(Path(sys.argv[1])):
-        pass
-except UserError as error:
-    print(error, file=sys.stderr)
+    family[names.index("gcs_server")].kill()
+    time.sleep(30)
 """
 
 
@@ -145,16 +124,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return to_the_end
 
 
-def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, run: Callable[..., str]) -> None:
-    run(AFTER_ANOTHER)
-    assert (tmp_path / "home" / ".ray" / "auth_token").is_file(), "Ray's own, of the first cluster"
-
-
-def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
-    tmp_path: Path, run: Callable[..., str]
-) -> None:
+def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(run: Callable[..., str]) -> None:
+    """Twice in a process, which has used a cluster with another token between."""
     run(SCRIPT)
-    assert not (tmp_path / "home" / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"
 
 
 @pytest.mark.parametrize("kind", ["nobody", "a web server", "a word"])
@@ -173,21 +145,14 @@ def test_an_address_that_does_not_answer_is_one_message_at_once(
     server.shutdown()
 
 
-def test_too_little_memory_for_ray_is_one_sentence_and_leaves_nothing(run: Callable[..., str]) -> None:
+def test_each_fault_of_ray_is_one_sentence(run: Callable[..., str]) -> None:
+    """Too little memory for it; a start that fails twice and leaves no process, and one that fails once; at last a head
+    that is killed, which ends the process at once and not after the minute in which Ray looks for it."""
     before = set(Path("/tmp").glob("fp8rl-ray-*"))
-    (said,) = run(WITHOUT_MEMORY).splitlines()
-    assert said.startswith("memory: found ") and "Ray does not start" in said and "End other programs" in said
-    assert not set(Path("/tmp").glob("fp8rl-ray-*")) - before
-
-
-def test_a_head_that_is_killed_ends_the_process_in_one_sentence(run: Callable[..., str]) -> None:
-    """At once, and not after the minute in which Ray looks for it."""
-    assert run(HEADLESS, code=3).splitlines()[-1].startswith("error: found Ray's GCS server ended (killed, ")
-
-
-def test_ray_that_does_not_come_up_in_time_has_one_more_try_and_is_then_one_sentence(run: Callable[..., str]) -> None:
-    """The first cluster of the script fails twice and leaves no process, the second one once."""
-    said = [line for line in run(SLOW).splitlines() if "one more try" not in line]
-    (sentence,) = [line for line in said if line.startswith("Ray: found ")]
-    assert "no start, twice (The current node timed out during startup)" in sentence
-    assert "Try again when this machine is less busy" in sentence and "Traceback" not in "".join(said)
+    said = run(FAULTS, code=3).splitlines()
+    memory, twice, headless = [line for line in said if "one more try" not in line]
+    assert memory.startswith("memory: found ") and "Ray does not start" in memory and "End other programs" in memory
+    assert twice.startswith("Ray: found no start, twice (The current node timed out during startup)")
+    assert "Try again when this machine is less busy" in twice
+    assert headless.startswith("error: found Ray's GCS server ended (killed, ")
+    assert len(set(Path("/tmp").glob("fp8rl-ray-*")) - before) <= 1, "that of the last one, which is swept later"

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster import seats as seats_module
-from fp8rl.rl.run.cluster.nodes import interface_of, nodes_up, views
+from fp8rl.rl.run.cluster.placement import interface_of, nodes_up, views
 from fp8rl.rl.run.cluster.seats import NoRoomError, Seats
 from fp8rl.trainer.device import Seat
 from tests.support.experiments import experiment

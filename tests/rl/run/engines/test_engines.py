@@ -20,9 +20,9 @@ import torch
 
 import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.seats import NoRoomError
-from fp8rl.rl.run.engines.canary import Canary, Expected
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
+from fp8rl.rl.run.engines.slot import Canary, Expected
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Health, Slept

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8rl.rl.run.lifecycle import interrupts
-from fp8rl.rl.run.lifecycle.interrupts import SIGNALS, Closing, interruptible, is_ending
+from fp8rl.rl.run import interrupts
+from fp8rl.rl.run.interrupts import SIGNALS, Closing, interruptible, is_ending
 from tests.support.paths import ROOT
 
 
@@ -94,7 +94,7 @@ def test_nothing_cuts_the_closing_short(capsys: pytest.CaptureFixture[str]) -> N
 
 HUNG_UP = """
 import os, sys, time
-from fp8rl.rl.run.lifecycle.interrupts import Closing, interruptible
+from fp8rl.rl.run.interrupts import Closing, interruptible
 def close(): print("closing"); open(sys.argv[1], "w").write("closed")
 try:
     with interruptible(), Closing() as closing:
@@ -121,8 +121,8 @@ def test_a_terminal_that_is_closed_interrupts_and_cuts_nothing_short(tmp_path: P
 
 STUCK = """
 import ctypes, os, subprocess, sys, threading
-from fp8rl.rl.run.lifecycle import interrupts
-from fp8rl.rl.run.lifecycle.interrupts import Closing, interruptible
+from fp8rl.rl.run import interrupts
+from fp8rl.rl.run.interrupts import Closing, interruptible
 interrupts._BURST_SECONDS, interrupts._END_SECONDS = 1.0, float(sys.argv[1])
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
 held = threading.Lock()
@@ -175,7 +175,7 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int
     assert process.returncode == 130 and not child.is_running()
     assert said.splitlines() == [
         "interrupted: ending every process of the run",
-        "interrupted again: the end of the run is cut short, at rl/run/lifecycle/interrupts.py:"
+        "interrupted again: the end of the run is cut short, at rl/run/interrupts.py:"
         f"{line_of('super().__exit__(kind, error, trace)')} in __exit__: killing every process that was started",
     ]
 
@@ -208,7 +208,7 @@ def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -
 
 EXITS = """
 import sys, threading, time
-from fp8rl.rl.run.lifecycle.stopping import exit_within
+from fp8rl.rl.run.interrupts import exit_within
 threading.Thread(target=time.sleep, args=(300,), name="of a user").start()
 exit_within(0.5, 7)
 sys.exit(7)
@@ -229,7 +229,7 @@ def line_of(text: str) -> int:
 
 LOST = """
 import os, signal, time
-from fp8rl.rl.run.lifecycle.interrupts import interruptible
+from fp8rl.rl.run.interrupts import interruptible
 class Held:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)

@@ -20,8 +20,7 @@ from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import EnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
 from fp8rl.rl.run.feed.judging import RewardError
-from fp8rl.rl.run.lifecycle.interrupts import Closing
-from fp8rl.rl.run.lifecycle.stopping import STOPPED, bounded
+from fp8rl.rl.run.interrupts import STOPPED, Closing, bounded
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.types import EngineError

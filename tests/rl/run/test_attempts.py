@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fp8rl.rl.experiment.preconditions
-import fp8rl.rl.run.lifecycle.attempts as attempts_module
+import fp8rl.rl.run.attempts as attempts_module
 from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.lifecycle.attempts import attempted
+from fp8rl.rl.run.attempts import attempted
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from tests.support.experiments import experiment

@@ -1,1 +1,0 @@
-"""Lifecycle of a run: how it starts, is interrupted, goes on and ends."""

@@ -1,0 +1,152 @@
+"""Adapters, frozen weights that are shared, speculation, staleness and a teacher, as a spec may ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.experiment.reference import schema
+from fp8rl.rl.experiment.validation import parse_experiment, valid_keys
+from fp8rl.rollout.config import SpeculationSection, check_drafts
+from tests.support.experiments import experiment
+
+ADAPTER = {"rank": 4, "alpha": 8.0}
+TAUGHT: dict[str, Any] = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": {"rank": 0}}, "adapter.rank: found 0"),
+        ({"adapter": {"targets": []}}, "adapter.targets"),
+        ({"adapter": {"dora": True}}, "adapter.dora"),
+        ({"adapter": {"mode": "both"}}, "adapter.mode: found 'both'"),
+        (
+            {"gates": [{"metric": "train/update_survival", "below": 0.5}]},
+            "train/update_survival with adapter.mode=None",
+        ),
+        ({"rollout": {"speculation": {"drafts": 0}}}, "rollout.speculation.drafts: found 0, expected .* 1"),
+        ({"rollout": {"speculation": {"from": "teacher"}}}, "rollout.speculation.from: found 'teacher'"),
+        ({"rollout": {"speculation": {"source": "history"}}}, "rollout.speculation.source.*[Uu]nknown"),
+        ({"rollout": {"in_flight": True}}, "found in_flight=true with staleness=0, expected false"),
+        ({"rollout": {"staleness": 2, "in_flight": False}}, "found in_flight=false with staleness=2, expected true"),
+        ({"rollout": {"staleness": -1}}, "rollout.staleness: found -1"),
+        ({"rollout": {"oversample": 1.5}}, "found oversample=1.5 with staleness=0 and in_flight=false"),
+        ({"rollout": {"oversample": 1.5, "staleness": 1}}, "rollout.in_flight=true"),
+        (
+            {"rollout": {"staleness": 1}, "gates": [{"metric": "train/loss", "above": 0.1, "action": "tighten_tis"}]},
+            "less than algorithm.tis_cap=None",
+        ),
+        ({**TAUGHT, "algorithm": {"name": "sft"}}, "teacher: found '/t with algorithm.name=sft"),
+        ({**TAUGHT, "teacher": {"path": "/t", "engines": 0}}, "teacher.engines: found 0"),
+        ({**TAUGHT, "teacher": {"path": "/t", "precision": "fp4"}}, "teacher.precision: found 'fp4'"),
+        ({**TAUGHT, "teacher": {"pth": "/t"}}, "Did you mean teacher.path"),
+    ],
+)
+def test_a_section_that_cannot_be_meant_is_refused(changes: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        experiment(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"adapter": {**ADAPTER, "mode": "merged"}}, "no frozen weights are served"),
+        ({"sync": {"transport": "disk"}}, "sync.transport is disk"),
+        ({"rollout": {"tp": 2}}, "an engine of 2 ranks"),
+        ({"numerics": {"rollout": "bf16"}}, "the two sides do not compute in one spec"),
+    ],
+)
+def test_engines_that_cannot_read_the_trainers_memory_are_refused(changes: Any, found: str) -> None:
+    sync = {"shared_base": True, **changes.get("sync", {})}
+    with pytest.raises(UserError, match=f"^sync.shared_base: found 'true, and {found}.*', expected .+ Set ") as refused:
+        experiment(**{"adapter": ADAPTER, **changes, "sync": sync})
+    assert "\n" not in str(refused.value)
+
+
+def test_adapters_have_defaults_and_separate_ones_share_their_base() -> None:
+    assert experiment().adapter is None and not experiment().sync.shared_base
+    given = experiment(adapter={"rank": 8, "targets": ["q_proj"]}).adapter
+    assert given is not None and (given.mode, given.experts, given.scale) == ("separate", "per_expert", 4.0)
+    assert experiment(adapter=ADAPTER, sync={"shared_base": True}).sync.shared_base
+
+
+def test_drafts_are_said_as_they_are_written_again_and_take_room_behind_a_row() -> None:
+    asked = experiment(rollout={"speculation": {"drafts": 3, "from": "siblings"}, "context_length": 1024, "top_p": 0.9})
+    assert asked.rollout.speculation == SpeculationSection.model_validate({"drafts": 3, "from": "siblings"})
+    assert asked.rollout.row_tokens == 1024 + 2 * 4
+    written = asked.to_dict()
+    assert written["rollout"]["speculation"] == {"drafts": 3, "from": "siblings"}
+    assert parse_experiment(written) == asked
+    assert "rollout.speculation.from" in valid_keys()
+    section = schema()["$defs"]["SpeculationSection"]
+    assert section["properties"]["from"]["description"].startswith("The source of drafts")
+
+
+def test_drafts_on_a_gpu_are_refused() -> None:
+    check_drafts(SpeculationSection(), cuda=False)
+    check_drafts(None, cuda=True)
+    with pytest.raises(UserError, match="rollout.speculation: found 'drafts=4 on a GPU', expected null"):
+        check_drafts(SpeculationSection(), cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "in_flight", "ratio"),
+    [
+        ({}, False, "recompute"),
+        ({"staleness": 1}, False, "bypass"),
+        ({"staleness": 1, "in_flight": True}, True, "bypass"),
+        ({"staleness": 2}, True, "bypass"),
+        ({"staleness": 0, "in_flight": False}, False, "recompute"),
+    ],
+)
+def test_updates_land_in_flight_where_asked_and_always_beyond_one_step(
+    rollout: Any, in_flight: bool, ratio: str
+) -> None:
+    """The resolved spec says where the ratio of older tokens comes from."""
+    spec = experiment(rollout=rollout)
+    assert spec.rollout.updates_in_flight is in_flight and spec.to_dict()["algorithm"]["ratio"] == ratio
+
+
+def test_old_keys_are_allowed_where_nothing_is_promised() -> None:
+    changes = {"sync": {"pause": "in_place"}, "numerics": {"mode": "native"}, "rollout": {"staleness": 3}}
+    assert experiment(**changes).sync.pause == "in_place"
+
+
+def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> None:
+    spec = experiment(**TAUGHT | {"rollout": {"engines": 3, "context_length": 100, "hung_after_s": 7.0, "port": 2000}})
+    assert spec.teacher is not None
+    engine = spec.teacher.engine(spec.rollout)
+    assert (engine.engines, engine.context_length, engine.hung_after_s, engine.port) == (1, 106, 7.0, None)
+    assert spec.engine_ranks == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "rollout", "k_splits"),
+    [
+        ({}, "fp8", 1),
+        ({"numerics": {"rollout": "bf16"}}, "bf16", 1),
+        ({"teacher": {"path": "/t", "precision": "bf16"}}, "bf16", 1),
+        ({"trainer": {"tp": 2}}, "fp8", 2),
+        ({"teacher": {"path": "/t", "tp": 4}, "trainer": {"tp": 2}}, "fp8", 4),
+        ({"numerics": {"router_replay": "replay"}}, "fp8", 1),
+    ],
+)
+def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, k_splits: int) -> None:
+    spec = experiment(**TAUGHT | sections)
+    assert spec.teacher is not None
+    numerics = spec.teacher.numerics(spec.numerics, spec.numerics_config().k_splits)
+    assert (numerics.rollout, numerics.k_splits, numerics.router_replay) == (rollout, k_splits, "off")
+    assert numerics.mode == spec.numerics.mode and numerics.spec == spec.numerics.quant_spec()
+
+
+def test_a_teachers_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(
+        "model: {path: m}\ndata: {train: d}\nalgorithm: {name: opd}\nteacher: {path: ../teacher}\n"
+    )
+    found = load_experiment(tmp_path / "spec.yaml").teacher
+    assert found is not None and found.path == str(tmp_path.parent / "teacher")
