@@ -1,5 +1,5 @@
-"""What processes hold in a long run, and in a server that is asked often: memory, descriptors, threads and temporary
-files level off."""
+"""Memory, descriptors, threads and temporary files of a long run, and of a server that is asked often: they must level
+off."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run() -> Iterator[Result]:
 
 @dataclass
 class Watch:
-    """What a command's processes held, look by look: name of the kind and of the measure -> values."""
+    """Holdings of a command's processes, look by look: name of the kind and of the measure -> values."""
 
     seen: dict[str, list[float]] = field(default_factory=dict)
 
