@@ -8,8 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -70,10 +71,10 @@ def _measured(trainer: Trainer, step: Callable[[], object], path: Path) -> dict[
             copies = [item.data for items in staged._plan.files.values() for item in items]
             held = sum(copy.nbytes for copy in copies if isinstance(copy, torch.Tensor)) / 1e6
             del copies
-            write, _ = _timed(lambda part=staged: part.publish([part.write()]))
+            write, _ = _timed(partial(_write, staged))
             alone, _ = _timed(step)
             again = trainer.stage(path, {}, {})
-            writing = thread.submit(_timed, lambda part=again: part.publish([part.write()]))
+            writing = thread.submit(_timed, partial(_write, again))
             beside, _ = _timed(step)
             seconds = (copying, write, alone, writing.result()[0], beside)
             if not index:  # later rounds begin with memory that this one has left to the allocator
@@ -82,6 +83,10 @@ def _measured(trainer: Trainer, step: Callable[[], object], path: Path) -> dict[
             for name, value in zip(names, seconds, strict=True):
                 found[name].append(value)
     return found
+
+
+def _write(staged: Any) -> None:
+    staged.publish([staged.write()])
 
 
 def _timed(run: Callable[[], T]) -> tuple[float, T]:

@@ -90,7 +90,7 @@ def families() -> Iterator[Result]:
 def adapters(adapter: AdapterSection) -> Result:
     sides = {"with adapters": Side(adapter=adapter), "without": Side()}
     what = f"rollout tokens/s, with adapters of rank {adapter.rank} / without ({SHAPE})"
-    return asyncio.run(measure(DEMO, sides)).ratio(what, *sides, 0.85)
+    return asyncio.run(measure(DEMO, sides)).ratio(what, "with adapters", "without", 0.85)
 
 
 def speculation() -> Iterator[Result]:
@@ -180,7 +180,7 @@ async def in_turns(
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [Prompt(p, prompt_ids(tokenizer, p)) for p in load_problems(Source(PROBLEMS))]
     sampling = SamplingParams(NEW_TOKENS, temperature, (tokenizer.eos_token_id,))
-    found = Turns(*({name: [] for name in engines} for _ in range(3)))
+    found = Turns({name: [] for name in engines}, {name: [] for name in engines}, {name: [] for name in engines})
     for index in range(warmup + rounds):
         groups = to_groups(prompts[index * count : (index + 1) * count], GROUP, run_seed=0, step=index)
         for name, engine in engines.items():

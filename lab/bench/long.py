@@ -94,7 +94,7 @@ def _serve() -> Watch:
         command = [COMMAND, "serve", "examples/models/tiny_qwen3_moe"]
         with _watched(command, Path(folder) / "tmp") as (process, watch):
             address = next(
-                filter(None, (re.search(r"URL=(\S+) OPENAI_API_KEY=(\S+)", line) for line in process.stdout))
+                filter(None, (re.search(r"URL=(\S+) OPENAI_API_KEY=(\S+)", line) for line in process.stdout or ()))
             )
             url, key = address.groups()
             watch.seen.clear()  # what was held while it started

@@ -137,7 +137,7 @@ class Sizes:
 class Measured:
     """The results of one part with the table behind them; each is handed on as it is found, to outlive the part."""
 
-    def __init__(self, scratch: Path, say: Callable[[dict[str, Any]], None], timed: bool = True) -> None:
+    def __init__(self, scratch: Path, say: Callable[[dict[str, Any]], object], timed: bool = True) -> None:
         """say: told of each thing. timed: times mean something here; without, they are kept and not told."""
         self.scratch, self._say, self._timed = scratch, say, timed
         self.results: list[Result] = []
