@@ -32,7 +32,7 @@ REMOVALS = {
         "unlink",
         "rmtree",
     },  # our scratch, and shared memory of its note
-    "lab/studies/model_scale/two_sides.py": {"rmtree"},  # a model that it has made
+    "lab/studies/model_scale.py": {"rmtree"},  # a model that it has made
     "lab/studies/prototypes/gated_delta_engine.py": {"TemporaryDirectory"},
     "lab/studies/run.py": {"TemporaryDirectory"},
     "trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
@@ -91,7 +91,7 @@ CODE = {
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
     "numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
-    "lab/studies/harness/names.py": {"import_module"},  # names of studies
+    "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "lab/studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
     "trainer/actor.py": {"loads"},  # what another rank has written, by Ray

@@ -1,4 +1,7 @@
-"""`make bench`: all benchmarks, side by side, into a table and, if none fails, lab/bench/results.json."""
+"""`make bench`: all benchmarks, side by side, into a table and, if none fails, lab/bench/results.json.
+
+Results are written to lab/bench/rows.jsonl as soon as they are measured.
+"""
 
 from __future__ import annotations
 
@@ -7,52 +10,49 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
-import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from lab.bench.measure import read_rows, run_benchmark, table_of
-from lab.studies.harness.lab import in_own_process
-from lab.studies.harness.provenance import processor
+from lab.bench.journal import read
+from lab.bench.measure import table_of
+from lab.bench.runner import Job, measure_all
+from lab.studies.harness.result import processor
 
-BENCHMARKS = (
-    *(
-        "rollout",
-        "speculation",
-        "endpoint",
-        "families",
-        "native",
-        "train",
-        "skipped",
-        "sync",
-        "canary",
-        "churn",
-        "checkpoint",
-        "loop",
-        "functions",
-        "scaling",
-    ),
-    *(
-        "memory",
-        "base",
-        "adapters",
-        "packing",
-        "agreement",
-        "layouts",
-        "algorithms",
-        "asynchrony",
-        "kills",
-        "long",
-        "harness",
-    ),
-)
+BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "rollout": ("lab.bench.engines:rollout",),
+    "speculation": ("lab.bench.engines:speculation",),
+    "endpoint": ("lab.bench.endpoint:run",),
+    "families": ("lab.bench.engines:families",),
+    "native": ("lab.bench.native:run",),
+    "train": ("lab.bench.trainers:train",),
+    "skipped": ("lab.bench.trainers:skipped",),
+    "sync": ("lab.bench.sync:run",),
+    "canary": ("lab.bench.blocks:canary",),
+    "churn": ("lab.bench.sync:churn",),
+    "checkpoint": ("lab.bench.checkpoint:run",),
+    "loop": ("lab.bench.runs:loop.results",),
+    "functions": ("lab.bench.runs:functions.results",),
+    "scaling": ("lab.bench.blocks:scaling",),
+    "memory": ("lab.bench.memory:run",),
+    "base": ("lab.bench.base:run",),
+    "adapters": ("lab.bench.adapters:run",),
+    "packing": ("lab.bench.trainers:packing",),
+    "agreement": ("lab.bench.runs:agreement.results",),
+    "layouts": ("lab.bench.runs:layouts.results",),
+    "algorithms": ("lab.bench.runs:algorithms.results",),
+    "asynchrony": ("lab.bench.blocks:steps_per_hour", "lab.bench.runs:asynchrony.results"),
+    "kills": ("lab.bench.faults.kills:run",),
+    "long": ("lab.bench.long:run",),
+}
+"""What yields the results of each."""
 RESULTS = Path("lab/bench/results.json")
 ROWS = Path("lab/bench/rows.jsonl")
-"""What this run of `make bench` has measured so far."""
+"""The journal of this call."""
 
 
 def main() -> int:
@@ -62,16 +62,10 @@ def main() -> int:
     unknown = set(names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"found {sorted(unknown)}, expected names out of {list(BENCHMARKS)}")
-    console, failed = Console(stderr=True), []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the one that runs is ended, too
     ROWS.write_text("")
-    for name in names:
-        console.print(f"measuring {name} ...")
-        try:  # Megatron's process groups and torch's settings are global
-            in_own_process(run_benchmark, name, ROWS)
-        except Exception:  # of one benchmark; what it and the others measure is kept
-            failed.append(name)
-            traceback.print_exc()
-    results = read_rows(ROWS)
+    measure_all([Job(name, "lab.bench.runner:yielded", {"calls": BENCHMARKS[name]}) for name in names], ROWS)
+    report = read(ROWS)
     machine = {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -79,13 +73,14 @@ def main() -> int:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         **{p: importlib.metadata.version(p) for p in ("torch", "sglang", "megatron-core")},
     }
-    if names == list(BENCHMARKS) and not failed:
-        data = {"machine": machine, "results": [{**asdict(r), "passed": r.passed} for r in results]}
+    if names == list(BENCHMARKS) and not report.failed:
+        data = {"machine": machine, "results": [{**asdict(r), "passed": r.passed} for r in report.results]}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
-    Console().print(table_of(results))
-    if failed:
-        console.print(f"failed: {', '.join(failed)}; what was measured before is above, and in {ROWS}")
-    return 0 if not failed and all(result.passed for result in results) else 1
+    Console().print(table_of(report.results))
+    if report.failed:
+        failed = f"failed: {', '.join(report.failed)}; what was measured before is above, and in {ROWS}"
+        Console(stderr=True).print(failed)
+    return 0 if report.passed else 1
 
 
 if __name__ == "__main__":

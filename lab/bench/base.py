@@ -11,9 +11,7 @@ import asyncio
 import gc
 import statistics
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +22,7 @@ import torch
 
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.backend.compiler import enable_compiler
-from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import give_back
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Engine
@@ -37,24 +33,27 @@ from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.bridge import send_and_verify
 from fp8rl.weight_sync.frozen import give_base, place_base
-from fp8rl.weight_sync.manifest import Manifest, Sent
+from fp8rl.weight_sync.manifest import Manifest
 from fp8rl.weight_sync.served import convert_checkpoint, would_send, write_description
 from lab.bench.measure import Result, interleaved, median_ratio
+from lab.bench.memory import watched
+from lab.bench.trainers import EXACT
 
 MODEL = TinyModel(layers=14, hidden=1024, heads=8, kv_heads=2, intermediate=1024, experts=16, top_k=2, vocab=2048)
 ENGINES = 3
 """One with copies of its own, and two that read the base."""
 ROWS, WIDTH, ROUNDS = 4, 128, 5
+ANONYMOUS = "RssAnon"
+"""Bytes of a process without files, which the kernel takes back as it likes, and without the base."""
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     enable_compiler()
     layout = parallel.initialize(TrainerSection())
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder) / "model", MODEL)
-        found = _measure(Path(folder), layout)
+        yield from _measure(Path(folder), layout)
     parallel.shutdown()
-    return found
 
 
 @dataclass(frozen=True)
@@ -70,52 +69,15 @@ class Memory:
         here = psutil.Process(pid)
         tree = [here, *(here.children(recursive=True) if pid != psutil.Process().pid else [])]
         maps = [(m.path, m) for process in tree for m in process.memory_maps(grouped=False)]
-        return cls(
-            sum(m.private_clean + m.private_dirty for path, m in maps if not _is_base(path)),
-            sum(m.pss for path, m in maps if _is_base(path)),
-        )
-
-
-def _is_base(path: str) -> bool:
-    return path.startswith("/memfd:base")
-
-
-class Peak:
-    """The most anonymous memory that this process has had since, in bytes, less what it had at first."""
-
-    bytes = 0
-
-
-@contextmanager
-def watched() -> Iterator[Peak]:
-    """The peak within the block, as a thread sees it every 2 ms."""
-    give_back()
-    found, first, done = Peak(), _anonymous(), threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            found.bytes = max(found.bytes, _anonymous() - first)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-
-
-def _anonymous() -> int:
-    """Bytes of this process without files, which the kernel takes back as it likes, and without the base."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+        base = [m for path, m in maps if path.startswith("/memfd:base")]
+        others = [m for path, m in maps if not path.startswith("/memfd:base")]
+        return cls(sum(m.private_clean + m.private_dirty for m in others), sum(m.pss for m in base))
 
 
 def _measure(folder: Path, layout: Any) -> list[Result]:
     from fp8rl.trainer.scorer import Scorer
 
-    spec = QuantSpec.preset("fp8_block_pow2")
-    numerics = NumericsConfig(spec=spec)
+    spec, numerics = EXACT.rollout_spec, EXACT
     convert_checkpoint(folder / "model", folder / "served", spec)
     write_description(folder / "model", folder / "described", spec)
     tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH - 4), generator=torch.Generator().manual_seed(0))
@@ -133,12 +95,14 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
     scorer(False).score(batch)  # what is compiled, and all that a first model leaves
     gc.collect()
     here_before = Memory.of(psutil.Process().pid)
-    with watched() as peak:
+    give_back()
+    with watched(ANONYMOUS) as peak:
         shared = scorer(True)
         place_base(shared, spec)
     here_score = shared.score(batch)[1]
     here_after = Memory.of(psutil.Process().pid)
-    with watched() as own_peak:
+    give_back()
+    with watched(ANONYMOUS) as own_peak:
         own = scorer(False)
         logprobs = own.score(batch)[1].clone()
     ranks = SimpleNamespace(apply=lambda function, *args: [function(shared, *args)])
@@ -164,7 +128,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
         engines_own = runner.run(_bytes_of_engine(endpoints[0]))
         whole = would_send(own.weights.share(own.model), spec, own.definition)
         on_base = endpoints[1:]
-        manifest, sync, problems = send_and_verify(lambda: _given(ranks, spec, on_base), spec, on_base, 0)
+        manifest, sync, problems = send_and_verify(lambda: give_base(ranks, spec, on_base, 600.0), spec, on_base, 0)
         assert not problems and manifest == Manifest.merged(0, spec, [whole]), problems
         together = memory()
         mapped = Memory.of(psutil.Process().pid).of_base + sum(each.of_base for each in together)
@@ -184,6 +148,7 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
             runner.run(engine.stop())
         runner.close()
     one = len(shared.placed.base.flat)
+    grown = [each.most - each.first for each in (peak, own_peak)]
     without = together[0].private - engines_own
     left = [here_after.private - here_before.private, *(each.private - without for each in together[1:])]
     parts = {"one copy (MB)": one / 1e6, "mapped by all (MB)": mapped / 1e6, "mapping and proof (s)": sync.seconds}
@@ -200,10 +165,10 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
         ),
         Result(
             name="most private memory of a trainer as it starts on a base / with weights of its own",
-            value=peak.bytes / own_peak.bytes,
+            value=grown[0] / grown[1],
             bar=0.2,
             at_least=False,
-            parts={"on a base (MB)": peak.bytes / 1e6, "with its own, and operands (MB)": own_peak.bytes / 1e6},
+            parts={"on a base (MB)": grown[0] / 1e6, "with its own, and operands (MB)": grown[1] / 1e6},
         ),
         Result(
             name="log-probabilities that differ: trainer with its own weights and on the base, and an engine on it",
@@ -223,10 +188,6 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
             for side, taken in times.items()
         ),
     ]
-
-
-def _given(ranks: Any, spec: QuantSpec, endpoints: list[Endpoint]) -> list[Sent]:
-    return give_base(ranks, spec, endpoints, 600.0)
 
 
 async def _bytes_of_engine(endpoint: Endpoint) -> int:

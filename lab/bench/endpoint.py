@@ -1,4 +1,4 @@
-"""What the endpoint for programs adds to the engine's time: 64 conversations at once, three turns with a tool each."""
+"""Time that the endpoint for programs adds to the engine's: 64 conversations at once, three turns with a tool each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.endpoint import ProgramEndpoint
 from fp8rl.rollout.environments.recording import Recording
 from fp8rl.rollout.types import LOOPBACK, Group, Problem, Prompt, SamplingParams, Trajectory, prompt_ids
-from lab.bench.measure import Result
-from lab.bench.rollout import MODEL
+from lab.bench.measure import DEMO, Result
 
 CONVERSATIONS, TURNS = 64, 3
 ROUNDS, WARMUP = 5, 1
@@ -40,7 +39,7 @@ def run() -> list[Result]:
     here, there = context.Pipe()
     programs = context.Process(target=_programs, args=(there,), daemon=True)
     programs.start()
-    sides = {ENDPOINT: partial(_endpoint, AutoTokenizer.from_pretrained(MODEL)), BARE: _bare}
+    sides = {ENDPOINT: partial(_endpoint, AutoTokenizer.from_pretrained(DEMO)), BARE: _bare}
     added: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(WARMUP + ROUNDS):
@@ -80,7 +79,7 @@ async def _asked(side: Any, programs: Connection) -> list[float]:
 
 
 def _engine_seconds(number: int, turn: int) -> float:
-    """How long a turn takes; turns end one after the other, as a model's do."""
+    """Seconds of a turn; turns end one after the other, as a model's do."""
     return (70 + _digits(number, turn)) * SECONDS_PER_TOKEN
 
 

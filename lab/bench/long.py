@@ -1,5 +1,5 @@
-"""What processes hold in a long run, and in a server that is asked often: memory, descriptors, threads and temporary
-files level off."""
+"""Memory, descriptors, threads and temporary files of a long run, and of a server that is asked often: they must level
+off."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run() -> Iterator[Result]:
 
 @dataclass
 class Watch:
-    """What a command's processes held, look by look: name of the kind and of the measure -> values."""
+    """Holdings of a command's processes, look by look: name of the kind and of the measure -> values."""
 
     seen: dict[str, list[float]] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ def _serve() -> Watch:
         command = [COMMAND, "serve", "examples/models/tiny_qwen3_moe"]
         with _watched(command, Path(folder) / "tmp") as (process, watch):
             address = next(
-                filter(None, (re.search(r"URL=(\S+) OPENAI_API_KEY=(\S+)", line) for line in process.stdout))
+                filter(None, (re.search(r"URL=(\S+) OPENAI_API_KEY=(\S+)", line) for line in process.stdout or ()))
             )
             url, key = address.groups()
             watch.seen.clear()  # what was held while it started

@@ -1,35 +1,32 @@
-"""Timing sides against each other, and the form of a result."""
+"""Results with their bars, and sides that are timed against each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+DEMO = Path("examples/models/tiny_qwen3_moe")
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One line of the table.
-
-    value: what is compared with the bar, a ratio or fraction. bar: its limit; at_least: whether it is a lower one.
-    parts: the measurements behind it, by name with unit.
-    """
+    """One line of the table."""
 
     name: str
     value: float
+    """A ratio or a fraction, which is compared with the bar."""
     bar: float
     at_least: bool
+    """The bar is a lower limit."""
     parts: Mapping[str, float]
+    """The measurements behind the value, by name with unit."""
 
     @property
     def passed(self) -> bool:
@@ -61,20 +58,6 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def run_benchmark(name: str, rows: Path) -> None:
-    """Append the results of `lab/bench/<name>.py`, on one thread, to a file: a line of JSON each, as soon as it is
-    measured."""
-    torch.set_num_threads(1)
-    for result in import_module(f"bench.{name}").run():
-        with rows.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-
-
-def read_rows(path: Path) -> list[Result]:
-    """Return the results in a file of `run_benchmark`."""
-    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def table_of(results: list[Result]) -> Table:
     """One line a result; what misses its bar has an exclamation mark."""
     from rich.table import Table
@@ -82,10 +65,6 @@ def table_of(results: list[Result]) -> Table:
     table = Table("what", "found", "bar", "measurements")
     for result in results:
         bar = f"{'>=' if result.at_least else '<='} {result.bar:g}"
-        parts = ", ".join(f"{name} {_number(value)}" for name, value in result.parts.items())
+        parts = ", ".join(f"{name} {value:{',.0f' if value >= 100 else '.3g'}}" for name, value in result.parts.items())
         table.add_row(result.name, f"{result.value:.3g}{'' if result.passed else ' !'}", bar, parts)
     return table
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

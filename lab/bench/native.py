@@ -1,4 +1,4 @@
-"""How far native mode's logprobs are from exact ones, beside what FP8 itself changes in them: a trainer, no engine.
+"""Distance of native mode's logprobs from exact ones, beside what FP8 itself changes in them: a trainer, no engine.
 
 The exact trainer stands for the engine, whose exact logprobs it has bit for bit. The examples' trained models read what
 their warm start imitates; random models, with weights so large that rounding shows everywhere, read random tokens.
@@ -20,15 +20,14 @@ from transformers import AutoTokenizer
 
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.backend.compiler import enable_compiler
-from fp8rl.numerics.config import Mode, NumericsConfig, TrainerPrecision
-from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.config import Mode, TrainerPrecision
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.types import prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.step.batch import TokenBatch
-from lab.bench.batch import random_batch
 from lab.bench.measure import Result
+from lab.bench.trainers import numerics_of, random_batch
 from tests.support.rig import write_random
 
 EXAMPLES = ("tiny_qwen3_moe", "tiny_qwen2", "tiny_olmoe", "tiny_glm", "tiny_deepseek")
@@ -58,7 +57,7 @@ def _result(model: Path, name: str, batch: TokenBatch, layout: Any) -> Result:
     from fp8rl.trainer.scorer import Scorer
 
     def logprobs(mode: Mode, precision: TrainerPrecision, change: Callable[[Any], None] | None = None) -> Tensor:
-        numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+        numerics = numerics_of(precision, mode)
         scorer = Scorer(model, TrainerSection(), numerics, layout, max_sequence_length=batch.tokens.shape[1])
         if change is not None:
             change(scorer.model)

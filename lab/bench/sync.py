@@ -1,4 +1,5 @@
-"""Weight sync of a model of 400 MB in BF16: verified, against sending the same tensors without any digest or check."""
+"""Weight sync of a model of 400 MB in BF16: verified, against sending the same tensors without any digest or check; and
+how many of the served bytes a step changes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,21 +16,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.models.tiny import TinyModel, write_tiny_model
-from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
-from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.buckets import changes
 from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.measure import Result, median_ratio
+from lab.bench.memory import restart_peak, status
+from lab.bench.trainers import EXACT, one_rank, random_batch
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
@@ -38,56 +42,51 @@ BUCKET_BYTES = 64 << 20
 ROUNDS = 5
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_tiny_model(model, MODEL)
         measured = measure(model)
     verified, unverified, report = measured.verified, measured.unverified, measured.report
     assert report is not None
-    return [
-        Result(
-            name="weight sync time, verified / unverified (400 MB in BF16)",
-            value=median_ratio(verified, unverified),
-            bar=1.4,
-            at_least=False,
-            parts={
-                "verified (s)": statistics.median(verified),
-                "unverified (s)": statistics.median(unverified),
-                "of which commit and comparison (s)": report.verify_seconds,
-                "tensors": float(report.verified_tensors),
-            },
-        ),
-        Result(
-            name="weight sync bytes, FP8 / BF16",
-            value=report.bytes / measured.bf16_bytes,
-            bar=0.55,
-            at_least=False,
-            parts={"FP8 (MB)": report.bytes / 1e6, "BF16 (MB)": measured.bf16_bytes / 1e6},
-        ),
-        Result(
-            name="rate of a verified FP8 sync / of one copy of its bytes",
-            value=median_ratio(measured.copies, verified),
-            bar=0.3,
-            at_least=True,
-            parts={"copy (s)": statistics.median(measured.copies), "FP8 (MB)": report.bytes / 1e6},
-        ),
-        Result(
-            name="peak extra memory of a sync, in the trainer's rank / one bucket",
-            value=measured.extra_bytes / BUCKET_BYTES,
-            bar=2.0,
-            at_least=False,
-            parts={"extra (MB)": measured.extra_bytes / 1e6, "bucket (MB)": BUCKET_BYTES / 1e6},
-        ),
-    ]
+    yield Result(
+        name="weight sync time, verified / unverified (400 MB in BF16)",
+        value=median_ratio(verified, unverified),
+        bar=1.4,
+        at_least=False,
+        parts={
+            "verified (s)": statistics.median(verified),
+            "unverified (s)": statistics.median(unverified),
+            "of which commit and comparison (s)": report.verify_seconds,
+            "tensors": float(report.verified_tensors),
+        },
+    )
+    yield Result(
+        name="weight sync bytes, FP8 / BF16",
+        value=report.bytes / measured.bf16_bytes,
+        bar=0.55,
+        at_least=False,
+        parts={"FP8 (MB)": report.bytes / 1e6, "BF16 (MB)": measured.bf16_bytes / 1e6},
+    )
+    yield Result(
+        name="rate of a verified FP8 sync / of one copy of its bytes",
+        value=median_ratio(measured.copies, verified),
+        bar=0.3,
+        at_least=True,
+        parts={"copy (s)": statistics.median(measured.copies), "FP8 (MB)": report.bytes / 1e6},
+    )
+    yield Result(
+        name="peak extra memory of a sync, in the trainer's rank / one bucket",
+        value=measured.extra_bytes / BUCKET_BYTES,
+        bar=2.0,
+        at_least=False,
+        parts={"extra (MB)": measured.extra_bytes / 1e6, "bucket (MB)": BUCKET_BYTES / 1e6},
+    )
 
 
 @dataclass
 class Measured:
-    """Seconds round by round, of verified and of unverified syncs and of one copy of the bytes that travel.
-
-    bf16_bytes: of the weights. extra_bytes: by which this process grew within a sync.
-    """
+    """Seconds round by round, of verified and of unverified syncs and of one copy of the bytes that travel."""
 
     verified: list[float] = field(default_factory=list)
     unverified: list[float] = field(default_factory=list)
@@ -95,88 +94,107 @@ class Measured:
     report: SyncReport | None = None
     bf16_bytes: int = 0
     extra_bytes: int = 0
+    """By which this process grew within a sync."""
 
 
 def measure(model: Path) -> Measured:
-    enable_compiler()
-    config = TrainerSection()
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    layout = parallel.initialize(config)
-    from fp8rl.trainer.trainer import Trainer
-
-    with tempfile.TemporaryDirectory() as folder:
-        served = Path(folder) / "served"
-        trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
-        convert_checkpoint(model, served, numerics.rollout_spec)
-        measured = _measure(trainer, numerics, served, Path(folder))
+    numerics, measured = EXACT, Measured()
+    spec, transport = numerics.rollout_spec, TensorTransport(BUCKET_BYTES)
+    with one_rank(model) as make, tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        trainer = make(64)
+        # The engine has an event loop of its own; a sync has another.
+        with serving(model, numerics, Path(folder), runner) as endpoint:
+            share = Share(transport, spec, [endpoint], version=0)
+            for index in range(ROUNDS + 1):
+                start = time.perf_counter()
+                asyncio.run(_send_only(trainer, transport, numerics, endpoint))
+                middle = time.perf_counter()
+                before = restart_peak()
+                _, report, problems = send_and_verify(lambda: [send_share(trainer, share)], spec, [endpoint], 0)
+                end = time.perf_counter()
+                assert not problems, problems
+                measured.report, measured.extra_bytes = report, status("VmHWM") - before
+                if index:  # the first round compiles
+                    measured.unverified.append(middle - start)
+                    measured.verified.append(end - middle)
+                    source, target = (torch.ones(report.bytes, dtype=torch.uint8) for _ in range(2))
+                    start = time.perf_counter()
+                    target.copy_(source)
+                    measured.copies.append(time.perf_counter() - start)
         measured.bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
-    parallel.shutdown()
     return measured
 
 
-def _measure(trainer: Trainer, numerics: NumericsConfig, served: Path, folder: Path) -> Measured:
-    engine = Engine(
-        RolloutSection(max_total_tokens=4096, context_length=1024),
-        folder / "engine.log",
-        {"numerics": numerics.to_dict()},
-        expected_report(numerics),
-    )
-    runner = asyncio.Runner()  # the engine's event loop; a sync has its own
-    endpoint = runner.run(engine.start(served))
-    transport, spec = TensorTransport(BUCKET_BYTES), numerics.rollout_spec
-    share = Share(transport, spec, [endpoint], version=0)
-    measured = Measured()
+@contextmanager
+def serving(
+    model: Path, numerics: NumericsConfig, folder: Path, runner: asyncio.Runner, adapter: AdapterSection | None = None
+) -> Iterator[Endpoint]:
+    """An engine that serves a model."""
+    plugin = {"numerics": numerics.to_dict(), "adapter": adapter and adapter.model_dump(mode="json")}
+    config = RolloutSection(max_total_tokens=4096, context_length=1024)
+    convert_checkpoint(model, folder / "served", numerics.rollout_spec)
+    engine = Engine(config, folder / "engine.log", plugin, expected_report(numerics, adapter))
     try:
-        for index in range(ROUNDS + 1):
-            start = time.perf_counter()
-            asyncio.run(_send_only(trainer, transport, numerics, endpoint))
-            middle = time.perf_counter()
-            before = _restart_peak()
-            _, report, problems = send_and_verify(lambda: [send_share(trainer, share)], spec, [endpoint], 0)
-            end = time.perf_counter()
-            assert not problems, problems
-            measured.report, measured.extra_bytes = report, _peak() - before
-            if index:  # the first round compiles
-                measured.unverified.append(middle - start)
-                measured.verified.append(end - middle)
-                measured.copies.append(_copy_seconds(report.bytes))
+        yield runner.run(engine.start(folder / "served"))
     finally:
         runner.run(engine.stop())
-        runner.close()
-    return measured
-
-
-def _copy_seconds(size: int) -> float:
-    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
-
-
-def _restart_peak() -> int:
-    """The bytes that this process has in memory, which its peak is counted from again."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
 async def _send_only(
     trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig, endpoint: Endpoint
 ) -> None:
     """Quantize and load, as a pipeline without proof does it: no digests, no commit."""
+    weights = trainer.export_weights()
     async with EngineClient(endpoint) as engine:
         await engine.pause()
-        await transport.send(_served(trainer, transport, numerics), [engine], 0)
+        tensors = served_tensors(weights, numerics.rollout_spec, trainer.definition, transport.allocate)
+        await transport.send(tensors, [engine], 0)
         await engine.resume()
 
 
-def _served(trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig) -> Iterator[tuple[str, Tensor]]:
-    return served_tensors(trainer.export_weights(), numerics.rollout_spec, trainer.definition, transport.allocate)
+def churn() -> Iterator[Result]:
+    """The share of served bytes that a step changes, by learning rate, which is what is left to send of a full sync.
+
+    Adam moves each weight by about the learning rate, so the churn grows with it, and falls with the size of the
+    weights.
+    """
+    with one_rank() as make:
+        for rate in (1e-6, 1e-5, 1e-4):
+            yield _churn(make(64, lr=rate, warmup_steps=0), rate)
+
+
+def _churn(trainer: Trainer, rate: float, steps: int = 4) -> Result:
+    shares: list[float] = []
+    changed: dict[str, list[float]] = {"codes": [], "scales": [], "BF16 values": []}
+    former: dict[str, Tensor] = {}
+    for step in range(steps + 1):
+        batch = random_batch(32, 64, seed=step)
+        trainer.train_step(batch, SftObjective.of(batch))
+        tensors = served_tensors(trainer.export_weights(), EXACT.rollout_spec, trainer.definition)
+        served = {name: tensor.clone() for name, tensor in tensors}
+        deltas = changes(trainer.last_sent, served.items(), step, step - 1, trainer.definition.tensors, ranks=1)
+        sent = sum(tensor.nbytes for _, tensor in deltas)
+        if step:
+            shares.append(sent / sum(tensor.nbytes for tensor in served.values()))
+            for kind, fraction in _fractions(served, former).items():
+                changed[kind].append(fraction)
+        former = served
+    return Result(
+        name=f"delta bytes / full FP8 bytes at lr {rate:g}",
+        value=statistics.median(shares),
+        bar=0.2 if rate == 1e-6 else 1.0,
+        at_least=False,
+        parts={f"changed {kind}": statistics.median(values) for kind, values in changed.items()},
+    )
+
+
+def _fractions(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, float]:
+    """The fraction of each kind's elements that differ."""
+    differing: dict[str, int] = {}
+    total: dict[str, int] = {}
+    for name, tensor in new.items():
+        scales, codes = name.endswith(SCALE_SUFFIX), tensor.dtype.itemsize == 1
+        kind = "scales" if scales else "codes" if codes else "BF16 values"
+        differing[kind] = differing.get(kind, 0) + int((tensor.float() != old[name].float()).sum())
+        total[kind] = total.get(kind, 0) + tensor.numel()
+    return {kind: differing[kind] / total[kind] for kind in total}

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lab.studies.harness import figures, live
-from lab.studies.harness.claims import Claim, difference, twice, value
-from lab.studies.harness.lab import Lab
-from lab.studies.harness.runs import trained
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import Lab, trained
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS, QUICK_STEPS = 30, 3
 LAST = 10
@@ -27,7 +22,7 @@ RANK_1, SLOW, MERGED_SLOW = "separate, rank 1", "separate at full training's rat
 
 @dataclass(frozen=True)
 class Arm:
-    """What a run trains. rank: of its adapters, alpha is twice as much; 0: all weights are trained."""
+    """The weights that a run trains. rank: of its adapters, alpha is twice as much; 0: all weights are trained."""
 
     rank: int = 16
     mode: str = "separate"
@@ -49,39 +44,6 @@ ARMS = {
     MERGED_SLOW: Arm(mode="merged", rate=RATE),
 }
 QUICK_ARMS = (FULL, SEPARATE, AGAIN, MERGED, SLOW)
-
-
-def _as_full(id: str, what: str, arm: str) -> Claim:
-    says = f"{what} end within 0.05 of full training's held-out accuracy."
-    return difference(id, says, "accuracy", arm, FULL, "above", -0.05)
-
-
-CLAIMS = (
-    twice("The same adapters trained twice end at the same accuracy.", "accuracy", AGAIN, SEPARATE),
-    difference(
-        "too slow",
-        "Adapters that learn at full training's rate end below those at ten times as much.",
-        "accuracy",
-        SLOW,
-        SEPARATE,
-        "below",
-        0.0,
-        control="positive",
-    ),
-    _as_full("adapters-1", "Separate adapters of rank 16", SEPARATE),
-    _as_full("adapters-2", "Merged adapters of rank 16", MERGED),
-    _as_full("adapters-3", "Separate adapters of rank 1", RANK_1),
-    value("adapters-4a", "With separate adapters both sides agree bit for bit.", "abs_d", SEPARATE, "within", 0.0, 0.0),
-    value("adapters-4b", "With merged adapters both sides agree bit for bit.", "abs_d", MERGED, "within", 0.0, 0.0),
-    value(
-        "adapters-5",
-        "Of a merged update at full training's rate less than half survives quantization.",
-        "survival",
-        MERGED_SLOW,
-        "below",
-        0.5,
-    ),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -120,7 +82,7 @@ def _run(name: str, arm: Arm, seed: int, steps: int, folder: Path) -> dict[str, 
     }
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     drawn = figures.figure("Adapters and full training", columns=2, width=9.0)
     steps = [int(name.partition("/")[2]) for name in measurement.values[FULL] if name.startswith("reward/")]
     for axes, metric, label in zip(drawn.axes, ("reward", "survival"), ("mean reward", "cosine"), strict=True):
@@ -147,7 +109,7 @@ STUDY = Study(
     name="adapters",
     question="What do adapters learn beside full training, and what of a merged update survives the FP8 grid?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("adapters"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,13 +11,10 @@ from torch import Tensor
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec
 from lab.studies.harness import figures
-from lab.studies.harness.accumulators import in_fp22, in_fp32, promoted
-from lab.studies.harness.claims import ratio, twice, value
+from lab.studies.harness.claims import claims_of
 from lab.studies.harness.lab import Lab
+from lab.studies.harness.products import in_fp22, in_fp32, promoted
 from lab.studies.harness.study import Band, Measurement, Study, TextTable, by_arm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHAPES = (
     *((128, 128, 128), (256, 128, 256), (320, 128, 336), (320, 64, 336)),
@@ -39,7 +35,7 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """How a product is taken. operands: what is quantized. spec: how. positive: of absolute values."""
+    """A way to take a product. operands: what is quantized. spec: how. positive: of absolute values."""
 
     operands: str = "both"
     spec: QuantSpec = FP32
@@ -61,113 +57,6 @@ ARMS = {
     "positive FP22": Arm(accumulate=in_fp22, positive=True),
     "positive FP22 promoted": Arm(accumulate=promoted, positive=True),
 }
-
-CLAIMS = (
-    twice(
-        "The same product with the same data has the same error.", "calc_diff", "both operands again", "both operands"
-    ),
-    ratio(
-        "two bits of mantissa",
-        "E5M2 operands, with a bit less, at least double the error.",
-        "calc_diff",
-        "e5m2",
-        "both operands",
-        "above",
-        2.0,
-        control="positive",
-    ),
-    value(
-        "003-16",
-        "One FP8 product is wrong by about 0.0007 (1 - cosine-like similarity to the BF16 product).",
-        "calc_diff",
-        "both operands",
-        "within",
-        0.00065,
-        0.00075,
-    ),
-    value(
-        "003-23a",
-        "The cuBLAS column, 0.00067 to 0.000684: the smallest of the shapes.",
-        "calc_diff/smallest",
-        "both operands",
-        "within",
-        0.00065,
-        0.0007,
-    ),
-    value(
-        "003-23b",
-        "The cuBLAS column, 0.00067 to 0.000684: the largest of the shapes.",
-        "calc_diff/largest",
-        "both operands",
-        "within",
-        0.00065,
-        0.0007,
-    ),
-    value(
-        "003-23c",
-        "The DeepGEMM column: the error of one kernel grows 2.7 times over these shapes (here: at least 1.5).",
-        "calc_diff/spread",
-        "FP22 promoted",
-        "above",
-        1.5,
-    ),
-    ratio(
-        "003-23d",
-        "An error of 0.00036, DeepGEMM's at small shapes, is that of both operands (and not of one).",
-        "calc_diff",
-        "weight alone",
-        "both operands",
-        "above",
-        0.8,
-    ),
-    ratio(
-        "003-23e",
-        "Kernels do not differ much: FP22 promoted every 128 products against FP32 throughout.",
-        "calc_diff",
-        "FP22 promoted",
-        "both operands",
-        "within",
-        0.99,
-        1.01,
-    ),
-    ratio(
-        "003-9",
-        "FP32 scales are more precise than powers of two (Gaussian data).",
-        "relative_error",
-        "pow2 scales",
-        "both operands",
-        "above",
-        1.0,
-        margin=0.01,
-    ),
-    ratio(
-        "003-4",
-        "Hopper's FP22 accumulator alone loses precision: error of the addition ten times that of promoting.",
-        "kernel_error/longest",
-        "FP22",
-        "FP22 promoted",
-        "above",
-        10.0,
-    ),
-    ratio(
-        "002-21a",
-        "Adding in FP32 prevents catastrophic error: without it the whole error doubles (Gaussian data).",
-        "relative_error/longest",
-        "FP22",
-        "both operands",
-        "above",
-        2.0,
-    ),
-    ratio(
-        "002-21b",
-        "The same where all products are positive.",
-        "relative_error/longest",
-        "positive FP22",
-        "positive",
-        "above",
-        2.0,
-    ),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -222,7 +111,7 @@ def errors_of(arm: Arm, x: Tensor, w: Tensor) -> dict[str, float]:
     }
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     shapes = _shapes(measurement)
     drawn = figures.figure("Error of one FP8 product, by what is quantized", height=3.6)
     series = {arm: _by_shape(measurement, arm, "calc_diff") for arm in ("both operands", "weight alone", "pow2 scales")}
@@ -279,7 +168,7 @@ STUDY = Study(
     name="gemm_error",
     question="How wrong is one FP8 product, and is it the operands or the addition?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("gemm_error"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -16,18 +16,25 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from lab.studies.harness import figures, live
-from lab.studies.harness.accumulators import in_fp22, in_fp32, promoted
-from lab.studies.harness.claims import Claim, ratio, twice, value
-from lab.studies.harness.lab import Lab
-from lab.studies.harness.products import ROLES, Operands, Probe, ProductRecorder, Role, Take, library
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import MODEL, TRAIN, Lab, random_model
+from lab.studies.harness.products import (
+    ROLES,
+    Operands,
+    Probe,
+    ProductRecorder,
+    Role,
+    Take,
+    in_fp22,
+    in_fp32,
+    library,
+    promoted,
+)
 from lab.studies.harness.spoiled import with_ops
 from lab.studies.harness.statistics import estimate
 from lab.studies.harness.study import Measurement, Study, TextTable
-from lab.studies.harness.subjects import MODEL, TRAIN, random_model
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fp8rl.trainer.trainer import Trainer
 
 CHAINS, QUICK_CHAINS = 32, 16
@@ -52,88 +59,7 @@ def arm(model: str, step: int, series: str, role: Role | None = None) -> str:
     return f"{model}, step {step}: {series}" + (f", {role}" if role else "")
 
 
-TWO_ORDERS = 10**1.5
-"""Nearer to 100 than to 10."""
-
-
-def _two_orders(id: str, says: str, metric: str, model: str, step: int) -> Claim:
-    return ratio(
-        id,
-        f"{says} (at least {TWO_ORDERS:.0f} times; {model}, step {step}).",
-        metric,
-        arm(model, step, QUANTIZATION),
-        arm(model, step, KERNEL),
-        "above",
-        TWO_ORDERS,
-    )
-
-
-def _holds(id: str, role: Role) -> Claim:
-    return ratio(
-        id,
-        f"The scheme holds in {role}: its errors are at most a quarter above fprop's (N, step 0).",
-        SAME,
-        arm("N", 0, QUANTIZATION, role),
-        arm("N", 0, QUANTIZATION, "fprop"),
-        "below",
-        1.25,
-    )
-
-
-def _grows(id: str, says: str, model: str, role: Role) -> Claim:
-    return value(
-        id,
-        f"Errors accumulate from layer to layer: {says} ({model}, step 0).",
-        "last over first layer",
-        arm(model, 0, QUANTIZATION, role),
-        "above",
-        1.0,
-        margin=0.1,
-    )
-
-
 SAID = "Fake-quantized products differ from BF16 ones two orders more than a kernel's from them"
-CLAIMS = (
-    twice(
-        "The same forward and backward twice gives the same bits.",
-        GROWN,
-        arm("N", 0, "again"),
-        id="same products twice",
-    ),
-    ratio(
-        "two bits of mantissa",
-        "E5M2, with a bit less, makes at least 1.5 times the error of quantization.",
-        SAME,
-        arm("N", 0, "E5M2"),
-        arm("N", 0, QUANTIZATION),
-        "above",
-        1.5,
-        control="positive",
-    ),
-    ratio(
-        "FP22 alone",
-        "A kernel that never promotes its FP22 sum makes more than 1.5 times the error of one that does.",
-        "unrounded",
-        arm("N", 0, "FP22 alone"),
-        arm("N", 0, KERNEL),
-        "above",
-        1.5,
-        control="positive",
-    ),
-    *(
-        _two_orders(f"003-24{letter}", SAID, SAME, model, step)
-        for letter, (model, step) in zip("abcd", [(m, s) for m in MODELS for s in STEPS], strict=True)
-    ),
-    _two_orders("003-24e", "The same of their sums before they are rounded to BF16", "unrounded", "N", 0),
-    _two_orders("003-24f", "The same of what they put out when each has the outputs before it", GROWN, "M", 0),
-    _two_orders("003-24g", "The same of what they put out when each has the outputs before it", GROWN, "N", 0),
-    _holds("003-12a", "dgrad"),
-    _holds("003-12b", "wgrad"),
-    _grows("003-17a", "the last layer's outputs are further off than the first's", "N", "fprop"),
-    _grows("003-17b", "the first layer's gradients are further off than the last's", "N", "dgrad"),
-    _grows("003-17c", "the last layer's outputs are further off than the first's", "M", "fprop"),
-    _grows("003-17d", "the first layer's gradients are further off than the last's", "M", "dgrad"),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -202,7 +128,7 @@ def in_promoted_fp22(operands: Operands) -> Tensor:
 
 
 def same_inputs(operands: Operands) -> dict[str, float]:
-    """How far a product is off, by series; before it is rounded to BF16 too, and with an FP22 sum throughout."""
+    """Errors of a product, by series; before it is rounded to BF16 too, and with an FP22 sum throughout."""
     a, b = operands.quantized_a, operands.quantized_b
     fake, exact, kernel = fake_quantized(operands), in_fp32(a, b), in_promoted_fp22(operands)
     return quantization_alone(operands) | {
@@ -281,14 +207,14 @@ def _means(model: str, step: int, trainer: Trainer, fake: ProductRecorder, grown
     return means | {arm(model, step, "FP22 alone"): {"unrounded": fp22}}
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     return {
         f"{trace.replace(', ', '_').replace(' ', '_')}": _figure(trace, drawn)
         for trace, drawn in measurement.details["traces"].items()
     }
 
 
-def _figure(trace: str, drawn: Mapping[str, Any]) -> Figure:
+def _figure(trace: str, drawn: Mapping[str, Any]) -> figures.Figure:
     figure = figures.figure(f"Errors of all quantized products in the order of execution: {trace}", rows=2, height=2.7)
     backward = drawn["roles"].index("dgrad")
     for axes, metric in zip(figure.axes, (SAME, GROWN), strict=True):
@@ -320,7 +246,7 @@ STUDY = Study(
     name="gemm_trace",
     question="How far off is each FP8 product of a step, by quantization and by its kernel, and do errors grow?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("gemm_trace"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +18,11 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective
 from lab.studies.harness import figures, live
-from lab.studies.harness.claims import ratio, twice, value
-from lab.studies.harness.lab import Lab
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import MODEL, TRAIN, Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm
-from lab.studies.harness.subjects import MODEL, TRAIN
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fp8rl.trainer.trainer import Trainer
 
 PROMPTS, QUICK_PROMPTS, ANSWERS = 64, 16, 8
@@ -54,73 +52,6 @@ ARMS = {
 }
 
 
-CLAIMS = (
-    twice("The same gradient twice is not turned.", "turned", "GRPO: again"),
-    ratio(
-        "two bits of mantissa",
-        "A forward in E5M2 turns the gradient at least twice as far as one in E4M3.",
-        "turned",
-        "SFT: forward E5M2",
-        "SFT: forward",
-        "above",
-        2.0,
-        control="positive",
-    ),
-    ratio(
-        "003-27a",
-        "The backward's quantization turns the SFT gradient less than a tenth as far as the forward's.",
-        "turned",
-        "SFT: backward",
-        "SFT: forward",
-        "below",
-        0.1,
-    ),
-    ratio("003-27b", "The same of the GRPO gradient.", "turned", "GRPO: backward", "GRPO: forward", "below", 0.1),
-    ratio(
-        "003-18a",
-        "FP8 turns the gradient of RL further than that of SFT.",
-        "turned",
-        "GRPO: both",
-        "SFT: both",
-        "above",
-        1.0,
-        margin=0.05,
-    ),
-    value(
-        "003-18b", "In RL it may point the wrong way: 1 - cos above 1.", "turned", "GRPO vs rollout: both", "above", 1.0
-    ),
-    ratio(
-        "003-18c",
-        "The mismatch of a BF16 trainer with an FP8 rollout turns its gradient further than FP8 on both sides does.",
-        "turned",
-        "GRPO vs rollout: mixed",
-        "GRPO: both",
-        "above",
-        1.0,
-        margin=0.05,
-    ),
-    ratio(
-        "000-3",
-        "Gradients want E5M2's range: with it the gradient is turned less than with E4M3 in blocks.",
-        "turned",
-        "GRPO: backward E5M2",
-        "GRPO: backward",
-        "below",
-        1.0,
-        margin=0.05,
-    ),
-    value(
-        "engine: same gradient",
-        "The gradient of what a live engine samples is that of what the trainer samples itself, bit for bit.",
-        "turned",
-        ENGINE,
-        "within",
-        0.0,
-        0.0,
-    ),
-)
-
-
 def measure(lab: Lab) -> Measurement:
     """Every gradient of one live trainer, on the same batches."""
     lab.specs |= {"E4M3": SPEC.digest(), "E5M2 gradients": E5M2_GRADIENTS.digest(), "E5M2": E5M2.digest()}
@@ -138,7 +69,7 @@ def measure(lab: Lab) -> Measurement:
 
 
 def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
-    """How far gradients are turned, by arm `LOSS: what`, then metric: `turned`, of the whole gradient, and of each
+    """Angles of gradients, by arm `LOSS: what`, then metric: `turned`, of the whole gradient, and of each
     part of the model."""
     found: dict[str, dict[str, float]] = {}
     with live.world() as layout:
@@ -147,19 +78,19 @@ def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
         taught = live.chain_batch(TRAIN, seed, prompts * ANSWERS)
         for loss in LOSSES:
             batch = taught if loss == "SFT" else _with_advantages(sample)
-            gradient = _Gradients(trainer, batch, loss)
+            gradient = cache(partial(_gradient, trainer, batch, loss))
             for name, arm in ARMS.items():
-                again = gradients(trainer, BF16, batch, objective(loss, batch)) if name == "again" else None
+                again = _gradient(trainer, batch, loss, BF16) if name == "again" else None
                 found[f"{loss}: {name}"] = _angles(again or gradient(arm.numerics), gradient(arm.against))
             found[f"{loss}: halves"] = _angles(*_halves(trainer, loss, batch))
             if loss == "GRPO vs rollout":
-                on_policy = gradients(trainer, BF16, batch, objective("GRPO", batch))
+                on_policy = _gradient(trainer, batch, "GRPO", BF16)
                 found[f"{loss}: mixed"] = _angles(gradient(BF16), on_policy)
     return found
 
 
 def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]:
-    """How far the gradient of a live engine's answers is from that of the trainer's own, by seed."""
+    """Angles between the gradient of a live engine's answers and that of the trainer's own, by seed."""
     with live.world() as layout:
         trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
         own = [_with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
@@ -169,21 +100,11 @@ def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]
 
 
 def _between(trainer: Trainer, *batches: TokenBatch) -> dict[str, float]:
-    return _angles(*(gradients(trainer, trainer.numerics, x, objective("GRPO vs rollout", x)) for x in batches))
+    return _angles(*(_gradient(trainer, x, "GRPO vs rollout", trainer.numerics) for x in batches))
 
 
-class _Gradients:
-    """The gradients of one batch and one loss, computed once for each numerics."""
-
-    def __init__(self, trainer: Trainer, batch: TokenBatch, loss: str) -> None:
-        self._of = trainer, batch, loss
-        self._known: dict[NumericsConfig, dict[str, Tensor]] = {}
-
-    def __call__(self, numerics: NumericsConfig) -> dict[str, Tensor]:
-        trainer, batch, loss = self._of
-        if numerics not in self._known:
-            self._known[numerics] = gradients(trainer, numerics, batch, objective(loss, batch))
-        return self._known[numerics]
+def _gradient(trainer: Trainer, batch: TokenBatch, loss: str, numerics: NumericsConfig) -> dict[str, Tensor]:
+    return gradients(trainer, numerics, batch, objective(loss, batch))
 
 
 def objective(loss: str, batch: TokenBatch) -> Objective:
@@ -213,10 +134,7 @@ def _halves(trainer: Trainer, loss: str, batch: TokenBatch) -> tuple[dict[str, T
     """BF16 gradients of the first and the last half of the batch's prompts."""
     half = batch.rows // 2
     first, second = batch.select(list(range(half))), batch.select(list(range(half, batch.rows)))
-    return (
-        gradients(trainer, BF16, first, objective(loss, first)),
-        gradients(trainer, BF16, second, objective(loss, second)),
-    )
+    return _gradient(trainer, first, loss, BF16), _gradient(trainer, second, loss, BF16)
 
 
 def _angles(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, float]:
@@ -234,7 +152,7 @@ def _part(name: str) -> str:
     return f"layer {layer[1]}" if layer else "embedding" if "embedding" in name else "head"
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     drawn = figures.figure("1 − cos of the gradient to that of BF16", width=7.5, height=3.8)
     shown = ("halves", "forward", "both", "backward", "backward E5M2")
     series = {what: [measurement.of(f"{loss}: {what}", "turned") for loss in LOSSES] for what in shown}
@@ -252,7 +170,7 @@ STUDY = Study(
     name="gradient_direction",
     question="How far does FP8 turn the gradient, in which pass, and further in RL than in SFT?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("gradient_direction"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -18,15 +18,11 @@ from fp8rl.numerics.config import NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
-from lab.studies.harness.claims import difference, ratio, twice, value
-from lab.studies.harness.lab import Lab
-from lab.studies.harness.runs import trained
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import MODEL, Lab, random_model, trained
 from lab.studies.harness.study import Measurement, Study, TextTable
-from lab.studies.harness.subjects import MODEL, random_model
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fp8rl.rl.run.stack import Stack
     from fp8rl.trainer.trainer import Trainer
 
@@ -40,107 +36,6 @@ TRAINED_STEPS = 20
 TRAINED_SEEDS = 5
 Found = dict[str, dict[str, list[float]]]
 """A number for each sequence, by arm, then metric."""
-
-
-CLAIMS = (
-    twice("The same scoring twice agrees.", "kl", "M exact: again"),
-    ratio(
-        "E5M2",
-        "A policy in E5M2 is at least twice as far from BF16 as one in E4M3.",
-        "kl",
-        "M exact: E5M2",
-        "M exact: case 3",
-        "above",
-        2.0,
-        control="positive",
-    ),
-    value(
-        "exact: case 3 is 0",
-        "In exact mode case 3 agrees on every token.",
-        "abs_d",
-        "M exact: case 3",
-        "within",
-        0.0,
-        0.0,
-    ),
-    value("engine: case 3 is 0", "The same against a live engine.", "abs_d", "M engine: case 3", "within", 0.0, 0.0),
-    difference(
-        "003-25a",
-        "The KL of cases 2 and 3 is one (exact).",
-        "kl",
-        "M exact: case 3",
-        "M exact: case 2",
-        "within",
-        0.0,
-        0.0,
-    ),
-    value(
-        "003-22", "An FP8 trainer starts with a KL to the BF16 policy, above 0.", "kl", "M exact: case 3", "above", 0.0
-    ),
-    ratio(
-        "003-1a",
-        "FP8 on both sides narrows the difference of log-probabilities (native, M).",
-        "abs_d",
-        "M native: case 3",
-        "M native: case 1",
-        "below",
-        1.0,
-        margin=0.05,
-    ),
-    ratio("003-1b", "The same on N.", "abs_d", "N native: case 3", "N native: case 1", "below", 1.0, margin=0.05),
-    ratio(
-        "003-26a",
-        "FP8 on both sides clips less (native, M, C = 1.05).",
-        "clip_1.05",
-        "M native: case 3",
-        "M native: case 1",
-        "below",
-        1.0,
-    ),
-    ratio("003-26b", "The same on N.", "clip_1.05", "N native: case 3", "N native: case 1", "below", 1.0),
-    ratio(
-        "003-9a",
-        "FP8 on both sides with two scale formats, the libraries' defaults, is better than a BF16 trainer (exact, M).",
-        "abs_d",
-        f"M exact: {MIXED}",
-        "M exact: case 1",
-        "below",
-        1.0,
-    ),
-    ratio("003-9b", "The same natively, on N.", "abs_d", f"N native: {MIXED}", "N native: case 1", "below", 1.0),
-    value(
-        "003-25b", "KL of the exact policies on N: above 0 in cases 2, 3 and 4.", "kl", "N exact: case 3", "above", 0.0
-    ),
-    ratio(
-        "003-26c",
-        "Over 20 GRPO steps (native, M) case 3 differs less than case 1.",
-        "abs_d",
-        "GRPO: case 3",
-        "GRPO: case 1",
-        "below",
-        1.0,
-    ),
-    ratio(
-        "003-26d",
-        "Over 20 GRPO steps cases 2 and 3 differ alike.",
-        "abs_d",
-        "GRPO: case 3",
-        "GRPO: case 2",
-        "within",
-        0.8,
-        1.25,
-    ),
-    difference(
-        "003-27c",
-        "The backward's quantization costs no reward over 20 GRPO steps: case 3 against case 2.",
-        "reward",
-        "GRPO: case 3",
-        "GRPO: case 2",
-        "within",
-        -0.05,
-        0.05,
-    ),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -297,7 +192,7 @@ def _trained(precision: str, seed: int, folder: Path) -> dict[str, float]:
     }
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     snapshots = figures.figure(
         "Difference of log-probabilities and KL to the BF16 policy, by case", columns=2, width=9.0
     )
@@ -335,7 +230,7 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
 STUDY = Study(
     name="precision_cases",
     question="Which precision of trainer and rollout agrees, and how far is each from the BF16 policy?",
-    claims=CLAIMS,
+    claims=claims_of("precision_cases"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -14,12 +14,9 @@ from fp8rl.numerics.core.files import check_writable, new_directory
 from lab.studies.document.document import write_docs
 from lab.studies.harness import figures, keeping, page
 from lab.studies.harness.claims import digest, judge
-from lab.studies.harness.lab import Lab
-from lab.studies.harness.names import NAMES, load
-from lab.studies.harness.provenance import provenance
-from lab.studies.harness.result import RESULTS, Result
-from lab.studies.harness.study import Study
-from lab.studies.harness.subjects import check_subjects
+from lab.studies.harness.lab import Lab, check_subjects
+from lab.studies.harness.result import RESULTS, Result, provenance
+from lab.studies.harness.study import NAMES, Study, load
 
 QUICK_SEEDS = 3
 FOLDER = Path("runs/studies")
@@ -93,7 +90,7 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
 
 
 def seeds_of(study: Study, quick: bool, asked: int | None) -> int:
-    """How many seeds a study runs with.
+    """The number of seeds that a study runs with.
 
     Raises:
         UserError: fewer are asked for than it takes.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,16 +14,12 @@ from fp8rl.numerics.quantize import fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from lab.studies.harness import figures, live
-from lab.studies.harness.claims import Claim, Rule, difference, ratio, twice
-from lab.studies.harness.lab import Lab
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import TRAIN, Lab, random_model
 from lab.studies.harness.products import Operands, ProductRecorder
 from lab.studies.harness.spoiled import NarrowState, with_ops
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
-from lab.studies.harness.subjects import TRAIN, random_model
-from lab.studies.harness.training import NOISE, RATE, TrainedArm, teach
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lab.studies.harness.training import RATE, TrainedArm, teach
 
 CHAINS, QUICK_CHAINS = 32, 8
 OUTLIERS = (1.0, 1e2, 1e4)
@@ -77,111 +72,9 @@ def trained_arms() -> dict[str, TrainedArm]:
 QUICK_TRAINED = (BF16, "trained: FP8, pow2 scales", AGAIN, SPOILED, "trained: ironwood")
 
 
-def _free(id: str, says: str, arm: str) -> Claim:
-    return difference(id, says, "nll", arm, BF16, "within", -FREE, FREE)
-
-
-def _without_and_with_outliers(id: str, says: str, arm: str, against: str, rule: Rule) -> Iterator[Claim]:
-    """That the one arm's error is above or below the other's."""
-    for letter, ending, factor in (("a", ".", 1.0), ("b", ", outliers × 10⁴.", 1e4)):
-        metric = error_name("activation", factor)
-        yield ratio(f"{id}{letter}", f"{says}{ending}", metric, arm, against, rule, 1.0, margin=0.01)
-
-
 def error_name(role: str, factor: float) -> str:
     """The metric's name: relative error of a product of which this role alone is quantized."""
     return f"error/{role}/outliers x{factor:g}"
-
-
-CLAIMS = (
-    twice("The same training twice ends at the same loss, bit for bit.", "nll", AGAIN, "trained: FP8, pow2 scales"),
-    difference(
-        "BF16 masters",
-        "Masters in BF16 cost held-out loss.",
-        "nll",
-        SPOILED,
-        "trained: FP8, pow2 scales",
-        "above",
-        0.0,
-        control="positive",
-    ),
-    ratio("003-8", "E4M3 is finer than E5M2.", error_name("activation", 1.0), "E5M2 1x128", "pow2 1x128", "above", 1.5),
-    *_without_and_with_outliers("003-9", "FP32 scales are more precise", "pow2 1x128", "FP32 1x128", "above"),
-    *_without_and_with_outliers("000-5", "Per axis is better than per tensor", "FP32 axis", "FP32 tensor", "below"),
-    ratio(
-        "000-6a",
-        "Groups of 128 are not needed without outliers: per axis is at most 5% worse.",
-        error_name("activation", 1.0),
-        "FP32 axis",
-        "FP32 1x128",
-        "below",
-        1.05,
-    ),
-    ratio(
-        "000-6b",
-        "With outliers × 10⁴ groups of 128 are needed: per axis is at least 1.5 times worse.",
-        error_name("activation", 1e4),
-        "FP32 axis",
-        "FP32 1x128",
-        "above",
-        1.5,
-    ),
-    ratio(
-        "000-7a",
-        "Static scales suffice for activations without outliers: at most 5% worse than dynamic ones.",
-        error_name("activation", 1.0),
-        "static 224",
-        "pow2 1x128",
-        "below",
-        1.05,
-    ),
-    ratio("000-7b", "The same for weights.", error_name("weight", 1.0), "static 224", "pow2 1x128", "below", 1.05),
-    ratio(
-        "000-7c",
-        "Static scales suffice with outliers × 10⁴: at most 5% worse than dynamic ones.",
-        error_name("activation", 1e4),
-        "static 224",
-        "pow2 1x128",
-        "below",
-        1.05,
-    ),
-    ratio(
-        "000-4a",
-        "Rounding to nearest is better than stochastic rounding.",
-        error_name("activation", 1.0),
-        "stochastic 1x128",
-        "pow2 1x128",
-        "above",
-        1.0,
-    ),
-    _free("000-2", "FP8 trains like BF16 (within 0.001 nats, as all that follow).", "trained: FP8, pow2 scales"),
-    _free("003-9c", "So it does with FP32 scales.", "trained: FP8, FP32 scales"),
-    _free(
-        "003-11", "Activations per token, weights per block, gradients per token in E4M3.", "trained: FP8, FP32 scales"
-    ),
-    _free("000-6c", "So it does in MX.", "trained: MX"),
-    _free("000-14", "So it does by the recipe for Ironwood: static scales, E5M2 gradients.", "trained: ironwood"),
-    difference(
-        "000-3",
-        "E5M2 is the format of gradients: with E4M3 more is lost.",
-        "nll",
-        "trained: FP8, pow2 scales",
-        "trained: E5M2 gradients",
-        "above",
-        0.0,
-        margin=NOISE,
-    ),
-    difference(
-        "000-4b",
-        "Stochastic rounding of gradients costs held-out loss.",
-        "nll",
-        "trained: stochastic gradients",
-        "trained: FP8, pow2 scales",
-        "above",
-        0.0,
-        margin=NOISE,
-    ),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -249,7 +142,7 @@ class _Probe:
             self.found.setdefault(name, {}).setdefault(error_name(role, factor), []).append(error)
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     errors = figures.figure("Error of products whose activations are quantized, over the size of outliers", height=3.8)
     shown = ("FP32 1x32", "FP32 1x128", "FP32 axis", "FP32 tensor", "pow2 1x128", "MX 1x32", "static 224")
     for index, arm in enumerate(shown):
@@ -290,7 +183,7 @@ STUDY = Study(
     name="scale_formats",
     question="How fine do scales have to be, in which format, and may they be static?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("scale_formats"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -15,15 +15,12 @@ from fp8rl.numerics.core.process import all_gathered
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import GradientWire, WeightGather
 from lab.studies.harness import figures, live
-from lab.studies.harness.claims import Claim, difference, ratio, twice, value
-from lab.studies.harness.lab import Lab, on_ranks
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import MODEL, TRAIN, Lab, on_ranks
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
-from lab.studies.harness.subjects import MODEL, TRAIN
-from lab.studies.harness.training import CHAINS_PER_STEP, NOISE, RATE, STEPS, TrainedArm, taught
+from lab.studies.harness.training import CHAINS_PER_STEP, RATE, STEPS, TrainedArm, taught
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fp8rl.trainer.distributed.layout import Layout
     from fp8rl.trainer.step.batch import TokenBatch
     from fp8rl.trainer.trainer import Trainer
@@ -37,7 +34,7 @@ UNSCALED = "gradients E4M3 unscaled"
 
 @dataclass(frozen=True)
 class Arm:
-    """What two ranks send each other. scaled: gradients in FP8 have scales."""
+    """Formats in which two ranks send. scaled: gradients in FP8 have scales."""
 
     gradients: GradientWire = "fp32"
     weights: WeightGather = "bf16"
@@ -54,64 +51,6 @@ ARMS = {
     "weights E4M3": Arm(weights="e4m3"),
 }
 QUICK_ARMS = (PLAIN, f"{PLAIN}, again", "gradients E4M3", UNSCALED, "weights E4M3")
-
-
-def _harmless(id: str, what: str, arm: str) -> Claim:
-    return difference(id, f"{what} cost no held-out loss.", "nll", arm, PLAIN, "within", -NOISE, NOISE)
-
-
-CLAIMS = (
-    twice("The same training twice on two ranks ends at the same loss, bit for bit.", "nll", f"{PLAIN}, again", PLAIN),
-    difference(
-        "no scales",
-        "Gradients sent as plain FP8 numbers cost held-out loss.",
-        "nll",
-        UNSCALED,
-        PLAIN,
-        "above",
-        0.0,
-        control="positive",
-    ),
-    value(
-        "002-26a",
-        "Gradients in FP8 are sent in 0.27 of FP32's bytes.",
-        "gradient_bytes",
-        "gradients E4M3",
-        "below",
-        0.27,
-    ),
-    value(
-        "002-26b",
-        "E4M3 with block scales turns a gradient by 1 - cos < 0.001.",
-        "turned",
-        "gradients E4M3",
-        "below",
-        0.001,
-    ),
-    _harmless("002-26c", "Gradients sent in E4M3", "gradients E4M3"),
-    _harmless("002-26d", "Gradients sent in E5M2", "gradients E5M2"),
-    _harmless("002-26e", "Gradients sent in BF16", "gradients BF16"),
-    ratio(
-        "000-3",
-        "E5M2 is the format for gradients: on the wire it is less wrong than E4M3.",
-        "relative_error",
-        "gradients E5M2",
-        "gradients E4M3",
-        "below",
-        1.0,
-    ),
-    value("000-9a", "Weights gathered in FP8 take 0.6 of BF16's bytes.", "weight_bytes", "weights E4M3", "below", 0.6),
-    difference(
-        "000-9b",
-        "Weights gathered as the codes that products take change nothing, bit for bit.",
-        "nll",
-        "weights E4M3",
-        PLAIN,
-        "within",
-        0.0,
-        0.0,
-    ),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -227,7 +166,7 @@ def _errors(gradients: Sequence[Local], wire: Any) -> dict[str, float]:
     return {"relative_error": (wrong / exact_squares) ** 0.5, "turned": 1 - cosine}
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     drawn = figures.figure("Bytes that a rank sends in a step, of FP32 gradients and BF16 weights", height=3.6)
     names = list(measurement.values)
     shares = {
@@ -260,7 +199,7 @@ STUDY = Study(
     name="wire_formats",
     question="What may data-parallel ranks send each other in FP8?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("wire_formats"),
     measure=measure,
     draw=draw,
     tables=tables,

@@ -1,25 +1,28 @@
-"""Parts of the GPU bench that go wrong after their first row."""
+"""Benchmarks and parts of the GPU bench that go wrong after their first row."""
 
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from lab.bench.gpu.measure import Measured
 from lab.bench.gpu.parts import Part
+from lab.bench.measure import Result
 
 
-def works(done: Measured, *_: Any) -> None:
-    done.row({"here": 1}, {"seconds": 2.0})
+def half() -> Iterator[Result]:
+    yield Result("the first half", 1.0, 2.0, False, {"seconds": 3.0})
+    raise RuntimeError("no room on the disk")
 
 
 def raises(done: Measured, *_: Any) -> None:
-    works(done)
+    done.row({"here": 1}, {"seconds": 2.0})
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nand what else it says")
 
 
 def dies(done: Measured, *_: Any) -> None:
-    works(done)
+    done.row({"here": 1})
     os._exit(9)
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.studies import run
-from lab.studies.harness import figures, keeping, names, provenance
-from lab.studies.harness.claims import Claim, difference
+from lab.studies.harness import figures, keeping, result
+from lab.studies.harness import study as studies
+from lab.studies.harness.claims import Claim, Control, Rule
 from lab.studies.harness.lab import Lab
 from lab.studies.harness.study import Measurement, Study, TextTable
 
@@ -40,10 +41,14 @@ def made_up(twice: float = 0.0, loss: float = 0.5, more: Sequence[Claim] = ()) -
     def tables(measurement: Measurement) -> Sequence[TextTable]:
         return [TextTable("Losses", ("arm", "loss"), [["arm", "0.5"]])]
 
+    def claim(id: str, says: str, arm: str, rule: Rule, *bounds: float, control: Control | None = None) -> Claim:
+        than_plain = {"metric": "loss", "against": "plain", "contrast": "difference"}
+        return Claim(id=id, says=says, arm=arm, rule=rule, bounds=bounds, control=control, **than_plain)
+
     claims = (
-        difference("same arm twice", "", "loss", "again", "plain", "within", 0.0, 0.0, control="negative"),
-        difference("harm", "Harm is found.", "loss", "bad", "plain", "above", 1.0, control="positive"),
-        difference("003-16", "003-16 it is.", "loss", "arm", "plain", "above", 0.0),
+        claim("same arm twice", "", "again", "within", 0.0, 0.0, control="negative"),
+        claim("harm", "Harm is found.", "bad", "above", 1.0, control="positive"),
+        claim("003-16", "003-16 it is.", "arm", "above", 0.0),
         *more,
     )
     return Study(name=NAME, question="Is it?", claims=claims, measure=measure, draw=draw, tables=tables)
@@ -56,8 +61,8 @@ def repository(folder: Path, patch: pytest.MonkeyPatch, study: Study) -> None:
     git(folder, "init", "-q")
     commit(folder)
     patch.chdir(folder)
-    patch.setattr(provenance, "CODE", folder.resolve())
-    for module in (names, run, keeping):
+    patch.setattr(result, "CODE", folder.resolve())
+    for module in (studies, run, keeping):
         patch.setattr(module, "NAMES", (NAME,))
     for module in (run, keeping):
         patch.setattr(module, "load", lambda name: study)

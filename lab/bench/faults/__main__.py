@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lab.bench.faults import disks, processes, surroundings, wires
+from lab.bench.faults import processes, surroundings, wires
 from lab.bench.faults.lab import Found, Lab, Outcome, tried
 from lab.studies.harness.lab import in_own_process
 
@@ -36,11 +36,11 @@ RUNS: tuple[Callable[[Lab], Found], ...] = (
     surroundings.engine_slow,
     surroundings.memory_short,
     surroundings.clock_set,
-    disks.full_disk_under_the_record,
-    disks.full_disk_under_a_checkpoint,
-    disks.checkpoint_flipped,
-    disks.dataset_line_damaged,
-    disks.dataset_line_damaged_meanwhile,
+    surroundings.full_disk_under_the_record,
+    surroundings.full_disk_under_a_checkpoint,
+    surroundings.checkpoint_flipped,
+    surroundings.dataset_line_damaged,
+    surroundings.dataset_line_damaged_meanwhile,
 )
 """Faults of whole runs, each by its name."""
 WIRES = "wires"
@@ -56,11 +56,19 @@ def main() -> int:
     chosen = arguments.names or names
     if unknown := set(chosen) - set(names):
         parser.error(f"found {sorted(unknown)}, expected names out of {names}")
-    outcomes = in_own_process(wires.run) if WIRES in chosen else {}
+    outcomes: dict[str, Outcome] = {}
+
+    def keep(found: Mapping[str, Outcome]) -> None:
+        outcomes.update(found)
+        if arguments.json:
+            data = {name: asdict(each) for name, each in outcomes.items()}
+            arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+
+    keep(in_own_process(wires.run) if WIRES in chosen else {})
     with tempfile.TemporaryDirectory(prefix="fp8rl-faults-") as folder, Lab(Path(folder)) as lab:
-        outcomes |= tried([fault for fault in RUNS if fault.__name__ in chosen], lab, partial(print, file=sys.stderr))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({name: asdict(each) for name, each in outcomes.items()}, indent=1) + "\n")
+        for fault in RUNS:
+            if fault.__name__ in chosen:
+                keep(tried([fault], lab, partial(print, file=sys.stderr)))
     Console().print(_table(outcomes))
     return 1 if any(outcome.wrong for outcome in outcomes.values()) else 0
 

@@ -29,7 +29,7 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a fault.
+    """The end of a fault.
 
     happened: in words. seconds: from the fault to what the name says.
     """
@@ -166,7 +166,7 @@ def processes_of(run: StartedRun, name: str, count: int = 1) -> list[psutil.Proc
 
 
 def bits(run: StartedRun) -> dict[str, object]:
-    """What is the same in every run of one spec, whatever dies on the way."""
+    """The bits that every run of one spec leaves, whatever dies on the way."""
     rows = [{k: v for k, v in row.items() if not k.startswith(BESIDE) and k not in MENDED} for row in run.rows()]
     return {
         "metrics": rows,

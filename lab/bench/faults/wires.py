@@ -1,4 +1,4 @@
-"""What lies between trainer and engine: connections that break, stall and delay, and bits that flip on the way.
+"""Faults between trainer and engine: connections that break, stall and delay, and bits that flip on the way.
 
 A real stack of one engine, whose address is that of a proxy while weights are sent, or answers asked for.
 """
@@ -57,7 +57,7 @@ class Pair:
         return pid
 
     def sync(self, touch: Touch) -> tuple[str, float]:
-        """What was said of a sync through a proxy, which must end verified, with the same answers; its seconds."""
+        """Sync through a proxy, which must end verified, with the same answers: what was said, and its seconds."""
         self.said.clear()
         with self._through(touch):
             since = time.monotonic()

@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from lab.bench import runner
 from lab.bench.gpu import page
-from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE
-from lab.bench.gpu.processes import measure_all
+from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part
+from lab.bench.journal import Report, read
 
 EVIDENCE = "evidence"
 
@@ -39,7 +42,22 @@ def main() -> int:
     named = set(options.parts) - {EVIDENCE} or (PARTS if options.parts else WITHOUT_ENGINE)
     report = measure_all([part for name, part in PARTS.items() if name in named], options.rehearse, options.out)
     page.show(report)
-    return 0 if not report.failed and all(result.passed for result in report.results) else 1
+    return 0 if report.passed else 1
+
+
+def measure_all(parts: Sequence[Part], rehearse: bool, out: Path) -> Report:
+    """Run the parts one by one; gpu.json and gpu.md in `out` are written after each."""
+    journal = out / "gpu.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        report = read(journal)
+        report.write(out / "gpu.json")
+        page.write(report, out / "gpu.md")
+
+    with tempfile.TemporaryDirectory(prefix="fp8rl-bench-") as scratch:
+        runner.measure_all([part.job(rehearse, scratch) for part in parts], journal, write)
+    return read(journal)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
@@ -33,9 +36,9 @@ from fp8rl.trainer.distributed import parallel
 from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
 from fp8rl.weight_sync.served import write_description
 from fp8rl.weight_sync.transports.tensor import TensorTransport
-from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
-from lab.bench.gpu.model import written
+from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
 from lab.bench.measure import Result
+from lab.bench.runs import exact_steps
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer
@@ -44,6 +47,14 @@ SPEC = QuantSpec.preset("fp8_block_pow2")
 UPDATES, ROUNDS = 2, 3
 LONGEST_PROMPT = 64
 BUCKET_BYTES = 256 << 20
+SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=2", "eval.problems=8")
+"""What makes the steps of a rehearsal short."""
+COLUMNS = {
+    "reward": "rollout/reward_mean",
+    "largest |d|": "mismatch/train_rollout_logprob_abs_diff_max",
+    "tokens": "mismatch/tokens",
+}
+TIMES = {"step (s)": "perf/step_seconds", "rollout (s)": "perf/rollout_seconds", "train (s)": "perf/train_seconds"}
 
 
 def agreement(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
@@ -104,6 +115,27 @@ def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     for over, under, bar in (("FP8 exact", "BF16", 0.6), ("FP8 exact", "FP8 native", 0.8)):
         parts = {f"{side} (tokens/s)": found[side] for side in (over, under)}
         done.result(Result(f"rollout tokens/s, {over} / {under}", found[over] / found[under], bar, True, parts))
+
+
+def demo(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """`fp8rl demo` with few steps, as a user starts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", "from fp8rl.cli import main; main()", "demo"]
+        settings = [f"run.dir={folder}", f"run.steps={sizes.demo}", "tracking.wandb.mode=disabled"]
+        settings += SMALL if watch.device.type == "cpu" else ()
+        told = subprocess.run([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(told.stdout, file=sys.stderr)
+        after_steps = told.stdout.rpartition("\nstep ")[2].splitlines()[1:]  # what steps say stands in the metrics
+        for line in after_steps[-12:]:
+            if line.strip() and folder not in line:
+                done.row({"it said": line.strip()})
+        if told.returncode:
+            raise RuntimeError(f"fp8rl demo: found exit code {told.returncode}, expected 0")
+        rows = read_metrics(Path(folder) / "demo" / "metrics.jsonl")
+    for row in rows:
+        what = {"step": row["step"], **{name: row[key] for name, key in COLUMNS.items() if key in row}}
+        done.row(what, {name: row[key] for name, key in TIMES.items() if key in row})
+    done.result(exact_steps(f"the demo, {sizes.demo} steps", rows), of_times=False)
 
 
 @dataclass(frozen=True)

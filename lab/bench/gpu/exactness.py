@@ -1,4 +1,4 @@
-"""Whether trainer and engine ops agree on this device, on a stack of MoE layers.
+"""Trainer ops against engine ops on this device, on a stack of MoE layers: d must be 0.
 
 It needs torch and Triton alone. The ops run in the trainer's forms (whole sequences, contiguous keys, norm and product
 in one) and in the engine's (prefill, chunks and decode, paged keys, norm with residual), on one set of weights; the
@@ -144,7 +144,7 @@ def _as_engine(
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the keys of a step lie: `paged_attention`'s table, requests, new and lengths; slots: of the new tokens."""
+    """The places of a step's keys: `paged_attention`'s table, requests, new and lengths; slots: of the new tokens."""
 
     table: Tensor
     requests: Tensor

@@ -126,7 +126,7 @@ class _Step:
 
 
 def _recorded(call: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
-    """What replays the call: a CUDA graph in this pool of memory; without one, the call itself."""
+    """Record the call as a CUDA graph in this pool of memory; without one, return the call itself."""
     if pool is None:
         return call
     side = torch.cuda.Stream()

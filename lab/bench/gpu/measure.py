@@ -41,33 +41,36 @@ class Layers:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
-
-    tokens: rows of the products. quantized: (tokens, features) of the quantizers. stack: what is trained and synced;
-    exact: what is run as trainer and as engine; batch, length: sequences of a training step. decoded: rows of a decode
-    step, each over up to `context` keys. vocabulary, rows: of the logits that are drawn from. attended: (rows, keys of
-    each) of a decode step's attention. served: what the real engine serves, in `prompts` times `answers` of
-    `new_tokens`. demo: steps.
-    """
+    """Sizes of everything that the parts measure."""
 
     dense: tuple[Shape, ...]
     experts: tuple[Shape, ...]
     tokens: tuple[int, ...]
+    """Rows of the products."""
     quantized: tuple[tuple[int, int], ...]
+    """Tokens and features of what the quantizers take."""
     stack: Layers
+    """It is trained and synced."""
     exact: Layers
+    """It is run as trainer and as engine."""
     batch: int
+    """Sequences of a training step, each of `length` tokens."""
     length: int
     decoded: tuple[int, ...]
+    """Rows of a decode step, each over up to `context` keys."""
     context: int
     vocabulary: int
+    """Of the logits that are drawn from, in so many `rows`."""
     rows: int
     attended: tuple[tuple[int, int], ...]
+    """Rows, and keys of each, of a decode step's attention."""
     served: Layers
+    """The real engine serves it, in `prompts` times `answers` of `new_tokens`."""
     prompts: int
     answers: int
     new_tokens: int
     demo: int
+    """Steps."""
 
     @classmethod
     def real(cls) -> Sizes:
@@ -132,16 +135,9 @@ class Sizes:
 
 
 class Measured:
-    """What one part of the GPU bench finds; each thing is handed on as it is found, to outlive the part.
+    """The results of one part with the table behind them; each is handed on as it is found, to outlive the part."""
 
-    Attributes:
-        results: judged by a bar.
-        rows: the table behind them.
-        left_out: what could not be measured, and why.
-        scratch: a folder that the parts of one call share.
-    """
-
-    def __init__(self, scratch: Path, say: Callable[[dict[str, Any]], None], timed: bool = True) -> None:
+    def __init__(self, scratch: Path, say: Callable[[dict[str, Any]], object], timed: bool = True) -> None:
         """say: told of each thing. timed: times mean something here; without, they are kept and not told."""
         self.scratch, self._say, self._timed = scratch, say, timed
         self.results: list[Result] = []
@@ -216,3 +212,25 @@ class Stopwatch:
 def random(*shape: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     """BF16 normal numbers; never zeros, which GPUs multiply faster."""
     return (torch.randn(shape, device=device, dtype=torch.float32) * scale).bfloat16()
+
+
+def written(shape: Layers, device: torch.device, folder: Path) -> Path:
+    """The Hugging Face directory of such a model in `folder`. Its weights are drawn on `device`."""
+    from fp8rl.models.tiny import TinyModel, write_tiny_model
+
+    model = TinyModel(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        intermediate=shape.moe_intermediate,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        vocab=max(shape.vocab, 128),
+    )
+    path = folder / f"{shape.layers}x{shape.hidden}x{shape.experts}x{shape.vocab}"
+    if not path.exists():
+        with device:
+            write_tiny_model(path, model)
+        torch.cuda.empty_cache()
+    return path

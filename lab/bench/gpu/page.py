@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lab.bench.gpu.journal import Report
+from lab.bench.journal import Report
 from lab.bench.measure import Result, table_of
 
 
@@ -41,7 +41,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def show(report: Report) -> None:
-    """What counts, on the terminal."""
+    """Print results, and what was left out or failed."""
     if importlib.util.find_spec("rich") is None:  # a bare machine with a GPU
         for result in report.results:
             print(f"{result.name}: {result.value:.3g}{'' if result.passed else ' !'} (bar {result.bar:g})")

@@ -2,27 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.metadata
+import importlib.util
+import pkgutil
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.probe import allow_short_tiles
+from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
+from lab.bench.runner import Job
+
+REHEARSED_SLOWER = 10
+"""How many times its limit a part may take on a CPU."""
+VERSIONS = ("torch", "triton", "megatron-core", "transformer_engine", "sglang", "sgl-deep-gemm", "transformers", "ray")
 _TRAINER = ("pydantic", "einops", "megatron", "mbridge", "safetensors", "tokenizers", "transformers")
 _ENGINE = ("sglang", "ray", "httpx", "aiohttp")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part: `run` takes what it fills, the sizes and a stopwatch, in a process of its own.
-
-    run: as module:function. shows: one line for the page. limit_s: after which the process is ended, with all that it
-    has started; ten times that in a rehearsal. needs: packages that it imports beside torch and Triton. kernels: its
-    ops run on the kernels, interpreted in a rehearsal; a part with an engine runs what trainer and engine choose.
-    """
+    """One part, which has a process of its own."""
 
     name: str
     shows: str
+    """One line for the page."""
     run: str
+    """`module:function` of what it fills, the sizes and a stopwatch."""
     limit_s: int = 90
     needs: tuple[str, ...] = ()
+    """Packages that it imports beside torch and Triton."""
     kernels: bool = True
+    """Its ops run on the kernels, interpreted in a rehearsal; with an engine, on what trainer and engine choose."""
+
+    def job(self, rehearse: bool, scratch: str) -> Job:
+        """The part as a job; scratch: a folder that the parts of one call share."""
+        arguments = {"part": asdict(self), "rehearse": rehearse, "scratch": scratch}
+        # Read before anything imports Triton; a GPU is left alone.
+        environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {}
+        limit_s = self.limit_s * (REHEARSED_SLOWER if rehearse else 1)
+        return Job(self.name, "lab.bench.gpu.parts:measure", arguments, limit_s, environment)
+
+
+def measure(say: Callable[[dict[str, Any]], object], part: dict[str, Any], rehearse: bool, scratch: str) -> None:
+    """Run a part in this process. A rehearsal says no times."""
+    own = Part(**part)
+    say({"begin": machine(rehearse), "shows": own.shows})
+    done = Measured(Path(scratch), say, timed=not rehearse)
+    missing = [name for name in own.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        done.leave_out(own.name, f"not installed: {', '.join(missing)}")
+        return
+    with ExitStack() as stack:
+        if own.kernels:
+            stack.enter_context(using("triton"))
+            stack.enter_context(torch.no_grad())
+            if not rehearse:
+                allow_short_tiles("cuda")  # as trainer and engine do when they start
+        run = pkgutil.resolve_name(own.run)
+        run(done, Sizes.tiny() if rehearse else Sizes.real(), Stopwatch("cpu" if rehearse else "cuda"))
+
+
+def machine(rehearsal: bool) -> dict[str, Any]:
+    """Describe this machine and its software."""
+    found = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}}
+    described: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": found}
+    if rehearsal:
+        return described | {"device": "none: a rehearsal on the CPU"}
+    properties = torch.cuda.get_device_properties(0)
+    return described | {
+        "device": properties.name,
+        "memory_gib": properties.total_memory >> 30,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 PARTS: dict[str, Part] = {
@@ -47,7 +114,7 @@ PARTS: dict[str, Part] = {
         Part(
             "deepgemm",
             "DeepGEMM's products against ours: the same bits, then both rates",
-            "lab.bench.gpu.deepgemm:run",
+            "lab.bench.gpu.products:deepgemm",
             limit_s=120,
         ),
         Part("quantizers", "Quantizers against a plain copy", "lab.bench.gpu.products:quantizers", limit_s=60),
@@ -56,14 +123,14 @@ PARTS: dict[str, Part] = {
         Part(
             "sync",
             "The passes of a weight sync against a plain copy",
-            "lab.bench.gpu.sync:run",
+            "lab.bench.gpu.sync:passes",
             limit_s=60,
             needs=("pydantic", "safetensors"),
         ),
         Part(
             "transport",
             "Weights from one process to another by the transport `tensor`, digested at both ends",
-            "lab.bench.gpu.transport:run",
+            "lab.bench.gpu.sync:transport",
             limit_s=60,
             needs=(*_TRAINER, *_ENGINE),
         ),
@@ -100,7 +167,7 @@ PARTS: dict[str, Part] = {
         Part(
             "demo",
             "`fp8rl demo`, shortened",
-            "lab.bench.gpu.demo:run",
+            "lab.bench.gpu.engine:demo",
             limit_s=180,
             needs=(*_TRAINER, *_ENGINE, "typer", "wandb"),
             kernels=False,

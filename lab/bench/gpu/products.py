@@ -1,11 +1,14 @@
-"""The quantizers against the copy bandwidth; the products against cuBLAS in BF16 and torch's block-scaled FP8."""
+"""Quantizers against the copy bandwidth; products against cuBLAS in BF16, torch's block-scaled FP8 and DeepGEMM."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8rl.numerics.kernels.norm import rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
@@ -21,6 +24,8 @@ from lab.bench.measure import Result
 ROWS, BLOCKS = TensorSpec(), TensorSpec(granularity="block")
 LARGE = 4096
 """Tokens from which the bars of the products hold."""
+ALIGNED = 128
+"""Rows of an expert are a multiple of this, as DeepGEMM's grouped product has them."""
 
 
 def quantizers(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
@@ -64,7 +69,7 @@ def gemms(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             native = _scaled_mm(rows, codes, done)
             if native is not None:
                 sides["FP8 torch._scaled_mm"] = native
-            record(done, shape.name, tokens, 2.0 * tokens * shape.n * shape.k, watch.side_by_side(sides, 3))
+            _record(done, shape.name, tokens, 2.0 * tokens * shape.n * shape.k, watch.side_by_side(sides, 3))
     _judge(done, "FP8 block GEMM / cuBLAS BF16, exact", "FP8", 1.15)
     if any("FP8 torch._scaled_mm" in row for row in done.rows):
         _judge(done, "FP8 block GEMM / cuBLAS BF16, native (torch._scaled_mm)", "FP8 torch._scaled_mm", 1.4)
@@ -95,7 +100,7 @@ def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             else:
                 done.leave_out("BF16 grouped product", "torch._grouped_mm needs a GPU and a torch that has it")
             flops = 2.0 * len(x) * shape.n * shape.k
-            record(done, shape.name, tokens, flops, watch.side_by_side(sides, 3))
+            _record(done, shape.name, tokens, flops, watch.side_by_side(sides, 3))
         del weight, codes
 
 
@@ -114,7 +119,7 @@ def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callab
     return run
 
 
-def record(done: Measured, name: str, tokens: int, flops: float, seconds: dict[str, float]) -> None:
+def _record(done: Measured, name: str, tokens: int, flops: float, seconds: dict[str, float]) -> None:
     rates = {side: flops / value / 1e12 for side, value in seconds.items()}
     done.row({"product": name, "tokens": tokens}, rates)
 
@@ -125,3 +130,80 @@ def _judge(done: Measured, name: str, side: str, bar: float) -> None:
     slowest = min(rows, key=lambda row: row[side] / row["BF16 cuBLAS"])
     parts = {f"{side} (TFLOP/s)": slowest[side], "BF16 (TFLOP/s)": slowest["BF16 cuBLAS"]}
     done.result(Result(f"{name}: {slowest['product']}", slowest[side] / slowest["BF16 cuBLAS"], bar, True, parts))
+
+
+@dataclass(frozen=True)
+class Library:
+    """Products of a library, in BF16."""
+
+    dense: Callable[[QuantizedTensor, QuantizedTensor], Tensor]
+    """a [T, K] @ b [N, K]^T."""
+    grouped: Callable[[QuantizedTensor, QuantizedTensor, Tensor], Tensor]
+    """Rows a [T, K] with matrices b [E, N, K], by each row's expert int32 [T]."""
+
+
+def deepgemm(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """DeepGEMM's products against ours: whether their bits are ours, and both rates.
+
+    Its kernel sums each 128 of K from zero on the tensor core and adds it, scaled, in FP32, K ascending: our formula.
+    Where all bits are equal it may stand in for our kernels.
+    """
+    if importlib.util.find_spec("deep_gemm") is None:
+        done.leave_out("DeepGEMM", "not installed: deep_gemm (the package sgl-deep-gemm)")
+        return
+    compare(done, sizes, watch, _deepgemm())
+
+
+def compare(done: Measured, sizes: Sizes, watch: Stopwatch, library: Library) -> None:
+    device = watch.device
+    different = {"dense": 0, "grouped": 0}
+    for shape in sizes.dense:
+        codes = quantize(random(shape.n, shape.k, device=device, scale=0.02), BLOCKS)
+        for tokens in sizes.tokens:
+            rows = quantize_rows(random(tokens, shape.k, device=device), ROWS)
+            sides = {
+                "ours": lambda rows=rows, codes=codes: gemm(rows, codes, torch.bfloat16),
+                "DeepGEMM": lambda rows=rows, codes=codes: library.dense(rows, codes),
+            }
+            different["dense"] += _compare(done, shape.name, tokens, shape.n * shape.k, sides, watch)
+    for shape in sizes.experts:
+        codes = quantize(random(shape.experts, shape.n, shape.k, device=device, scale=0.02), BLOCKS)
+        for tokens in sizes.tokens:
+            each = -(-tokens * shape.top_k // shape.experts // ALIGNED) * ALIGNED
+            rows = quantize_rows(random(shape.experts * each, shape.k, device=device), ROWS)
+            tiles = make_tiles(torch.full((shape.experts,), each, device=device), len(rows.data))
+            expert = torch.arange(shape.experts, device=device, dtype=torch.int32).repeat_interleave(each)
+            sides = {
+                "ours": lambda r=rows, codes=codes, t=tiles: grouped_gemm(r, codes, t, torch.bfloat16),
+                "DeepGEMM": lambda r=rows, codes=codes, expert=expert: library.grouped(r, codes, expert),
+            }
+            different["grouped"] += _compare(done, shape.name, len(expert), shape.n * shape.k, sides, watch)
+    for kind, count in different.items():
+        done.equal(f"numbers in which DeepGEMM's {kind} products are not ours", count)
+
+
+def _compare(
+    done: Measured, name: str, rows: int, size: int, sides: dict[str, Callable[[], Tensor]], watch: Stopwatch
+) -> int:
+    """Count the numbers that differ, of a product with `size` numbers in the weight."""
+    ours, theirs = (side().view(torch.int16) for side in sides.values())
+    count = int((ours != theirs).sum())
+    done.row({"checked": name, "tokens": rows, "numbers": ours.numel(), "that differ": count})
+    _record(done, name, rows, 2.0 * rows * size, watch.side_by_side(sides, 3))
+    return count
+
+
+def _deepgemm() -> Library:
+    import deep_gemm  # compiles a kernel for each shape when it is first called
+
+    def dense(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        out = torch.empty(len(a.data), len(b.data), dtype=torch.bfloat16, device=a.data.device)
+        deep_gemm.fp8_gemm_nt((a.data, a.scale_inv), (b.data, b.scale_inv), out)
+        return out
+
+    def grouped(a: QuantizedTensor, b: QuantizedTensor, expert: Tensor) -> Tensor:
+        out = torch.empty(len(a.data), b.data.shape[1], dtype=torch.bfloat16, device=a.data.device)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a.data, a.scale_inv), (b.data, b.scale_inv), out, expert)
+        return out
+
+    return Library(dense, grouped)

@@ -3,7 +3,12 @@ what is sent, copy into the engine's tensors, digest what is held."""
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +28,15 @@ SPEC = QuantSpec.preset("fp8_block_pow2")
 BUCKET_BYTES = 256 << 20
 
 
-def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
-    bandwidth, model = watch.copy_bandwidth(), definition(sizes.stack)
-    weights = dict(random_weights(model, watch.device))
+def passes(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    bandwidth, model = watch.copy_bandwidth(), _definition(sizes.stack)
+    weights = dict(_random_weights(model, watch.device))
     read = sum(tensor.nbytes for tensor in weights.values())
     served = {name: torch.empty_like(t) for name, t in served_tensors(weights.items(), SPEC, model)}
     sent = sum(tensor.nbytes for tensor in served.values())
     tensors = list(served.values())
     # The bytes that each pass must read and write.
-    passes: dict[str, tuple[Callable[[], object], int]] = {
+    timed: dict[str, tuple[Callable[[], object], int]] = {
         "quantize into buckets": (lambda: _all(_pack(weights, model)), read + sent),
         "quantize and digest": (lambda: _all(_pack(weights, model, Recorder(model.tensors))), read + 2 * sent),
         "quantize, digest, copy": (
@@ -40,7 +45,7 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         ),
         "digest what is held": (lambda: tensor_digests(tensors), sent),
     }
-    for name, (run_pass, size) in passes.items():
+    for name, (run_pass, size) in timed.items():
         seconds = watch.seconds(run_pass, repeats=5)
         done.row({"pass": name, "GB": size / 1e9}, {"seconds": seconds, "of copy": size / seconds / bandwidth})
     total = sum(float(row["seconds"]) for row in done.rows[2:])
@@ -55,8 +60,91 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     done.result(Result(name, moved / total / bandwidth, 0.6, True, parts))
 
 
-def definition(layers: Layers) -> Model:
-    """What the table of tensors says of such a stack."""
+def transport(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    """Weights from this process to another by the transport `tensor`: their rate, and whether they are the same there.
+
+    The other process does what an engine does: it maps a bucket, copies each tensor to where it is served from, and
+    answers when the copies are done.
+    """
+    from fp8rl.weight_sync.transports.tensor import TensorTransport
+
+    model, sender = _definition(sizes.stack), TensorTransport(BUCKET_BYTES)
+    weights = dict(_random_weights(model, watch.device))
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_receive, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    engine, recorder = _Receiver(here), Recorder(model.tensors)
+
+    def quantized() -> Iterator[tuple[str, Tensor]]:
+        return served_tensors(weights.items(), SPEC, model, sender.allocate)
+
+    def send(tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> float:
+        start = time.perf_counter()
+        asyncio.run(sender.send(tensors(), [engine], 1))  # type: ignore[list-item]
+        return time.perf_counter() - start
+
+    send(lambda: recorder.watch(quantized()))  # the first one maps the buckets, and makes what is served
+    held, sent = engine.digests(), recorder.sent()
+    different = sum(digest != held.get(name) for name, digest in sent.digests.items())
+    done.equal("tensors that differ in the other process", different, tensors=len(held), MB=sent.bytes / 1e6)
+    passes = {
+        "quantize and send": quantized,
+        "quantize, digest and send": lambda: Recorder(model.tensors).watch(quantized()),
+    }
+    for name, tensors in passes.items():
+        seconds = min(send(tensors) for _ in range(3))
+        done.row({"pass": name, "GB": sent.bytes / 1e9}, {"seconds": seconds, "GB/s": sent.bytes / seconds / 1e9})
+    here.send(None)
+    process.join()
+
+
+class _Receiver:
+    """Stands where a transport has the client of an engine."""
+
+    ranks = 1
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+        await asyncio.to_thread(self._load, payloads[0])  # meanwhile the next bucket is filled
+
+    def _load(self, payload: str) -> None:
+        self._connection.send(payload)
+        self._connection.recv()
+
+    def digests(self) -> dict[str, str]:
+        """Digests by name, of what the other process holds."""
+        self._connection.send("")
+        held: dict[str, str] = self._connection.recv()
+        return held
+
+
+def _receive(connection: Connection) -> None:
+    """The other process, until it is sent None."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    if torch.cuda.is_available():
+        monkey_patch_torch_reductions()  # reads the GPU's UUID in a message
+    held: dict[str, Tensor] = {}
+    while (message := connection.recv()) is not None:
+        if message:
+            bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(message))
+            for name, tensor in bucket.reconstruct_tensors():
+                held.setdefault(name, torch.empty_like(tensor)).view(torch.uint8).copy_(tensor.view(torch.uint8))
+            del bucket, tensor
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            connection.send(True)
+        else:
+            connection.send(dict(zip(held, tensor_digests(list(held.values())), strict=True)))
+
+
+def _definition(layers: Layers) -> Model:
+    """Such a stack with its table of tensors."""
     sizes = ModelSizes(
         layers=layers.layers,
         hidden_size=layers.hidden,
@@ -76,7 +164,7 @@ def definition(layers: Layers) -> Model:
     return Model(ARCHITECTURE, sizes)
 
 
-def random_weights(model: Model, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _random_weights(model: Model, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The stack's quantized matrices by their HF names, as a trainer exports them."""
     for row in model.tensors.rows.values():
         if model.quantizes(row, SPEC):
@@ -90,7 +178,7 @@ def _pack(weights: dict[str, Tensor], model: Model, recorder: Recorder | None = 
 
 
 def _copy(buckets: Iterator[Bucket], served: dict[str, Tensor]) -> None:
-    """What an engine does with a bucket: copy each tensor to where it is served from, many in one launch."""
+    """Copy each tensor to where it is served from, many in one launch, as an engine does."""
     for bucket in buckets:
         parts = [bucket.flat[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in bucket.slots]
         for dtype in {part.dtype for part in parts}:

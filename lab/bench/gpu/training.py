@@ -17,10 +17,9 @@ from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
-from lab.bench.batch import random_batch
-from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
-from lab.bench.gpu.model import written
+from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
 from lab.bench.measure import Result
+from lab.bench.trainers import random_batch
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 ROUNDS = 7
@@ -47,7 +46,7 @@ def same_step_twice(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 def _digests(
     path: Path, config: TrainerSection, numerics: NumericsConfig, layout: Layout, sizes: Sizes
 ) -> dict[str, dict[str, str]]:
-    """What a step makes, by kind and name; and the weights before it."""
+    """Digests of everything that a step makes, by kind and name; and of the weights before it."""
     from fp8rl.trainer.trainer import Trainer
 
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)

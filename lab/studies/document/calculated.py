@@ -53,18 +53,16 @@ EFFICIENCY = assumed("native")
 
 @dataclass(frozen=True)
 class Calculation:
-    """What a calculation says to a claim.
-
-    Attributes:
-        id: such as `002-23`. claim: in a line. figure: what was calculated, with units.
-        why: of the verdict, where the figure does not say it.
-    """
+    """A claim, and what a calculation says to it."""
 
     id: str
+    """Such as `002-23`."""
     claim: str
     figure: str
+    """What was calculated, with units."""
     verdict: Verdict
     why: str = ""
+    """Of the verdict, where the figure does not say it."""
 
 
 def answers() -> list[Calculation]:
@@ -338,13 +336,7 @@ def _parts(time: StepTime) -> dict[str, float]:
 def _tb(each: float) -> str:
     """Terabytes of the 671B model at so many bytes a parameter."""
     total = each * V3_PARAMETERS
-    return (
-        f"{total / 1e9:.0f} GB"
-        if total < 1e12
-        else f"{total / 1e12:.2f} TB"
-        if total < 1e13
-        else f"{total / 1e12:.1f} TB"
-    )
+    return f"{total / 1e9:.0f} GB" if total < 1e12 else f"{total / 1e12:.{2 if total < 1e13 else 1}f} TB"
 
 
 def _gb_each(each: float) -> float:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.files import write_atomically
-from lab.studies.document.catalogue import CATALOGUE
-from lab.studies.document.findings import ClaimFinding, findings
-from lab.studies.document.standings import link, place, standings
+from lab.studies.document.findings import CATALOGUE, ClaimFinding, findings, link, place, standings
 from lab.studies.harness.keeping import KEPT, kept, kept_audit, kept_figures
 from lab.studies.harness.page import claims_table, grid, markdown
 from lab.studies.harness.result import Result

@@ -1,11 +1,15 @@
-"""Everything that was found of the claims, in one form: by kept studies, by the planner and by a kept audit."""
+"""The 82 claims of the source documents, everything that was found of them, by kept studies, by the planner and by a
+kept audit, and what became of each."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import yaml
 
 from lab.studies.document.calculated import answers
 from lab.studies.harness.page import found_of, verdict_of
@@ -21,22 +25,20 @@ Outcome = Literal["confirmed", "contradicted", "equivalent", "undecided", "withh
 
 @dataclass(frozen=True)
 class ClaimFinding:
-    """One claim of one source.
-
-    Attributes:
-        source: a study's name, `plan` or `audit`.
-        id: `003-16`, with a letter where a source has several claims of a number; or a control's name.
-        found: the figure alone. told: figure, interval, verdict or reason.
-        why: of the verdict, in words, where the figure does not say it.
-    """
+    """One claim of one source."""
 
     source: str
+    """A study's name, `plan` or `audit`."""
     id: str
+    """`003-16`, with a letter where a source has several claims of a number; or a control's name."""
     says: str
     found: str
+    """The figure alone."""
     told: str
+    """Figure, interval, verdict or reason."""
     outcome: Outcome
     why: str = ""
+    """Of the verdict, in words, where the figure does not say it."""
     control: bool = False
 
     @property
@@ -77,3 +79,104 @@ def _calculated() -> Iterator[ClaimFinding]:
 def _audited(report: AuditReport | None) -> Iterator[ClaimFinding]:
     for claim in report.claims if report else ():
         yield ClaimFinding(AUDIT, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A claim that the code keeps or breaks, without a measurement."""
+
+    outcome: str
+    why: str
+    by: str
+    """The page or the test that shows it, from the repository's root."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One claim of the four documents."""
+
+    id: str
+    """Document and number, `003-16`."""
+    says: str
+    by: tuple[str, ...] = ()
+    """Studies, `plan` and `audit`, which have a verdict on it."""
+    shown: Shown | None = None
+    waits: str = ""
+    """What of it waits for a GPU, and why."""
+
+
+def _listed() -> Iterator[Listed]:
+    for row in yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8")):
+        shown = Shown(**row["shown"]) if "shown" in row else None
+        yield Listed(row["id"], row["says"], tuple(row.get("by", ())), shown, row.get("waits", ""))
+
+
+CATALOGUE = tuple(_listed())
+
+
+@dataclass(frozen=True)
+class ClaimStanding:
+    """A claim with its `verdict` in Markdown, and `where` that is found."""
+
+    claim: Listed
+    verdict: str
+    where: str
+
+
+def standings(found: Sequence[ClaimFinding]) -> list[ClaimStanding]:
+    """A line for each of the 82: its verdicts, what has not been measured yet, and what waits for a GPU."""
+    return [_standing(claim, found) for claim in CATALOGUE]
+
+
+def _standing(claim: Listed, found: Sequence[ClaimFinding]) -> ClaimStanding:
+    parts, where = [], []
+    for source in claim.by:
+        mine = [one for one in found if one.source == source and one.number == claim.id]
+        where.append(place(source, bool(mine)))
+        said = _outcomes(mine) if mine else missing(source)
+        parts.append(f"{said} ({source})" if mine and len(claim.by) > 1 else said)
+    if claim.shown:
+        parts.append(f"{strong(claim.shown.outcome)}: {claim.shown.why}")
+        where.append(link(claim.shown.by))
+    if claim.waits:
+        parts.append(f"waiting for a GPU: {claim.waits}")
+    return ClaimStanding(claim, "; ".join(parts), ", ".join(where))
+
+
+def _outcomes(mine: Sequence[ClaimFinding]) -> str:
+    """The verdict of one claim; for several, each verdict with the letters that it belongs to."""
+    if len(mine) == 1:
+        return strong(mine[0].outcome) + (f": {mine[0].why}" if mine[0].why else "")
+    letters: dict[str, list[str]] = {}
+    for one in mine:
+        letters.setdefault(one.outcome, []).append(one.id.removeprefix(one.number or "") or one.id)
+    if len(letters) == 1:
+        return f"{strong(mine[0].outcome)} (all {len(mine)})"
+    return ", ".join(f"{strong(outcome)} ({', '.join(those)})" for outcome, those in letters.items())
+
+
+def missing(source: str) -> str:
+    """Say that a source has found nothing yet."""
+    if source == AUDIT:
+        return "no audit is kept yet"
+    return f"`fp8rl study {source}` has no kept result yet"
+
+
+def place(source: str, kept: bool = True) -> str:
+    """A source as a link to what it found."""
+    if source == PLAN:
+        return "[plan](plan.md)"
+    if source == AUDIT:
+        return "[audit](precision.md)"
+    return f"[{source}](#{source})" if kept else source
+
+
+def strong(outcome: str) -> str:
+    """A verdict as tables show it."""
+    return f"**{outcome}**" if outcome in ("confirmed", "contradicted") else outcome
+
+
+def link(path: str) -> str:
+    """A file of the repository, as the page links it."""
+    name = path.rpartition("/")[2]
+    return f"[{name}]({path.removeprefix('docs/') if path.startswith('docs/') else '../' + path})"

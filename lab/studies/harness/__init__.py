@@ -1,1 +1,1 @@
-"""What every study works with: claims, statistics, a live trainer, pages, and what is kept."""
+"""The tools of every study: claims, statistics, a live trainer, pages, and what is kept."""

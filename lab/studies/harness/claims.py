@@ -1,4 +1,4 @@
-"""What the field claims, as data, and what measurements say of it.
+"""Claims of the field, as data, and what measurements say of them.
 
 A claim names a metric, two arms, a direction and a margin before anything is measured; its digest goes with every
 result, so that a claim that was changed afterwards shows.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 from lab.studies.harness.statistics import Contrast, Estimate, Values, estimate, holm
 
@@ -21,32 +25,29 @@ Measured = Mapping[str, Mapping[str, Values]]
 """Values by arm, then by metric."""
 
 SIGNIFICANCE = 0.05
+TABLE = Path(__file__).parents[1] / "claims.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A sentence that numbers can hold against.
-
-    Attributes:
-        id: of the seed documents, e.g. `003-16`, with a letter where one sentence makes several claims; of a control a
-            name.
-        says: the sentence, as it was claimed.
-        metric, arm, against: what is compared: the arm's metric, its difference from another arm's or its ratio to it.
-        rule: `above` or `below` the first number of `bounds`; `within` the two.
-        margin: differences from that number that make none in practice.
-        control: `negative`: nothing may be found here. `positive`: harm that must be found.
-    """
+    """A sentence that numbers can hold against."""
 
     id: str
+    """A seed document's, `003-16`, with a letter where one sentence makes several claims; or a control's name."""
     says: str
+    """The sentence, as it was claimed."""
     metric: str
     arm: str
     against: str | None = None
+    """The arm from which the metric's difference is taken, or to which its ratio."""
     contrast: Contrast = "value"
     rule: Rule
+    """`above` or `below` the first number of `bounds`; `within` the two."""
     bounds: tuple[float, ...]
     margin: float = 0.0
+    """Differences from the bound that make none in practice."""
     control: Control | None = None
+    """`negative`: nothing may be found here. `positive`: harm that must be found."""
 
     def __post_init__(self) -> None:
         if (self.against is None) != (self.contrast == "value"):
@@ -55,77 +56,35 @@ class Claim:
             raise ValueError(f"{self.id}: found bounds={self.bounds}, expected {self.rule}'s")
 
 
-class Settings(TypedDict, total=False):
-    """What only some claims have; see Claim."""
-
-    margin: float
-    control: Control | None
+def claims_of(study: str) -> tuple[Claim, ...]:
+    """The claims of a study, as `claims.yaml` lists them."""
+    return tuple(Claim(**row | {"bounds": tuple(row["bounds"])}) for row in _table()[study])
 
 
-def value(id: str, says: str, metric: str, arm: str, rule: Rule, *bounds: float, **more: Unpack[Settings]) -> Claim:
-    """A claim about an arm alone."""
-    return Claim(id=id, says=says, metric=metric, arm=arm, rule=rule, bounds=bounds, **more)
-
-
-def difference(
-    id: str, says: str, metric: str, arm: str, against: str, rule: Rule, *bounds: float, **more: Unpack[Settings]
-) -> Claim:
-    """A claim about how much an arm has above another."""
-    return replace(value(id, says, metric, arm, rule, *bounds, **more), against=against, contrast="difference")
-
-
-def ratio(
-    id: str, says: str, metric: str, arm: str, against: str, rule: Rule, *bounds: float, **more: Unpack[Settings]
-) -> Claim:
-    """A claim about how many times another arm's an arm's is."""
-    return replace(value(id, says, metric, arm, rule, *bounds, **more), against=against, contrast="ratio")
-
-
-def twice(says: str, metric: str, arm: str, against: str | None = None, id: str = "same arm twice") -> Claim:
-    """The negative control: the same arm once more, which differs in nothing; against: the arm that it repeats, where
-    its metric is not a difference already."""
-    bounds: tuple[Rule, float, float] = ("within", 0.0, 0.0)
-    if against is None:
-        return value(id, says, metric, arm, *bounds, control="negative")
-    return difference(id, says, metric, arm, against, *bounds, control="negative")
+@cache
+def _table() -> dict[str, list[dict[str, Any]]]:
+    table: dict[str, list[dict[str, Any]]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim and what was found.
-
-    Attributes:
-        p: of the verdict, corrected for the other claims of the study.
-        visible: of an undecided claim, the smallest effect that these data could have shown: half the interval.
-        why: of a withheld verdict, and of a positive control that may stay undecided.
-    """
+    """A claim and what was found."""
 
     claim: Claim
     found: Estimate
     verdict: Verdict
     p: float
+    """Of the verdict, corrected for the other claims of the study."""
     visible: float | None = None
+    """Of an undecided claim, the smallest effect that these data could have shown: half the interval."""
     why: str = ""
+    """Of a withheld verdict, and of a positive control that may stay undecided."""
 
     def to_dict(self) -> dict[str, Any]:
         found = {"value": self.found.value, "low": self.found.low, "high": self.found.high, "count": self.found.count}
-        return {
-            "id": self.claim.id,
-            "says": self.claim.says,
-            "metric": self.claim.metric,
-            "arm": self.claim.arm,
-            "against": self.claim.against,
-            "contrast": self.claim.contrast,
-            "rule": self.claim.rule,
-            "bounds": list(self.claim.bounds),
-            "margin": self.claim.margin,
-            "control": self.claim.control,
-            "found": found,
-            "verdict": self.verdict,
-            "p": self.p,
-            "visible": self.visible,
-            "why": self.why,
-        }
+        verdict = {"verdict": self.verdict, "p": self.p, "visible": self.visible, "why": self.why}
+        return {**asdict(self.claim), "bounds": list(self.claim.bounds), "found": found, **verdict}
 
 
 def digest(claims: Sequence[Claim]) -> str:
@@ -135,7 +94,7 @@ def digest(claims: Sequence[Claim]) -> str:
 
 
 def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Judged]:
-    """What the measurements say of each claim.
+    """Judge each claim by the measurements.
 
     Verdicts need a full run and controls that hold: the negative one finds nothing, the positive one finds its harm.
     A quick run may leave arms out, and their claims with them, and be too short for the positive one. The p-values of a
@@ -163,7 +122,7 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
 
 
 def is_measured(claim: Claim, measured: Measured) -> bool:
-    """Whether its arms and metric are among the measurements."""
+    """Say whether the claim's arms and metric are among the measurements."""
     return all(claim.metric in measured.get(arm, {}) for arm in (claim.arm, claim.against) if arm is not None)
 
 

@@ -82,7 +82,7 @@ def curve(
 
 
 def legend(axes: Axes, columns: int = 4) -> None:
-    """What the colors mean, above the axes, where nothing is drawn."""
+    """Explain the colors above the axes, where nothing is drawn."""
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=7.5, frameon=False)
 
 

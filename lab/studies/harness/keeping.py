@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import new_directory
 from fp8rl.numerics.core.reading import read_text
-from lab.studies.harness import provenance
-from lab.studies.harness.names import NAMES, load
+from lab.studies.harness import result as results
 from lab.studies.harness.result import RESULTS, Result, read_result, result_of
+from lab.studies.harness.study import NAMES, load
 
 if TYPE_CHECKING:
     from fp8rl.diagnose.audit.audit_report import AuditReport
@@ -35,7 +35,7 @@ def check(quick: bool) -> None:
             expected="a full run, which alone gives verdicts",
             remedy="Leave one of the two out.",
         )
-    made = provenance.provenance()
+    made = results.provenance()
     if made["commit"] is None or made["dirty"]:
         raise user_error(
             "--keep",
@@ -43,11 +43,11 @@ def check(quick: bool) -> None:
             expected="a clean checkout, so that the results name the code that made them",
             remedy="Commit or stash them first.",
         )
-    if Path.cwd().resolve() != provenance.CODE:
+    if Path.cwd().resolve() != results.CODE:
         raise user_error(
             "--keep",
             found=f"the folder {Path.cwd()}",
-            expected=f"the root of the checkout whose code measures, {provenance.CODE}",
+            expected=f"the root of the checkout whose code measures, {results.CODE}",
             remedy="Change there, or leave --keep out.",
         )
 

@@ -1,11 +1,15 @@
-"""What a study works with: its seeds, its scratch folder, and processes to measure in."""
+"""The means of a study: its seeds, its scratch folder, models and data, processes to measure in, and runs of the
+command itself."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from transformers.utils.logging import disable_progress_bar
+
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible, is_ending
 
 if TYPE_CHECKING:
@@ -27,21 +35,17 @@ AT_ONCE = 2
 
 @dataclass
 class Lab:
-    """One run of one study.
-
-    Attributes:
-        quick: smaller sizes, for a look; no verdicts.
-        seeds: the measurements are repeated with each.
-        scratch: a folder of the run's own, gone afterwards.
-        say: told what is going on.
-        specs: name to digest of each quantization spec that was measured; studies add to it.
-    """
+    """One run of one study."""
 
     quick: bool
+    """Smaller sizes, for a look; no verdicts."""
     seeds: tuple[int, ...]
+    """The measurements are repeated with each."""
     scratch: Path
+    """A folder of the run's own, gone afterwards."""
     say: Callable[[str], None]
     specs: dict[str, str] = field(default_factory=dict)
+    """Name to digest of each quantization spec that was measured; studies add to it."""
 
     def each(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], what: str) -> list[T]:
         """`function` of each job's arguments, in two processes of one thread each; results in the order of the jobs.
@@ -57,12 +61,12 @@ class Lab:
             return [job.result() for job in running]
 
     def alone(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function` returns in a process of its own."""
+        """Call `function` in a process of its own."""
         return in_own_process(function, *args, **kwargs)
 
 
 def on_ranks(config: TrainerSection, function: Callable[..., T], *args: Any) -> list[T]:
-    """What `function(layout, *args)` returns on each rank of a trainer, in rank order, each in a process of its own."""
+    """Return what `function(layout, *args)` gives on each rank of a trainer, in rank order, each in its own process."""
     from fp8rl.trainer.distributed import parallel
 
     store = parallel.open_store(parallel.LOOPBACK, config.world_size)
@@ -73,14 +77,14 @@ def on_ranks(config: TrainerSection, function: Callable[..., T], *args: Any) -> 
 
 
 def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `function`, which can be pickled, returns in a fresh process; raises what it raises there."""
+    """Call `function`, which can be pickled, in a fresh process; raise what it raises there."""
     with _processes(1) as pool:
         return pool.submit(_run, partial(function, *args, **kwargs)).result()
 
 
 @contextmanager
 def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Where one fails, or this one is interrupted, the jobs of all are ended at once, and close what they opened."""
+    """Processes whose jobs are ended at once, and close what they opened, if one fails or this one is interrupted."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start)
     try:
@@ -120,3 +124,56 @@ def _rank(rank: int, port: int, config: TrainerSection, function: Callable[..., 
 
     with live.world(config, rank, parallel.join_store(parallel.LOOPBACK, port, config.world_size)) as layout:
         return function(layout, *args)
+
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+"""The checkout's: an installed package has no models and no data."""
+MODEL = EXAMPLES / "models/tiny_qwen3_moe"
+"""M: 2 layers, hidden 128, 8 experts, 1.0M parameters, trained on chains of sums."""
+N = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, experts=8, top_k=2)
+"""4 layers, hidden 512, 8 experts: 29M parameters, random."""
+
+
+TRAIN, HELD_OUT = EXAMPLES / "data/arithmetic_train.jsonl", EXAMPLES / "data/arithmetic_eval.jsonl"
+
+
+def check_subjects() -> None:
+    """Raises UserError where the model or the data is not there."""
+    for path in (MODEL / "config.json", TRAIN, HELD_OUT):
+        if not path.is_file():
+            raise user_error(
+                "study",
+                found=f"no {path}",
+                expected="the model and the data of the repository's examples beside the package",
+                remedy="Clone the repository, and run the studies with its own installation (`make install`).",
+            )
+
+
+def random_model(folder: Path, shape: TinyModel = N, seed: int = 0) -> Path:
+    """A Hugging Face directory in `folder` with random weights."""
+    path = folder / f"random_{abs(hash((shape, seed)))}"
+    if not path.exists():
+        disable_progress_bar()  # studies say how far they are
+        write_tiny_model(path, shape, seed)
+    return path
+
+
+def trained(spec: Path, folder: Path, name: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The metrics of a run of `spec`, which is left in `folder`: a row for each step, the first of them before it.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec)]
+    own = {"run.dir": folder, "run.name": name, "tracking.wandb.mode": "disabled"}
+    command += [f"{key}={value}" for key, value in (own | dict(settings)).items()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            errors = run.communicate()[1]
+        except KeyboardInterrupt:
+            run.terminate()
+            run.communicate()  # until it has ended its engine
+            raise
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}: {errors[-2000:]}")
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

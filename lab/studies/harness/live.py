@@ -28,7 +28,7 @@ from fp8rl.rollout.rewards.builtin import integer
 from fp8rl.rollout.types import prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
-from lab.studies.harness.subjects import EXAMPLES, MODEL, TRAIN
+from lab.studies.harness.lab import EXAMPLES, MODEL, TRAIN
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -119,15 +119,12 @@ def chain_batch(path: Path, seed: int, count: int) -> TokenBatch:
 
 @dataclass(frozen=True)
 class Sample:
-    """Answers to some questions, those of one question in a row.
-
-    Attributes:
-        batch: its field `rollout_logprobs` is the sampler's log-probability of each token.
-        outcomes: reward 1 for a right answer.
-    """
+    """Answers to some questions, those of one question in a row."""
 
     batch: TokenBatch
+    """Its field `rollout_logprobs` is the sampler's log-probability of each token."""
     outcomes: Outcomes
+    """Reward 1 for a right answer."""
 
 
 def sampled(trainer: Trainer, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
@@ -182,7 +179,7 @@ def beside_engine(model: Path, mode: str = "exact") -> Iterator[Stack]:
 
 
 def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
-    """What `sampled` asks, of the engine: the same questions and seeds, so in exact mode the same tokens."""
+    """Ask the engine what `sampled` asks: the same questions and seeds, so in exact mode the same tokens."""
     from fp8rl.rl.run.feed.feed import to_groups, to_prompts
 
     known = load_problems(Source(TRAIN))

@@ -23,7 +23,7 @@ LEGEND = (
 
 
 def claims_table(result: Result) -> TextTable:
-    """What each claim came to."""
+    """A table of all claims with their verdicts."""
     rows = [
         [judged.claim.id, judged.claim.says, *found_of(judged, result), verdict_of(judged)] for judged in result.judged
     ]
@@ -31,7 +31,7 @@ def claims_table(result: Result) -> TextTable:
 
 
 def for_a_terminal(result: Result) -> Group:
-    """What each claim came to, in a table as wide as the terminal, and what its numbers mean."""
+    """A table of all claims with their verdicts, as wide as the terminal, and what its numbers mean."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, ratio in (("claim", 2), ("verdict", 3), ("found", 2), ("95% interval", 3), ("it says", 8)):
         table.add_column(heading, ratio=ratio, overflow="fold")

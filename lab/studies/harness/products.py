@@ -1,4 +1,5 @@
-"""Every quantized product of a model's forward and backward, taken by a kernel of one's choice and recorded."""
+"""Matrix products of studies: in accumulators of FP8 kernels (FP32, Hopper's 13 bits, and 13 bits moved to FP32 in
+time), and every quantized product of a model's forward and backward, taken by a kernel of one's choice and recorded."""
 
 from __future__ import annotations
 
@@ -13,20 +14,51 @@ from fp8rl.numerics.ops.linear import Backward, product
 from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.spec import QuantSpec
 
+INSTRUCTION_K = 32
+"""Products along K that one FP8 instruction of Hopper adds before it rounds."""
+PROMOTED_EVERY = 128
+FP22_DROPPED_BITS = 10
+"""Hopper's accumulator keeps 13 of FP32's 23 bits of mantissa (DeepSeek-V3's report, 3.3.2)."""
+
+
+def in_fp32(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, K] @ w [N, K]^T, added in FP32."""
+    return x.float() @ w.float().t()
+
+
+def in_fp22(x: Tensor, w: Tensor) -> Tensor:
+    """The same in an accumulator of 13 bits, which is cut off after every 32 products.
+
+    The products of one instruction are added exactly here; the hardware aligns and cuts them too, so this is the
+    smallest error that such an accumulator makes.
+    """
+    total = x.new_zeros(x.shape[0], w.shape[0], dtype=torch.float32)
+    for a, b in zip(x.float().split(INSTRUCTION_K, 1), w.float().split(INSTRUCTION_K, 1), strict=True):
+        total += a @ b.t()
+        total.view(torch.int32).bitwise_and_(-1 << FP22_DROPPED_BITS)
+    return total
+
+
+def promoted(x: Tensor, w: Tensor) -> Tensor:
+    """`in_fp22` whose sum moves to FP32 after every 128 products, as DeepGEMM's and this project's kernels do."""
+    parts = zip(x.split(PROMOTED_EVERY, 1), w.split(PROMOTED_EVERY, 1), strict=True)
+    total = x.new_zeros(x.shape[0], w.shape[0], dtype=torch.float32)
+    for a, b in parts:
+        total += in_fp22(a, b)
+    return total
+
+
 Role = Literal["fprop", "dgrad", "wgrad"]
 ROLES: tuple[Role, ...] = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one product a [M, K] @ b [N, K]^T: as they came, in BF16, and as they are quantized.
-
-    Attributes:
-        weight: the parameter that is multiplied with, or whose gradient this is.
-    """
+    """The operands of one product a [M, K] @ b [N, K]^T: as they came, in BF16, and as they are quantized."""
 
     role: Role
     weight: Tensor
+    """The parameter that is multiplied with, or whose gradient this is."""
     a: Tensor
     b: Tensor
     quantized_a: Tensor
@@ -49,18 +81,16 @@ class ProductRecorder:
     """Takes products, and keeps what comes out in the order in which they are taken.
 
     Products with an operand of zeros, such as those of an expert whose tokens have no gradient, are not kept.
-
-    Attributes:
-        probe: asked about each product that is kept.
-        outputs: BF16. measured: the probe's answers.
     """
 
     take: Take
     probe: Probe | None = None
+    """Asked about each product that is kept."""
     roles: list[Role] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     measured: list[Mapping[str, float]] = field(default_factory=list)
+    """The probe's answers."""
 
     def __call__(self, operands: Operands) -> Tensor:
         out = self.take(operands).bfloat16()

@@ -1,13 +1,20 @@
-"""`results.json` of a study: everything that its tables and figures are made from, and what the claims came to."""
+"""`results.json` of a study: what its tables and figures are made from, what the claims came to, and where it comes
+from."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fp8rl.numerics.core.reading import read_text
 from lab.studies.harness.claims import Judged, digest, is_measured, judge
@@ -20,28 +27,24 @@ _NUMBERS = re.compile(r'\[\n[^\[\]{}"]*\]')
 
 @dataclass(frozen=True)
 class Result:
-    """A study that has run.
-
-    Attributes:
-        claims_digest: of the claims as they were when it was measured.
-        seeds: of its measurements.
-        made: commit, versions, machine and date; see `provenance`.
-        specs: quantization specs by name, their digests.
-    """
+    """A study that has run."""
 
     study: Study
     measurement: Measurement
     judged: Sequence[Judged]
     claims_digest: str
+    """Of the claims as they were when it was measured."""
     quick: bool
     seeds: Sequence[int]
     seconds: float
     made: dict[str, Any]
+    """Commit, versions, machine and date; see `provenance`."""
     specs: dict[str, str]
+    """Quantization specs by name, their digests."""
 
     @property
     def claims_changed(self) -> bool:
-        """Whether the claims are others now than they were when it was measured."""
+        """True if the claims are others now than they were when it was measured."""
         return self.claims_digest != digest(self.study.claims)
 
     @property
@@ -70,7 +73,7 @@ class Result:
         return _NUMBERS.sub(lambda numbers: json.dumps(json.loads(numbers[0])), text)
 
     def caption(self) -> str:
-        """What a figure says at its foot."""
+        """The text at the foot of a figure."""
         specs = ", ".join(f"{name} {value}" for name, value in self.specs.items())
         length = "quick run: no verdicts" if self.quick else "full run"
         commit = (self.made["commit"] or "no commit")[:10] + ("+" if self.made["dirty"] else "")
@@ -103,3 +106,40 @@ def read_result(path: Path) -> dict[str, Any]:
     """The JSON of a run."""
     data: dict[str, Any] = json.loads(read_text(path, "study", "a study's results.json"))
     return data
+
+
+CODE = Path(__file__).resolve().parents[3]
+"""The checkout of the code that measures, wherever it is called from."""
+_WRITTEN_HERE = (":(top,exclude)docs/studies", ":(top,exclude)docs/studies.md")
+"""What the studies before this one have written; no study reads it."""
+PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "numpy", "scipy")
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, versions, machine and date of a measurement, as JSON values.
+
+    `commit` is null outside a checkout; `dirty`: the checkout has changes that are not committed.
+    """
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *_WRITTEN_HERE)),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "cpu": processor(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def processor() -> str:
+    """The CPU's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=CODE, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

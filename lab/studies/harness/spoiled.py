@@ -47,18 +47,15 @@ def stored(x: Tensor, to: Narrow) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class NarrowState:
-    """Rounds the optimizer's state after every update, as if it were stored so.
-
-    Attributes:
-        masters, first, second: formats of the weights' masters and of Adam's m and v; None: FP32.
-        noted: what was lost, by name, added up over the steps: `lost_updates`, the share of updates other than
-            0 that left a weight's code as it was, and `lost_second`, the share of v above 0 that became 0.
-    """
+    """Rounds the optimizer's state after every update, as if it were stored so."""
 
     masters: Narrow | None = None
     first: Narrow | None = None
     second: Narrow | None = None
+    """Formats of the weights' masters and of Adam's m and v; None: FP32."""
     noted: dict[str, list[float]] = field(default_factory=dict)
+    """What was lost, by name, added up over the steps: `lost_updates`, the share of updates other than 0 that left a
+    weight's code as it was, and `lost_second`, the share of v above 0 that became 0."""
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @torch.no_grad()

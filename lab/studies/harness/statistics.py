@@ -21,17 +21,14 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95% interval, and how surprising any other value would be.
-
-    Attributes:
-        value, low, high: on the scale of the contrast; a ratio is a ratio, computed on its logarithm.
-        count: seeds, or sequences.
-    """
+    """A mean with its 95% interval, and how surprising any other value would be."""
 
     value: float
     low: float
     high: float
+    """On the scale of the contrast; a ratio is a ratio, computed on its logarithm."""
     count: int
+    """Seeds, or sequences."""
     _tails: _Tails
 
     def p_above(self, threshold: float) -> float:

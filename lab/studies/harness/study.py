@@ -1,11 +1,15 @@
-"""What a study is: a question, claims that are fixed before it is measured, a measurement, and pictures of it."""
+"""A study: a question, claims that are fixed before it is measured, a measurement, and pictures of it; and all studies
+by name."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fp8rl.numerics.core.errors import user_error
 from lab.studies.harness.claims import Claim, Measured
 from lab.studies.harness.lab import Lab
 from lab.studies.harness.statistics import estimate, mean
@@ -33,17 +37,14 @@ def by_arm(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a study found.
-
-    Attributes:
-        values: by arm, then metric: a number for each seed, or for each seed one for each sequence.
-        subject: what was measured on, for the figures: model, parameters, steps.
-        details: more for tables and figures, as JSON values.
-    """
+    """Everything that a study found."""
 
     values: Measured
+    """By arm, then metric: a number for each seed, or for each seed one for each sequence."""
     subject: str
+    """What was measured on, for the figures: model, parameters, steps."""
     details: Mapping[str, Any] = field(default_factory=dict)
+    """More for tables and figures, as JSON values."""
 
     def mean(self, arm: str, metric: str) -> float:
         """An arm's metric over all seeds and sequences."""
@@ -67,27 +68,23 @@ class TextTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One file of `studies`.
-
-    Attributes:
-        name: of the file, and of the command's argument.
-        question: in a sentence.
-        seeds: of a full run, at least; 5 where arms are trained.
-        claims: with a negative and a positive control among them.
-        measure: runs the arms.
-        draw: figures by file name, without suffix.
-        tables: what was measured, in numbers.
-        units: of metrics, by the part of their name before a slash; a metric that is a plain number has none.
-    """
+    """One file of `studies`."""
 
     name: str
+    """Of the file, and of the command's argument."""
     question: str
     seeds: int = FEWEST_SEEDS
+    """Of a full run, at least; 5 where arms are trained."""
     claims: Sequence[Claim]
+    """With a negative and a positive control among them."""
     measure: Callable[[Lab], Measurement]
+    """Runs the arms."""
     draw: Callable[[Measurement], Mapping[str, Figure]]
+    """Figures by file name, without suffix."""
     tables: Callable[[Measurement], Sequence[TextTable]]
+    """What was measured, in numbers."""
     units: Mapping[str, str] = field(default_factory=dict)
+    """Of metrics, by the part of their name before a slash; a metric that is a plain number has none."""
 
     def __post_init__(self) -> None:
         if self.seeds < FEWEST_SEEDS:
@@ -95,3 +92,32 @@ class Study:
         for control in ("negative", "positive"):
             if not any(claim.control == control for claim in self.claims):
                 raise ValueError(f"{self.name}: found no {control} control, expected one among the claims")
+
+
+NAMES = (
+    "precision_cases",
+    "gradient_direction",
+    "gemm_error",
+    "gemm_trace",
+    "scale_formats",
+    "failure_modes",
+    "model_scale",
+    "wire_formats",
+    "bf16",
+    "adapters",
+)
+"""The studies' names, in the order in which they run."""
+
+
+def load(name: str) -> Study:
+    """The study of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+        remedy = f"Did you mean {nearest}? Correct it, or say --all."
+        raise user_error("study", found=name, expected=f"one of {', '.join(NAMES)}", remedy=remedy)
+    found: Study = importlib.import_module(f"lab.studies.{name}").STUDY
+    return found

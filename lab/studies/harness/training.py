@@ -17,7 +17,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.objective import NonFiniteLossError
 from lab.studies.harness import live
-from lab.studies.harness.subjects import HELD_OUT, MODEL, TRAIN
+from lab.studies.harness.lab import HELD_OUT, MODEL, TRAIN
 
 if TYPE_CHECKING:
     from fp8rl.trainer.distributed.layout import Layout
@@ -38,48 +38,39 @@ Change = Callable[["Trainer"], AbstractContextManager[None]]
 
 
 class AfterStep(Protocol):
-    """Called when an update is done.
-
-    Attributes:
-        noted: numbers of the steps so far, by name.
-    """
+    """Called when an update is done."""
 
     noted: dict[str, list[float]]
+    """Numbers of the steps so far, by name."""
 
     def __call__(self, trainer: Trainer) -> None: ...
 
 
 @dataclass(frozen=True)
 class TrainedArm:
-    """How a model is taught. Every part can be pickled: functions are a module's own.
-
-    Attributes:
-        config: of optimizer and rate; the rate falls to 0 over the run.
-        change: of the trainer, from before the first step until after the evaluation.
-        dtype: of the model's weights.
-    """
+    """A way to teach a model. Every part can be pickled: functions are a module's own."""
 
     numerics: NumericsConfig = field(default_factory=live.exact)
     config: TrainerSection = RATE
+    """Of optimizer and rate; the rate falls to 0 over the run."""
     change: Change | None = None
+    """Of the trainer, from before the first step until after the evaluation."""
     after_step: AfterStep | None = None
     model: Path = MODEL
     dtype: torch.dtype = torch.bfloat16
+    """Of the model's weights."""
 
 
 @dataclass(frozen=True)
 class Taught:
-    """What came of it.
-
-    Attributes:
-        noted: what `after_step` noted, means over the steps.
-        nll: held-out negative log-likelihood per token, nats, at most LOST, as where training broke down.
-        losses: of each step, before its update; shorter where training broke down.
-    """
+    """A model that was taught, in numbers."""
 
     nll: float
+    """Held-out negative log-likelihood per token, nats, at most LOST, as where training broke down."""
     losses: list[float]
+    """Of each step, before its update; shorter where training broke down."""
     noted: dict[str, float]
+    """What `after_step` noted, means over the steps."""
 
 
 def teach(arm: TrainedArm, seed: int, quick: bool) -> Taught:

@@ -36,18 +36,18 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """What a sequence leaves behind, per head, in FP32: the state at the last multiple of CHUNK, and the rows since.
-
-    Attributes:
-        whole: [H, V, K]. keys: [H, CHUNK, K]. updates: [H, V, CHUNK]. decay: [H, CHUNK], the sum of log decays from the
-            multiple to each row. Rows that are not there yet are zero. rows: how many are there.
-    """
+    """Remains of a sequence, per head, in FP32: the state at the last multiple of CHUNK, and the rows since."""
 
     whole: Tensor
+    """[H, V, K]."""
     keys: Tensor
+    """[H, CHUNK, K]."""
     updates: Tensor
+    """[H, V, CHUNK]."""
     decay: Tensor
+    """[H, CHUNK], the sum of log decays from the multiple to each row. Rows that are not there yet are zero."""
     rows: int = 0
+    """How many are there."""
 
     @classmethod
     def empty(cls, heads: int, key_dim: int, value_dim: int) -> State:

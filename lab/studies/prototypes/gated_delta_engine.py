@@ -136,7 +136,7 @@ def serve(model: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def add_gated(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:
-    """What a Triton kernel does for the shared expert: its gate's part of it is added to the others' result."""
+    """Stand in for the Triton kernel of the shared expert: its gate's part of it is added to the others' result."""
     final_hidden_states += ops.linear(hidden_states, gate_weight[None]).sigmoid() * shared_output
 
 

@@ -37,7 +37,7 @@ class Sizes:
 
 
 class Held(NamedTuple):
-    """What a sequence leaves behind in a layer: the last rows before the convolution, and the rule's state."""
+    """All that a sequence leaves behind in a layer: the last rows before the convolution, and the rule's state."""
 
     conv: Tensor
     state: State
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 def of_transformers(module: Any) -> tuple[Weights, Sizes]:
-    """What a `Qwen3NextGatedDeltaNet` of transformers has."""
+    """Weights and sizes of a `Qwen3NextGatedDeltaNet` of transformers."""
     named = {name.removesuffix(".weight"): each.detach() for name, each in module.named_parameters()}
     heads = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
     return Weights(**named | {"conv1d": named["conv1d"].flatten(1)}), Sizes(*heads, module.layer_norm_epsilon)

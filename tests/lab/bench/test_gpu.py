@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ import torch
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
-from lab.bench.gpu import child, deepgemm, processes, transport
-from lab.bench.gpu.__main__ import main
-from lab.bench.gpu.journal import Journal, Report, read
+from lab.bench import runner
+from lab.bench.gpu import products, sync
+from lab.bench.gpu.__main__ import main, measure_all
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
-from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part
+from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part, measure
+from lab.bench.journal import Journal, Report, read
 from lab.studies.harness.lab import in_own_process
 from tests.support.gpu_parts import part
 from tests.support.ranks import WARM
@@ -58,7 +60,7 @@ TRAINERS = ("steps", "stack")
 def rehearsed(name: str, folder: Path) -> Report:
     journal = Journal(folder / "gpu.jsonl", name)
     run = in_own_process if name in TRAINERS else lambda function, *given: function(*given)
-    run(child.measure, PARTS[name], True, journal, folder)
+    run(measure, journal.say, asdict(PARTS[name]), True, str(folder))
     return read(journal.path)
 
 
@@ -66,7 +68,7 @@ def rehearsed(name: str, folder: Path) -> Report:
 @pytest.mark.usefixtures("warm_jobs")
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "multiprocessing", SimpleNamespace(Pipe=WARM.Pipe, get_context=lambda _: WARM))
+    monkeypatch.setattr(sync, "multiprocessing", SimpleNamespace(Pipe=WARM.Pipe, get_context=lambda _: WARM))
     report = rehearsed(name, tmp_path)
     equal = {result.name.removeprefix("d == 0: "): result for result in report.results if result.bar == 0}
     assert equal.keys() == EQUAL[name].keys()
@@ -88,8 +90,8 @@ def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path)
 
     for factor, different in ((1.0, False), (1.01, True)):
         done = Measured(tmp_path, lambda line: None)
-        library = deepgemm.Library(lambda a, b, factor=factor: gemm(a, b, torch.bfloat16) * factor, grouped)
-        deepgemm.compare(done, Sizes.tiny(), Stopwatch("cpu"), library)
+        library = products.Library(lambda a, b, factor=factor: gemm(a, b, torch.bfloat16) * factor, grouped)
+        products.compare(done, Sizes.tiny(), Stopwatch("cpu"), library)
         dense, experts = done.results
         assert (dense.value > 0) == different and experts.value == 0
         checked = [row for row in done.rows if "checked" in row]
@@ -97,48 +99,41 @@ def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_dies_keeps_its_rows_and_costs_no_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    report = processes.measure_all([part(name) for name in ("raises", "dies", "works")], True, tmp_path)
-    assert report.rows == {name: [{"here": 1}] for name in ("raises", "dies", "works")}
-    assert report.failed == {
-        "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "dies": "its process ended with code 9",
-    }
-    assert "in raises" in capfd.readouterr().err, "where it broke"
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert (written["failed"], written["rows"]) == (report.failed, report.rows)
-    page = (tmp_path / "gpu.md").read_text()
-    assert "did not come to its end: RuntimeError: CUDA error" in page and page.count("| here |") == 3
-
-
-@pytest.mark.slow
-def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_keeps_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_fails_dies_or_hangs_keeps_its_rows_and_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Patient(subprocess.Popen):  # type: ignore[type-arg]
         """Its limit has passed once the part hangs, however slow this machine is."""
 
         def wait(self, timeout: float | None = None) -> int:
-            if timeout is None:
-                return super().wait()
-            while '"row"' not in (tmp_path / "gpu.jsonl").read_text() if (tmp_path / "gpu.jsonl").exists() else True:
+            if timeout is None or '"name": "hangs"' not in str(self.args):
+                return super().wait(timeout)
+            while '"sleeps"' not in (tmp_path / "gpu.jsonl").read_text():
                 assert self.poll() is None
                 time.sleep(0.05)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes.subprocess, "Popen", Patient)
-        report = processes.measure_all([part("hangs")], True, tmp_path)
-    assert report.failed == {"hangs": "it was ended at its limit of 900 s"}
-    (row,) = report.rows["hangs"]
+        patch.setattr(runner.subprocess, "Popen", Patient)
+        report = measure_all([part(name) for name in ("raises", "dies", "hangs")], True, tmp_path)
+    assert report.failed == {
+        "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "dies": "its process ended with code 9",
+        "hangs": "it was ended at its limit of 900 s",
+    }
+    (row,) = report.rows.pop("hangs")
+    assert report.rows == {name: [{"here": 1}] for name in ("raises", "dies")}
+    assert "in raises" in capfd.readouterr().err, "where it broke"
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert (written["failed"], written["rows"]) == (report.failed, {**report.rows, "hangs": [row]})
+    page = (tmp_path / "gpu.md").read_text()
+    assert "did not come to its end: RuntimeError: CUDA error" in page and page.count("| here |") == 2
 
     def gone() -> bool:  # its end is sent before the report comes, and takes a moment
         pid = row["sleeps"]
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
-    assert wait_until(gone, 30)
+    assert wait_until(gone, 30), "what a part has started is ended, too"
 
 
 def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_machine_all(tmp_path: Path) -> None:
@@ -158,7 +153,7 @@ def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_mach
 
 def test_what_a_machine_lacks_is_named(tmp_path: Path) -> None:
     lacking = Part("lacking", "", "no.such:module", needs=("torch", "no_package_1", "no_package_2"))
-    child.measure(lacking, True, Journal(tmp_path / "gpu.jsonl", "lacking"), tmp_path)
+    measure(Journal(tmp_path / "gpu.jsonl", "lacking").say, asdict(lacking), True, str(tmp_path))
     report = read(tmp_path / "gpu.jsonl")
     assert report.left_out == {"lacking": {"lacking": "not installed: no_package_1, no_package_2"}}
     assert not report.failed and not report.results

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.studies.bf16.conversions import facts, nearest
-from lab.studies.bf16.study import LENGTHS, PRODUCTS, added_in_bf16, as_the_machine_rounds, cut_off, relative_error
+from lab.studies.bf16 import (
+    LENGTHS,
+    PRODUCTS,
+    added_in_bf16,
+    as_the_machine_rounds,
+    cut_off,
+    facts,
+    nearest,
+    relative_error,
+)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lab.studies.gemm_error import ARMS, errors_of
-from lab.studies.harness.accumulators import in_fp22, in_fp32, promoted
-from lab.studies.harness.names import load
+from lab.studies.harness.products import in_fp22, in_fp32, promoted
+from lab.studies.harness.study import load
 from lab.studies.run import run_study
 
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from lab.studies.model_scale.study import AXES, BASE, GROWING, slope
-from lab.studies.model_scale.two_sides import ENTROPY, entropy, expected_abs_d, temperature_for
+from lab.studies.model_scale import AXES, BASE, ENTROPY, GROWING, entropy, expected_abs_d, slope, temperature_for
 
 
 def test_the_expectation_of_abs_d_is_weighted_by_the_rollout() -> None:

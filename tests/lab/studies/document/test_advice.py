@@ -5,8 +5,7 @@ import re
 import pytest
 
 from lab.studies.document.document import ADVICE
-from lab.studies.document.findings import ClaimFinding, findings
-from lab.studies.document.standings import place
+from lab.studies.document.findings import ClaimFinding, findings, place
 from lab.studies.harness.keeping import kept, kept_audit
 from tests.support.paths import ROOT
 

@@ -5,10 +5,18 @@ from collections import Counter
 import pytest
 
 from fp8rl.diagnose.audit.audit_report import answers as audit_answers
-from lab.studies.document.catalogue import CATALOGUE, Listed
-from lab.studies.document.findings import AUDIT, PLAN, ClaimFinding, Outcome, findings, number_of
-from lab.studies.document.standings import standings
-from lab.studies.harness.names import NAMES, load
+from lab.studies.document.findings import (
+    AUDIT,
+    CATALOGUE,
+    PLAN,
+    ClaimFinding,
+    Listed,
+    Outcome,
+    findings,
+    number_of,
+    standings,
+)
+from lab.studies.harness.study import NAMES, load
 from tests.support.paths import ROOT
 
 BY_ID = {claim.id: claim for claim in CATALOGUE}

@@ -10,10 +10,9 @@ from fp8rl.numerics.core.errors import UserError
 from lab.studies.document import findings
 from lab.studies.document.document import PAGE, write_docs
 from lab.studies.harness import keeping
-from lab.studies.harness.claims import value
+from lab.studies.harness.claims import Claim
 from lab.studies.harness.keeping import KEPT, check, kept
-from lab.studies.harness.provenance import provenance
-from lab.studies.harness.result import RESULTS
+from lab.studies.harness.result import RESULTS, provenance
 from lab.studies.run import FOLDER, run_studies
 from tests.support.studies import NAME, commit, made_up, repository
 
@@ -152,7 +151,9 @@ def test_claims_that_were_changed_after_their_measurement_show(tmp_path: Path, m
 def test_a_claim_that_came_later_waits_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(tmp_path, monkeypatch, made_up())
     run_and_keep()
-    more = made_up(more=[value("003-17", "One more.", "loss", "a new arm", "above", 0.0)])
+    more = made_up(
+        more=[Claim(id="003-17", says="One more.", metric="loss", arm="a new arm", rule="above", bounds=(0.0,))]
+    )
     monkeypatch.setattr(keeping, "load", lambda name: more)
     (result,) = kept()
     assert result.claims_changed and [judged.claim.id for judged in result.judged][2:] == ["003-16"]

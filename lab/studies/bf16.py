@@ -1,4 +1,4 @@
-"""What BF16 keeps and what it loses: conversions, the addition of products, and a trainer in it beside one in FP32."""
+"""Gains and losses of BF16: conversions, the addition of products, and a trainer in it beside one in FP32."""
 
 from __future__ import annotations
 
@@ -9,19 +9,103 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from lab.studies.bf16.conversions import Convert, facts
 from lab.studies.harness import figures, live
-from lab.studies.harness.claims import Claim, difference, ratio, twice, value
-from lab.studies.harness.lab import Lab
+from lab.studies.harness.claims import claims_of
+from lab.studies.harness.lab import MODEL, Lab
 from lab.studies.harness.spoiled import NarrowState
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
-from lab.studies.harness.subjects import MODEL
 from lab.studies.harness.training import QUICK_STEPS, STEPS, TrainedArm, teach
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fp8rl.trainer.trainer import Trainer
+
+Convert = Callable[[Tensor], Tensor]
+"""FP32 to BF16."""
+
+SAMPLES = 1 << 20
+PATTERNS = 1 << 16
+INFINITY = 0x7F80
+"""The bits of infinity; larger ones, without the sign, are NaN, and those of subnormals are below 0x80."""
+SMALLEST_NORMAL = 0x80
+
+
+def facts(convert: Convert, seed: int) -> dict[str, float]:
+    """Shares of values of which something holds, and sizes of BF16's grid.
+
+    Tried are all BF16 values, all points half-way between two of them, and FP32 values with random bits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.arange(PATTERNS)
+    magnitudes = patterns & 0x7FFF
+    values = _bf16(patterns)
+    samples = torch.randint(0, 1 << 32, (SAMPLES,), generator=generator)
+    below = patterns[magnitudes < INFINITY]
+    halves = (below << 16) + 0x8000
+    finite = torch.cat([halves, samples[(samples >> 16 & 0x7FFF) < INFINITY]])
+    converted = _bits(convert(_fp32(finite)))
+    expected = nearest(finite)
+    nan = torch.cat([samples[(samples & 0x7FFFFFFF) > 0x7F800000], torch.tensor([0x7F800001, 0xFF80FFFF])])
+    infinite, too_large = _fp32(torch.tensor([0x7F800000, 0xFF800000])), expected & 0x7FFF == INFINITY
+    subnormal = values[(magnitudes > 0) & (magnitudes < SMALLEST_NORMAL)]
+    exact = _value(magnitudes[:INFINITY])
+    one = int(torch.tensor(1.0).bfloat16().view(torch.int16))
+    return {
+        "widened by zeros": _share(values.float().view(torch.int32) == (patterns << 16).to(torch.int32)),
+        "rounded to nearest even": _share(converted == expected),
+        "halves to even": _share((converted == expected)[: len(halves)]),
+        "overflows to inf": _share((converted == expected)[too_large]),
+        "NaN kept": _share(convert(_fp32(nan)).isnan()),
+        "inf kept": _share(convert(infinite).float() == infinite),
+        "subnormals lost": _share(convert(subnormal.float()) == 0),
+        "subnormals lost in arithmetic": _share(subnormal * torch.ones_like(subnormal) == 0),
+        "subnormals lost in products": _share(
+            ops.linear(torch.eye(128).bfloat16(), _columns(subnormal)).t()[:, 0] == 0
+        ),
+        "largest over FP32's": float(exact[-1]) / torch.finfo(torch.float32).max,
+        "smallest normal over FP32's": float(exact[SMALLEST_NORMAL]) / torch.finfo(torch.float32).smallest_normal,
+        "stored bits": float(torch.tensor(float(((exact >= 1) & (exact < 2)).sum())).log2()),
+        "spacing at 1": float(exact[one + 1] - exact[one]),
+        "spacing below 1": float(exact[one] - exact[one - 1]),
+        "FP32 spacing at 1": float(_fp32(torch.tensor([0x3F800001])).double() - 1),
+    }
+
+
+def nearest(fp32_bits: Tensor) -> Tensor:
+    """The bits of the BF16 value nearest to finite FP32 values, given as bits; of two, the one with an even pattern."""
+    sign, magnitude = fp32_bits >> 31 << 15, fp32_bits & 0x7FFFFFFF
+    low = magnitude >> 16
+    exact = _fp32(magnitude).double()
+    down, up = exact - _value(low), _value(low + 1) - exact
+    return sign + torch.where((up < down) | ((up == down) & (low % 2 == 1)), low + 1, low)
+
+
+def _value(pattern: Tensor) -> Tensor:
+    """Values of BF16 patterns without sign, in float64; infinity's is 2^128, at which rounding begins to overflow."""
+    exponent, mantissa = pattern >> 7, (pattern & 0x7F).double()
+    normal = torch.ldexp(mantissa + 128, exponent - 134)
+    return torch.where(exponent > 0, normal, torch.ldexp(mantissa, torch.tensor(-133)))
+
+
+def _fp32(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _bf16(bits: Tensor) -> Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int16).long() & 0xFFFF
+
+
+def _columns(values: Tensor) -> Tensor:
+    """A weight [len(values), 128] whose first column is `values`."""
+    return torch.cat([values[:, None], values.new_zeros(len(values), 127)], 1)
+
+
+def _share(holds: Tensor) -> float:
+    return float(holds.double().mean())
+
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -71,138 +155,6 @@ TRAINED = {
 QUICK_TRAINED = ("FP32 trainer", "BF16 trainer")
 """20 steps are too few to find the harm of BF16 masters with three seeds."""
 STATES = {"FP32 trainer": torch.float32, "BF16 trainer": torch.bfloat16}
-
-
-def _fact(id: str, says: str, metric: str, expected: float, arm: str = "conversion") -> Claim:
-    """A claim that one number is met exactly."""
-    return value(id, says, metric, arm, "within", expected, expected)
-
-
-CLAIMS = (
-    twice(
-        "The same product of the same data has the same error.",
-        "relative_error",
-        "product again",
-        "product",
-        id="same product twice",
-    ),
-    twice(
-        "The same training with the same data ends in the same loss.",
-        "nll",
-        "BF16 trainer again",
-        "BF16 trainer",
-        id="same training twice",
-    ),
-    value(
-        "cut off",
-        "Cutting bits off is told from rounding: at most 0.9 of the values come out rounded to the nearest.",
-        "rounded to nearest even",
-        "cut off",
-        "below",
-        0.9,
-        control="positive",
-    ),
-    ratio(
-        "BF16 accumulator",
-        "Adding products in BF16 at least doubles the error.",
-        "relative_error",
-        "added in BF16",
-        "product",
-        "above",
-        2.0,
-        control="positive",
-    ),
-    difference(
-        "BF16 masters",
-        "Master weights in BF16 cost at least 0.001 nats of held-out loss.",
-        "nll",
-        "BF16 masters",
-        "BF16 trainer",
-        "above",
-        0.001,
-        control="positive",
-    ),
-    ratio(
-        "001-1",
-        "BF16 products are added in FP32 by default: the error of a product is that of adding in FP32.",
-        "relative_error",
-        "product",
-        "added in FP32",
-        "within",
-        0.99,
-        1.01,
-    ),
-    difference(
-        "001-2a",
-        "No loss of accuracy: a BF16 trainer's held-out loss is an FP32 trainer's, to 0.001 nats.",
-        "nll",
-        "BF16 trainer",
-        "FP32 trainer",
-        "within",
-        0.0,
-        0.0,
-        margin=0.001,
-    ),
-    difference(
-        "001-2b",
-        "It needs no more steps: the mean loss over the steps is an FP32 trainer's, to 0.001 nats.",
-        "mean loss",
-        "BF16 trainer",
-        "FP32 trainer",
-        "within",
-        0.0,
-        0.0,
-        margin=0.001,
-    ),
-    value(
-        "001-3a",
-        "The range of FP32: the largest value is at least 0.99 of FP32's.",
-        "largest over FP32's",
-        "conversion",
-        "within",
-        0.99,
-        1.0,
-    ),
-    _fact("001-3b", "The range of FP32: the smallest normal value is FP32's.", "smallest normal over FP32's", 1.0),
-    ratio(
-        "001-3c",
-        "Half the memory: the bytes of a trainer's weights.",
-        "bytes per parameter/weights",
-        "BF16 trainer",
-        "FP32 trainer",
-        "within",
-        0.5,
-        0.5,
-    ),
-    ratio(
-        "001-3d",
-        "Half the memory: the bytes of weights, gradients, masters and moments together.",
-        "bytes per parameter/all",
-        "BF16 trainer",
-        "FP32 trainer",
-        "within",
-        0.45,
-        0.55,
-    ),
-    _fact("001-5a", "FP32 to BF16 rounds to the nearest value, halves to the even one.", "rounded to nearest even", 1),
-    _fact("001-5b", "FP32 to BF16 overflows to infinity.", "overflows to inf", 1),
-    _fact("001-6a", "There are no subnormals: the conversion makes all of them 0.", "subnormals lost", 1),
-    _fact("001-6b", "There are no subnormals: a product makes all of them 0.", "subnormals lost in products", 1),
-    _fact("001-7a", "NaN survives the conversion.", "NaN kept", 1),
-    _fact("001-7b", "Infinity survives the conversion.", "inf kept", 1),
-    _fact("001-8", "BF16 to FP32 is exact: 16 zero bits are added.", "widened by zeros", 1),
-    _fact("002-5a", "BF16 stores 8 bits of mantissa.", "stored bits", 8),
-    _fact("002-5b", "The spacing of BF16 at x = 1 is x / 256.", "spacing at 1", 2**-8),
-    value(
-        "002-5c",
-        "The spacing of FP32 at x = 1 is 1.2e-7.",
-        "FP32 spacing at 1",
-        "conversion",
-        "within",
-        1.15e-7,
-        1.25e-7,
-    ),
-)
 
 
 def measure(lab: Lab) -> Measurement:
@@ -255,7 +207,7 @@ def _state(dtype: torch.dtype) -> dict[str, float]:
 
 
 def state_bytes(trainer: Trainer) -> dict[str, float]:
-    """What a trainer holds for each parameter of its model, in bytes."""
+    """Bytes that a trainer holds for each parameter of its model."""
     parameters = list(trainer.model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     optimizers = trainer.optimizer.inner.chained_optimizers
@@ -274,7 +226,7 @@ def state_bytes(trainer: Trainer) -> dict[str, float]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def draw(measurement: Measurement) -> Mapping[str, Figure]:
+def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
     lengths = measurement.details["lengths"]
     added = figures.figure("Error of a BF16 product, by what its sum is kept in")
     axes = added.axes[0]
@@ -318,7 +270,7 @@ STUDY = Study(
     name="bf16",
     question="What does BF16 keep of FP32, where does it lose, and does a trainer notice?",
     seeds=5,
-    claims=CLAIMS,
+    claims=claims_of("bf16"),
     measure=measure,
     draw=draw,
     tables=tables,

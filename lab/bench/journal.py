@@ -1,6 +1,6 @@
-"""What the parts measure, line by line as they measure it, and the report that is read from these lines.
+"""Lines of JSON that benchmarks write as they measure, and the report that is read from them.
 
-A line is written by one call, so a part that is killed leaves whole lines.
+A line is written by one call, so a benchmark that is killed leaves whole lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lab.bench.measure import Result
 
 @dataclass(frozen=True)
 class Journal:
-    """The lines of one part, in a file that the other parts write to before and after it."""
+    """The lines of one benchmark, in a file that the others write to before and after it."""
 
     path: Path
     part: str
@@ -27,11 +27,7 @@ class Journal:
 
 @dataclass
 class Report:
-    """What gpu.json says.
-
-    shows, seconds, dates, rows: by part; by_part: the results, likewise. left_out names what could not be measured, and
-    why; failed: the parts that did not come to their end, whose rows count all the same.
-    """
+    """Everything that a journal says, by benchmark."""
 
     machine: dict[str, Any]
     shows: dict[str, str] = field(default_factory=dict)
@@ -40,11 +36,17 @@ class Report:
     by_part: dict[str, list[Result]] = field(default_factory=dict)
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Why something could not be measured."""
     failed: dict[str, str] = field(default_factory=dict)
+    """Benchmarks that did not come to their end, whose rows count all the same."""
 
     @property
     def results(self) -> list[Result]:
         return [result for results in self.by_part.values() for result in results]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and all(result.passed for result in self.results)
 
     def write(self, path: Path) -> None:
         results = [
@@ -57,7 +59,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """The last run of each part, of those on the machine that wrote last."""
+    """The last run of each benchmark, of those on the machine that wrote last."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     begun = [line["begin"] for line in lines if "begin" in line]
     report = Report(begun[-1] if begun else {"device": "unknown: no part has begun", "date": "", "versions": {}})
@@ -65,8 +67,10 @@ def read(path: Path) -> Report:
     for line in lines:
         part = line["part"]
         if "begin" in line:
-            _forget(report, part)
-            kept[part] = _same(line["begin"], report.machine)
+            for values in vars(report).values():
+                if values is not report.machine:
+                    values.pop(part, None)
+            kept[part] = {**line["begin"], "date": None} == {**report.machine, "date": None}
         if not kept.setdefault(part, True):
             continue
         report.rows.setdefault(part, [])
@@ -84,13 +88,3 @@ def read(path: Path) -> Report:
             case {"seconds": seconds}:
                 report.seconds[part] = seconds
     return report
-
-
-def _forget(report: Report, part: str) -> None:
-    for values in vars(report).values():
-        if values is not report.machine:
-            values.pop(part, None)
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return {**one, "date": None} == {**other, "date": None}

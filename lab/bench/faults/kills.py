@@ -19,8 +19,8 @@ from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.events import ENGINES_REPLACED
 from fp8rl.rl.run.run import RESUMED
-from lab.bench.asynchrony import timeless
 from lab.bench.measure import Result
+from lab.bench.runs import timeless
 from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone
 
 STEPS, SEED = 8, 0
@@ -94,7 +94,7 @@ def _steps(run: StartedRun) -> list[int]:
 
 
 def _bits(path: Path) -> list[Any]:
-    """What a run leaves, as far as it does not tell the time or what was mended."""
+    """Everything that a run leaves, but for times and for what was mended."""
     files = RunDir(path)
     rows = [timeless(row) for row in read_metrics(files.metrics)]
     rows = [{name: x for name, x in row.items() if name not in (RESUMED, ENGINES_REPLACED)} for row in rows]
