@@ -81,7 +81,7 @@ class TrainerSection(RateSection):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Tokens of one micro-batch, padding included; a longer row gets a micro-batch of its own."""
     packing: bool = False
-    """Lay the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
+    """Place the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
     Gradients of weights are added up over the tokens in another order. Native mode needs TransformerEngine for it."""
     optimizer: OptimizerSection = OptimizerSection()
     """The memory of the optimizer on a GPU."""
@@ -95,10 +95,10 @@ class TrainerSection(RateSection):
     added up over chunks in FP32."""
 
     router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    """The amount that an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens
-    chose less than the mean of its layer, and takes from each chosen more. DeepSeek-V3 was trained with 0.001. At 0
-    biases stay as the model has them, which is usual in reinforcement learning. Engines choose by the biases of each
-    sync."""
+    """The step size of the biases of a sigmoid router: an optimizer step adds it for experts that the batch's tokens
+    chose less often than the mean of their layer, and subtracts it for those chosen more often. DeepSeek-V3 was trained
+    with 0.001. At 0 biases stay as the model has them, which is usual in reinforcement learning. Engines choose by the
+    biases of each sync."""
 
     gradient_wire: GradientWire = "fp32"
     """The format of gradients between data-parallel ranks, FP8 with an FP32 scale per 128 numbers, which is 0.26 of the

@@ -49,8 +49,8 @@ class DrGrpo(GroupRelative):
 
 
 class Dapo(GroupRelative):
-    """Decoupled clip and dynamic sampling (Yu et al. 2025, "DAPO"). Groups are judged by the rewards as they are,
-    before the price on length, which would give every group a spread."""
+    """Decoupled clip and dynamic sampling (Yu et al. 2025, "DAPO"). Groups are filtered by their
+    rewards before the length penalty, which would make the rewards of every group differ."""
 
     name: Literal["dapo"]
     dynamic_sampling: bool = True

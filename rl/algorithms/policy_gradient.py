@@ -148,34 +148,34 @@ class PolicyGradient(AlgorithmConfig):
     """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
     verl has 3.0."""
     entropy: float = Field(default=0.0, ge=0.0)
-    """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. The entropy is
-    that of the tokens which top-p, top-k and min-p leave. 0: no bonus, and the entropy is a metric alone."""
+    """Subtracted from the loss of a token per nat of the policy's entropy, so that the policy stays varied. The entropy
+    is that of the tokens which top-p, top-k and min-p leave. 0: no bonus, and the entropy is a metric alone."""
     kl: KlSection = KlSection()
     """Keep the policy near the model that the run started from: by a term of the loss, or a penalty in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
-    """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy is
-    another than the one that the batch was scored with, and the clip acts."""
+    """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy
+    differs from the one that scored the batch, and the clip acts."""
     epochs: int = Field(default=1, ge=1)
     """Passes over all mini-batches of a batch."""
     ratio: RatioSource | None = None
     """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the first
     update of the batch; where there is only one, the training forward is that pass, and the ratio is 1. `bypass`: the
-    engine's, so that the clip acts on what the policy has moved since weights sampled a token, and there is no further
-    weight. `on_policy`: the ratio is 1 by definition, as in one update alone. On tokens that the trainer's own
-    weights have sampled the three are one there, in exact mode bit for bit. Null: bypass with `rollout.staleness`,
-    else recompute."""
+    engine's, so that the clip acts on the change of the policy since a token was sampled, and there is no further
+    weight. `on_policy`: the ratio is 1 by definition, as in one update alone. On tokens that the trainer's own weights
+    have sampled the three are equal, in exact mode bit for bit. Null: bypass with `rollout.staleness`, else
+    recompute."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
-    """Cap of the importance weight trainer / rollout. Null leaves the weight out, or that of `icepop` and `mis` as it
-    is, which is the default with these two."""
+    """Cap of the importance weight trainer / rollout. Null: no weight; with `icepop` and `mis`, where this is the
+    default, their own weight without a cap."""
     tis_level: Literal["token", "sequence"] = "token"
-    """Whether the weight is a token's own ratio or the product of its sequence's."""
+    """The weight: a token's own ratio, or the product of its sequence's."""
     rejection: RejectionSection | None = None
     """Tokens or sequences that are not trained on because trainer and engine disagree too much."""
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """A sequence with a token whose ratio trainer / rollout is below this is not trained on; 1e-4 is usual."""
     loss_aggregation: Mode = "token_mean"
-    """Which mean the loss is. `token_mean`: of all tokens of a batch. `seq_mean_token_mean`: over answers of the mean
-    over their tokens. `seq_mean_token_sum`: over answers of the sum. `seq_mean_token_sum_norm`: of the sum over
+    """The mean that is the loss. `token_mean`: of all tokens of a batch. `seq_mean_token_mean`: over answers of the
+    mean over their tokens. `seq_mean_token_sum`: over answers of the sum. `seq_mean_token_sum_norm`: of the sum over
     `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
