@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from fp8rl.numerics.backend.dispatch import Implementation
+from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of
 

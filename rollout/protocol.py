@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fp8rl.models.architecture import Role
-from fp8rl.numerics.backend.dispatch import Implementation
+from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.types import HandshakeError
 

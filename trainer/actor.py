@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8rl.models import load_architecture
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.backend.dispatch import BOUNDED_MEMORY
+from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import TrainerSection

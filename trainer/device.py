@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend import implementation
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.megatron import te_runtime
@@ -33,7 +33,7 @@ def start(rank: int, numerics: NumericsConfig) -> None:
     device = claim(rank)
     if device == CPU:
         enable_compiler()  # on a GPU the compiled code would divide approximately, and kernels do its work
-    dispatch.choose(device, numerics.spec)
+    implementation.choose(device, numerics.spec)
 
 
 def claim(rank: int) -> torch.device:

@@ -30,7 +30,7 @@ from fp8rl.diagnose.audit.sightings import (
 )
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
-from fp8rl.numerics.backend.dispatch import Implementation, using
+from fp8rl.numerics.backend.implementation import Implementation, using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of, tensors_in
 from fp8rl.numerics.precision_map import Planned, precision_map, unquantized

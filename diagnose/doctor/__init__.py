@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
 from fp8rl.diagnose.report import Remark
-from fp8rl.numerics.backend.dispatch import FEWEST_CAPABILITY, implementation_for
+from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
-from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, capability_of, deepgemm_lacks, has_deepgemm
+from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes
+from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
 from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from fp8rl.numerics.ops.experts import adapted_grouped_linear

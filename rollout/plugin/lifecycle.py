@@ -14,7 +14,7 @@ from fp8rl.models import read_model
 from fp8rl.models.base import Base, places
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
-from fp8rl.numerics.backend.dispatch import choose
+from fp8rl.numerics.backend.implementation import choose
 from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles
 from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.rollout import protocol

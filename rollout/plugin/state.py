@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.models.tensors import SCALE_SUFFIX
-from fp8rl.numerics.backend.dispatch import Implementation
+from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest

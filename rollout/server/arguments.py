@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.numerics.backend.dispatch import BOUNDED_MEMORY
+from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import Mode
 from fp8rl.rollout.config import RolloutSection, check_drafts
 from fp8rl.rollout.plugin import CONFIG_VARIABLE

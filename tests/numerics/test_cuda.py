@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import choose, using
+from fp8rl.numerics.backend.implementation import choose, using
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.ops import draw

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import Implementation, using
+from fp8rl.numerics.backend.implementation import Implementation, using
 from fp8rl.numerics.frozen import Frozen, freeze, frozen_of
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward

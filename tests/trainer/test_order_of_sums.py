@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from tests.support.atomics import Atomics
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches

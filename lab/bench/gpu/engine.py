@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8rl.models import Model, read_model
 from fp8rl.models.checkpoint.reading import stored_tensors
-from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend import implementation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
@@ -101,7 +101,7 @@ def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     }
     path, found = written(sizes.served, watch.device, done.scratch), {}
     for name, numerics in sides.items():
-        dispatch.choose(watch.device, numerics.spec)
+        implementation.choose(watch.device, numerics.spec)
         with _serving(path, numerics, sizes) as served:
             served.sync(_Stored(path, read_model(path), watch.device), 0)
             measured = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.backend.probe import allow_short_tiles
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.runner import Job

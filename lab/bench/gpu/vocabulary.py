@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, random
 
 FEW = 8

@@ -15,7 +15,7 @@ import torch
 
 from fp8rl.models import ModelSizes
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.backend.dispatch import (
+from fp8rl.numerics.backend.implementation import (
     FEWEST_CAPABILITY,
     SMALL_CAPABILITY,
     capability_of,

@@ -13,7 +13,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fp8rl.numerics.backend.dispatch import capability_of
+from fp8rl.numerics.backend.implementation import capability_of
 from fp8rl.numerics.core.errors import Rule, check_rules, user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS

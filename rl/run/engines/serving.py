@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
-from fp8rl.numerics.backend.dispatch import implementation_for
+from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
 from fp8rl.rl.experiment import Experiment

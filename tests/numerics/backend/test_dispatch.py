@@ -9,7 +9,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
-from fp8rl.numerics.backend.dispatch import choose, implementation_for, using
+from fp8rl.numerics.backend.implementation import choose, implementation_for, using
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8rl.numerics.backend import probe
-from fp8rl.numerics.backend.dispatch import deepgemm_lacks, has_deepgemm, using
+from fp8rl.numerics.backend.implementation import deepgemm_lacks, has_deepgemm, using
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.products import deepgemm
 from fp8rl.numerics.kernels.products.deepgemm import NOBODY, Library

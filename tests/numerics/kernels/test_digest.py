@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
 from fp8rl.numerics.kernels import digest
 from tests.support.kernels import DEVICE

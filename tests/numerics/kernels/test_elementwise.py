@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import norm, rope, swiglu
 from fp8rl.numerics.kernels import swiglu as triton_combine
 from fp8rl.numerics.ops.experts import route

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels import rope
 from fp8rl.numerics.kernels.attention import chunks

@@ -22,7 +22,7 @@ import torch
 from lab.bench.gpu.exactness import HEAD, Pages, engine_forward, make_layer, make_norm
 from lab.bench.gpu.measure import Sizes, random
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels.products import tiles as heights
 from tests.support.launches import launches
 
@@ -76,7 +76,7 @@ ADAPTED = """
 import json
 import torch
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights, LowRank
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.launches import launches

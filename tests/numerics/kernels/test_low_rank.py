@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec

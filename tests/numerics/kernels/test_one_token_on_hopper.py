@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow  # two dozen kernels to compile
 SCRIPT = """
 import torch
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.quantize import quantize

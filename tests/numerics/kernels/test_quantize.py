@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.backend.dispatch import implementation_for
+from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.arithmetic import inverse, scale_from_amax
 from fp8rl.numerics.kernels.quantize import (

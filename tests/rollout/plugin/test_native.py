@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8rl.models import Model, ModelSizes
 from fp8rl.models.families.mlp import moe_tensors
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.backend.dispatch import Implementation, using
+from fp8rl.numerics.backend.implementation import Implementation, using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import fake_quantize, quantize
 from fp8rl.numerics.spec import QuantSpec

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.support.interpreter  # noqa: F401
-from fp8rl.numerics.backend.dispatch import using
+from fp8rl.numerics.backend.implementation import using
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer

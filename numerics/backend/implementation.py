@@ -1,0 +1,95 @@
+"""The implementation that the ops of this process run on: their pure-torch definitions, or the Triton kernels.
+
+A process chooses once, at its start, by its device and the run's spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.spec import Granularity, QuantSpec, TensorSpec
+
+Implementation = Literal["torch", "triton"]
+
+FEWEST_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU converts to FP8."""
+SMALL_CAPABILITY = (12, 0)
+"""GPUs from this capability on have less shared memory again (99 KiB) than a product's tile takes."""
+_HOPPER = 9
+"""Major capability of the GPUs on which DeepGEMM multiplies by our formula; on later ones it scales otherwise."""
+_GROUP = 128
+# Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
+_GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
+
+
+def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
+    """Choose the implementation for the rest of this process, and return it."""
+    implementation = implementation_for(capability_of(device), spec)
+    _install(implementation)
+    return implementation
+
+
+def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU; None for a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
+    """Return what `choose` takes on a device of this compute capability (None: a CPU): kernels if they know the
+    spec."""
+    if capability is None or not FEWEST_CAPABILITY <= capability < SMALL_CAPABILITY:
+        return "torch"
+    for name, granularity in _GRANULARITY.items():
+        role: TensorSpec = getattr(spec, name)
+        scaled = role.scale in ("pow2", "fp32") and role.rounding == "nearest"
+        if role.quantized and not (scaled and role.granularity == granularity and role.group == _GROUP):
+            return "torch"
+    return "triton"
+
+
+def has_deepgemm() -> bool:
+    """Return True if DeepGEMM is installed. Does not import it."""
+    return importlib.util.find_spec("deep_gemm") is not None
+
+
+def deepgemm_lacks(capability: tuple[int, int] | None, installed: bool) -> str | None:
+    """Name what DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
+    if capability is None or capability[0] != _HOPPER:
+        return "Hopper GPU (compute capability 9.0)"
+    return None if installed else "DeepGEMM (the package sgl-deep-gemm)"
+
+
+@contextlib.contextmanager
+def using(implementation: Implementation) -> Iterator[None]:
+    """Run another implementation inside the block: for tests and benchmarks that compare the two."""
+    previous = dispatch.installed()
+    _install(implementation)
+    try:
+        yield
+    finally:
+        dispatch.install(previous)
+
+
+def _install(implementation: Implementation) -> None:
+    if implementation == "torch":
+        dispatch.install(None)
+    else:
+        from fp8rl.numerics.kernels.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
+
+        dispatch.install(KERNELS)
+
+
+# Environment variables of every process that multiplies: ranks of a trainer, engines.
+
+BOUNDED_MEMORY = {
+    # oneDNN keeps a kernel of about a megabyte for every shape of a product, 1,024 of them if it is not told otherwise,
+    # and experts get another number of tokens in each batch. Making one anew costs nothing that can be measured.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
