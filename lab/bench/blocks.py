@@ -14,11 +14,12 @@ from pathlib import Path
 
 from fp8rl.models.tiny import write_tiny_model
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.record.metrics_log import StepClock, plan_updates
+from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import SampledFeed, to_groups, to_prompts
 from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.stack import Stack, canary_of, open_pair
+from fp8rl.rl.run.step import plan_updates
 from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.types import Group
 from lab.bench.measure import DEMO, Result
