@@ -143,9 +143,9 @@ class Conversation:
         turn = await self.ask(self._main, tuple(stops), max_new_tokens)
         self._main.append_turn(turn, stops=tuple(stops))
         self._talk.truncated = not turn.finished
-        text = turn.token_ids[:-1] if turn.finished else turn.token_ids
+        before_end = turn.token_ids[:-1] if turn.finished else turn.token_ids
         ended_by = self.tokenizer.decode(turn.token_ids[-1:]) if turn.finished else None
-        return Turn(self.tokenizer.decode(text), tuple(turn.token_ids), ended_by)
+        return Turn(self.tokenizer.decode(before_end), tuple(turn.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
         """Append a text. Raises ConversationOverError: there is no room for it."""

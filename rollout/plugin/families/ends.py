@@ -78,8 +78,12 @@ def linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     current = state()
-    given = x, layer.weight, current.weights.operand(layer.weight), current.numerics.rollout_spec, "bf16"
-    return _product(layer, x, bias, partial(ops.fp8_linear_partial, *given), partial(ops.fp8_linear, *given))
+    operand, spec = current.weights.operand(layer.weight), current.numerics.rollout_spec
+
+    def product(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return partial(of, x, layer.weight, operand, spec, "bf16")
+
+    return _product(layer, x, bias, product(ops.fp8_linear_partial), product(ops.fp8_linear))
 
 
 def _product(
