@@ -31,7 +31,7 @@ KNOW_A_FAMILY = {
     "numerics/ops/__init__.py": "lists the names of all ops",
     "numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
     "numerics/kernels/products/heads.py": "the kernel of an op of latent attention",
-    "rollout/plugin/inventory.py": "SGLang's names of its buffers",
+    "rollout/plugin/state.py": "SGLang's names of its buffers",
     "trainer/megatron/patches.py": "the name of a module of Megatron's",
     "diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
 }

@@ -119,6 +119,8 @@ class Plan(Report):
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Memory):
+        return {"rank": value.rank, "held": _plain(value.held)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return values | ({"total": value.total} if isinstance(value, StepTime) else {})
