@@ -156,8 +156,10 @@ def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
         if machine.cc is None:
             yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
         if machine.nvcc is None:
-            expected = "nvcc, with which SGLang makes some of its kernels as it starts"
-            yield Remark(True, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
+            cuda = machine.torch_cuda
+            expected = f"nvcc of CUDA {cuda}, as torch is built for: SGLang makes some of its kernels as it starts"
+            remedy = f"Install CUDA {cuda} (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
+            yield Remark(True, "nvcc", machine.other_nvcc or "none", expected, remedy)
     elif machine.compiles is False:
         found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
         yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")

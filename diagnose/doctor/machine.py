@@ -18,6 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from fp8rl.numerics.backend.cuda_toolkit import fitting, installed
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.deadlines import kill_family
 
@@ -66,7 +67,8 @@ class Machine:
     torch_cuda: CUDA version that torch is built for, None for a CPU build.
     driver, driver_cuda: NVIDIA's driver and the newest CUDA version that it serves.
     cublaslt, cudnn, nccl: versions of the loaded libraries.
-    nvcc: path of CUDA's compiler, which SGLang's kernels are made with at run time.
+    nvcc: path of the CUDA compiler of torch_cuda, which SGLang's kernels are made with at run time.
+    other_nvcc: where there is none, those of other releases, as text.
     cc: path of the C compiler, which Triton's launchers are made with. cxx: the same for C++, which torch.compile uses
         on a CPU. compiles: whether it works.
     without_deepgemm: why products cannot run on DeepGEMM, which the spec asks for.
@@ -87,6 +89,7 @@ class Machine:
     cudnn: str | None = None
     nccl: str | None = None
     nvcc: str | None = None
+    other_nvcc: str | None = None
     cc: str | None = None
     cxx: str | None = None
     compiles: bool | None = None
@@ -124,7 +127,8 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         cublaslt=_cublaslt() if torch_sees else None,
         cudnn=_dotted(torch.backends.cudnn.version()) if torch_sees else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
-        nvcc=_nvcc(),
+        nvcc=None if (toolkit := fitting(torch.version.cuda)) is None else str(toolkit.nvcc),
+        other_nvcc=", ".join(f"{each.nvcc} of CUDA {each.release}" for each in installed()) or None,
         cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
         cxx=shutil.which(os.environ.get("CXX", "g++")),
         compiles=compiles,
@@ -202,11 +206,6 @@ def _dotted(number: int | None) -> str | None:
     if not number:
         return None
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-def _nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
 
 
 def _import_what_conditions_need() -> None:

@@ -235,6 +235,11 @@ def test_every_obstacle_is_named_with_a_remedy(machine: Machine, key: str, block
     assert found.remarks[0].found and found.remarks[0].expected and found.remarks[0].remedy.endswith(".")
 
 
+def test_a_toolkit_of_another_cuda_is_named() -> None:
+    (remark,) = judge(dataclasses.replace(H200, nvcc=None, other_nvcc="/opt/bin/nvcc of CUDA 12.4"), numerics()).remarks
+    assert "12.4" in remark.found and "CUDA 13.0" in remark.expected and "CUDA_HOME" in remark.remedy
+
+
 def test_native_mode_asks_for_no_row_invariance() -> None:
     assert judge(dataclasses.replace(CPU, row_variant=("bf16 product",)), numerics("native")).ok
 
