@@ -138,6 +138,10 @@ def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
 
 
 def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
+    if machine.torch_sees and machine.expandable_segments is not None:
+        expected = "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine frees it"
+        remedy = "Unset the variable, or take expandable_segments out of it."
+        yield Remark(True, "PYTORCH_ALLOC_CONF", machine.expandable_segments, expected, remedy)
     if not machine.gpus or machine.torch_sees:
         return
     found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fp8rl.numerics.backend.cuda_toolkit import fitting, installed
+from fp8rl.numerics.backend.implementation import expandable_segments
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.deadlines import kill_family
 
@@ -69,6 +70,7 @@ class Machine:
     cublaslt, cudnn, nccl: versions of the loaded libraries.
     nvcc: path of the CUDA compiler of torch_cuda, which SGLang's kernels are made with at run time.
     other_nvcc: where there is none, those of other releases, as text.
+    expandable_segments: the setting of torch's allocator that asks for them.
     cc: path of the C compiler, which Triton's launchers are made with. cxx: the same for C++, which torch.compile uses
         on a CPU. compiles: whether it works.
     without_deepgemm: why products cannot run on DeepGEMM, which the spec asks for.
@@ -90,6 +92,7 @@ class Machine:
     nccl: str | None = None
     nvcc: str | None = None
     other_nvcc: str | None = None
+    expandable_segments: str | None = None
     cc: str | None = None
     cxx: str | None = None
     compiles: bool | None = None
@@ -129,6 +132,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
         nvcc=None if (toolkit := fitting(torch.version.cuda)) is None else str(toolkit.nvcc),
         other_nvcc=", ".join(f"{each.nvcc} of CUDA {each.release}" for each in installed()) or None,
+        expandable_segments=expandable_segments(),
         cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
         cxx=shutil.which(os.environ.get("CXX", "g++")),
         compiles=compiles,

@@ -225,6 +225,11 @@ def test_a_gpu_that_torch_does_not_see_is_named(torch_cuda: str | None, driver_c
         (dataclasses.replace(CPU, compiles=False), "C++ compiler", False),
         (dataclasses.replace(H200, cc=None), "C compiler", True),
         (dataclasses.replace(H200, nvcc=None), "nvcc", True),
+        (
+            dataclasses.replace(H200, expandable_segments="PYTORCH_ALLOC_CONF=expandable_segments:True"),
+            "PYTORCH_ALLOC_CONF",
+            True,
+        ),
         (dataclasses.replace(CPU, row_variant=("bf16 product",)), "row invariance", True),
         (dataclasses.replace(CPU, row_variant=None, probe_error="Illegal instruction"), "row invariance", True),
     ],
