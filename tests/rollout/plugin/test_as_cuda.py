@@ -36,5 +36,7 @@ print(json.dumps({
 def test_every_hook_finds_its_target_on_cuda() -> None:
     found = found_elsewhere(HOOKS)
     assert found["cuda"] and found["problems"] == []
-    assert found["paths"] >= 35 and all(found["hooks"][f"exact fp8_block_pow2 {each}"] >= 30 for each in ("fp8", "bf16"))
+    assert found["paths"] >= 35 and all(
+        found["hooks"][f"exact fp8_block_pow2 {each}"] >= 30 for each in ("fp8", "bf16")
+    )
     assert found["routers"] == ["biased_grouped_topk_gpu", "fused_topk"], "the functions of a GPU, under their names"
