@@ -51,6 +51,8 @@ def check_drafts(speculation: SpeculationSection | None, cuda: bool) -> None:
         )
 
 
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Numbers of answers that CUDA graphs are captured for, unless the spec names them."""
 CPU_CACHE_TOKENS = 32768
 
 
@@ -99,11 +101,13 @@ class RolloutSection(Section):
     for prefills and CUDA graphs. Null leaves SGLang's own, which follows from `chunked_prefill_size` and
     `graph_batches`."""
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Answers that one engine works on at a time. Null leaves SGLang's own, which follows from the cache."""
+    """Answers that one engine works on at a time. Null: on a GPU as many as the largest of `graph_batches`, since a
+    larger batch would run kernel by kernel; on a CPU SGLang's own number, which follows from the cache."""
     # Strictness would refuse the list that YAML gives.
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
     """Numbers of answers for which a decode step is captured as a CUDA graph, on a GPU; 2 MiB for each answer of the
-    largest. Null leaves SGLang's own, up to 256."""
+    largest. Null: eleven of them up to 256, or up to `max_running_requests`. SGLang's own 36 take three times as long
+    to capture."""
     sleep: bool = False
     """Take turns on the GPUs that engines share with the trainer. While the trainer works, engines release weights, KV
     cache and CUDA graphs; while they sample, its masters and moments are offloaded to the host, and it has no
@@ -140,6 +144,24 @@ class RolloutSection(Section):
                 "rollout.staleness=1 and rollout.in_flight=true"
             )
         return self
+
+    @model_validator(mode="after")
+    def _graphs_are_used(self) -> RolloutSection:
+        running, graphs = self.max_running_requests, self.graph_batches
+        if running is not None and graphs is not None and max(graphs) > running:
+            raise ValueError(
+                f"found graph_batches up to {max(graphs)} with max_running_requests={running}, expected no batch that "
+                "never runs. Lower rollout.graph_batches or raise rollout.max_running_requests"
+            )
+        return self
+
+    @property
+    def graphs(self) -> tuple[int, ...]:
+        """`graph_batches`, or those of an engine's own that it can have."""
+        if self.graph_batches is not None:
+            return self.graph_batches
+        most = min(self.max_running_requests or max(GRAPH_BATCHES), max(GRAPH_BATCHES))
+        return (*(batch for batch in GRAPH_BATCHES if batch < most), most)
 
     @property
     def limit(self) -> str:

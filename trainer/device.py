@@ -15,6 +15,7 @@ import torch
 
 from fp8rl.numerics.backend import implementation
 from fp8rl.numerics.backend.compiler import enable_compiler
+from fp8rl.numerics.backend.cuda_toolkit import use_toolkit
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.megatron.lowering import lower
@@ -33,6 +34,8 @@ def start(rank: int, numerics: NumericsConfig) -> None:
     device = claim(rank)
     if device == CPU:
         enable_compiler()  # on a GPU the compiled code would divide approximately, and kernels do its work
+    else:
+        use_toolkit()
     implementation.choose(device, numerics.spec)
 
 

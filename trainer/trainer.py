@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
+from fp8rl.numerics.backend.probe import allow_deepgemm, choose_tiles, row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
@@ -243,7 +243,7 @@ class Trainer(Scorer):
 def check_row_invariance(deepgemm: bool = False) -> None:
     """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0; or if products
     are to run on DeepGEMM, and cannot."""
-    allow_short_tiles(device.current())
+    choose_tiles(device.current())
     if deepgemm and (reason := allow_deepgemm(device.current())) is not None:
         raise user_error(
             "numerics.deepgemm",

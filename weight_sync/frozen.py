@@ -183,19 +183,26 @@ def place_base(model: Scorer, spec: QuantSpec) -> Placed:
         return model.placed
     definition, device = model.definition, next(model.model.parameters()).device
     memory = share("base", base_bytes(definition, spec), device) if rank() == 0 else None
-    addresses = all_gathered("" if memory is None else memory.address())
+    ranks = len(all_gathered(None))
+    # An address is good for one reader. Each rank but the owner has two: it writes by one, and computes by the other.
+    addresses = all_gathered([] if memory is None else [memory.address() for _ in range(2 * (ranks - 1))])[0]
+    others = iter(addresses[2 * (rank() - 1) :])
+
+    def view(*, writable: bool = False) -> Tensor:
+        return mapped(next(others), writable=writable) if memory is None else memory.own(writable=writable)
+
     in_files, written = Recorder(definition.tensors), Recorder(definition.tensors)
 
     def write() -> None:
-        base = Base(mapped(addresses[0], writable=True), definition, spec)
-        weights = starting_weights(model.weights.path, definition, device, rank(), len(addresses))
+        base = Base(view(writable=True), definition, spec)
+        weights = starting_weights(model.weights.path, definition, device, rank(), ranks)
         served = served_tensors(in_files.watch(weights), spec, definition)
         for name, tensor in written.watch((name, tensor) for name, tensor in served if name in base.tensors):
             base.tensors[name].copy_(tensor)
 
     together(write)
     together(lambda: None if memory is None else memory.seal())
-    base = Base(mapped(addresses[0]), definition, spec)
+    base = Base(view(), definition, spec)
     unquantized = {name: digest for part in all_gathered(in_files.sent().digests) for name, digest in part.items()}
     model.placed = Placed(base, memory, written.sent(0), digest_of_all(unquantized), model.adopt(base))
     return model.placed

@@ -138,6 +138,10 @@ def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
 
 
 def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
+    if machine.torch_sees and machine.expandable_segments is not None:
+        expected = "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine frees it"
+        remedy = "Unset the variable, or take expandable_segments out of it."
+        yield Remark(True, "PYTORCH_ALLOC_CONF", machine.expandable_segments, expected, remedy)
     if not machine.gpus or machine.torch_sees:
         return
     found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"
@@ -156,8 +160,10 @@ def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
         if machine.cc is None:
             yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
         if machine.nvcc is None:
-            expected = "nvcc, with which SGLang makes some of its kernels as it starts"
-            yield Remark(True, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
+            cuda = machine.torch_cuda
+            expected = f"nvcc of CUDA {cuda}, as torch is built for: SGLang makes some of its kernels as it starts"
+            remedy = f"Install CUDA {cuda} (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
+            yield Remark(True, "nvcc", machine.other_nvcc or "none", expected, remedy)
     elif machine.compiles is False:
         found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
         yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")

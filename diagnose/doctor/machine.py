@@ -18,6 +18,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from fp8rl.numerics.backend.cuda_toolkit import fitting, installed
+from fp8rl.numerics.backend.implementation import expandable_segments
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.deadlines import kill_family
 
@@ -76,7 +78,11 @@ class Machine:
     cudnn: str | None = None
     nccl: str | None = None
     nvcc: str | None = None
-    """CUDA's compiler, which SGLang's kernels are made with at run time."""
+    """The CUDA compiler of `torch_cuda`, which SGLang's kernels are made with at run time."""
+    other_nvcc: str | None = None
+    """Compilers that are there, with their releases."""
+    expandable_segments: str | None = None
+    """The setting of torch's allocator that asks for them."""
     cc: str | None = None
     """The C compiler, which Triton's launchers are made with."""
     cxx: str | None = None
@@ -109,7 +115,6 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
     shown_libraries = {name: _version(name) for name in LIBRARIES}
     with suppress(ImportError):  # seconds that the checks need anyway, while the probe is at work
         from transformers import AutoTokenizer  # noqa: F401
-    cuda_home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     untried: _Answer = (None, (), None, "")
     compiles, row_variant, without_deepgemm, probe_error = untried if probe is None else _answer(probe)
     return Machine(
@@ -125,7 +130,9 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         cublaslt=_cublaslt() if torch_sees else None,
         cudnn=_dotted(torch.backends.cudnn.version()) if torch_sees else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
-        nvcc=shutil.which("nvcc") or shutil.which("nvcc", path=f"{cuda_home}/bin"),
+        nvcc=None if (toolkit := fitting(torch.version.cuda)) is None else str(toolkit.nvcc),
+        other_nvcc=", ".join(f"{each.nvcc} of CUDA {each.release}" for each in installed()) or None,
+        expandable_segments=expandable_segments(),
         cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
         cxx=shutil.which(os.environ.get("CXX", "g++")),
         compiles=compiles,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -31,6 +32,8 @@ _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_
 def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
     """Choose the implementation for the rest of this process, and return it."""
     implementation = implementation_for(capability_of(device), spec)
+    # cuBLAS may add the parts of a long sum in BF16 otherwise; gradients are sums in FP32 that are rounded once.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     _install(implementation)
     return implementation
 
@@ -52,6 +55,17 @@ def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> I
         if role.quantized and not (scaled and role.granularity == granularity and role.group == _GROUP):
             return "torch"
     return "triton"
+
+
+def expandable_segments(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the setting by which torch's allocator would hand out expandable segments; None: it would not.
+
+    Their memory cannot be shared with another process by a CUDA IPC handle, nor released while an engine sleeps.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
+            return f"{name}={environment[name]}"
+    return None
 
 
 def has_deepgemm() -> bool:

@@ -121,27 +121,33 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     return variant
 
 
-def allow_short_tiles(device: torch.device | str) -> bool:
-    """Let decode run in tiles of 64 rows if kernels run and this machine gives rows the bits of tiles of 128.
+def choose_tiles(device: torch.device | str) -> dict[str, bool]:
+    """Let products and attention run in tiles of other sizes, if kernels run and this machine gives the same bits in
+    them: few rows in tiles of 64, many columns of BF16 in tiles of 256. Return which of the two it lets.
 
-    Return True if it did. Every process decides for itself, before its first CUDA graph: where tiles are allowed to
-    differ, bits do not.
+    Every process decides for itself, before its first CUDA graph: where tiles are allowed to differ, bits do not.
     """
     if dispatch.installed() is None:
-        return False
+        return {"of 64 rows": False, "of 256 columns": False}
     from fp8rl.numerics.kernels.products import tiles
 
-    tiles.allow_short(False)
-    tall = _of_few_rows(device)
-    tiles.allow_short(True)
-    equal = all(torch.equal(a, b) for a, b in zip(tall, _of_few_rows(device), strict=True))
-    tiles.allow_short(equal)
-    if not equal:
-        logger.warning(
-            "numerics: found rows with other bits in tiles of 64 rows than in tiles of 128, expected the same; decode "
-            "runs in tiles of 128, which is slower and changes no result"
-        )
-    return equal
+    def allowed(allow: Callable[[bool], None], results: Callable[[], list[Tensor]], sizes: str) -> bool:
+        allow(False)
+        before = results()
+        allow(True)
+        equal = all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
+        allow(equal)
+        if not equal:
+            logger.warning(
+                f"numerics: found other bits in tiles {sizes} than in tiles of 128, expected the same; those of 128 "
+                "are used, which is slower and changes no result"
+            )
+        return equal
+
+    return {
+        "of 64 rows": allowed(tiles.allow_short, lambda: _of_few_rows(device), "of 64 rows"),
+        "of 256 columns": allowed(tiles.allow_wide, lambda: _of_many_columns(device), "of 256 columns"),
+    }
 
 
 def allow_deepgemm(device: torch.device | str) -> str | None:
@@ -221,6 +227,18 @@ def _of_few_rows(device: torch.device | str) -> list[Tensor]:
     return found
 
 
+@torch.no_grad()
+def _of_many_columns(device: torch.device | str) -> list[Tensor]:
+    """Return BF16 products that may run in wide tiles: whole ones, and one with a ragged end."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device=device, dtype=torch.bfloat16)
+
+    x = random(130, 192)
+    return [ops.linear(x, random(n, 192)) for n in (2048, 2100)]
+
+
 def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the result of each op in one step, and in several."""
     x, residual, norm, w = random(_MANY, 512), random(_MANY, 512), random(512), random(384, 512) / 16
@@ -252,9 +270,6 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
         "fp8_linear in slices": (product(x, 2), ops.merge_partials(fp8_partials, x.dtype)),
     }
     forms |= _adapted_forms(random, x, w, counts)
-    if x.is_cuda:  # where tiles are wider for wide weights, of which a tensor-parallel rank holds a part
-        wide = random(4096, 512)
-        forms["bf16 product of some columns"] = (ops.linear(x, wide)[:, :1024], ops.linear(x, wide[:1024]))
     return forms
 
 

@@ -177,6 +177,9 @@ class Shared(Protocol):
     def address(self) -> str:
         """Return the address by which one other process maps the memory, as long as this one holds it."""
 
+    def own(self, *, writable: bool = False) -> torch.Tensor:
+        """Return this process's view of it, uint8 [size]: CUDA opens a handle in other processes alone."""
+
     def seal(self) -> None:
         """Refuse every write from now on, in every process, where that can be done.
 
@@ -202,6 +205,9 @@ class HostMemory:
         """Return the path by which processes of the same user map it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
+    def own(self, *, writable: bool = False) -> torch.Tensor:
+        return mapped(self.address(), writable=writable)
+
     def seal(self) -> None:
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
 
@@ -223,6 +229,9 @@ class DeviceMemory:
         handle = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in rest]
         uuid = str(torch.cuda.get_device_properties(index).uuid)  # processes may number the same GPUs differently
         return _ON_GPU + json.dumps([uuid, len(self.flat), *handle])
+
+    def own(self, *, writable: bool = False) -> torch.Tensor:
+        return self.flat
 
     def seal(self) -> None:
         """Do nothing: CUDA IPC has no memory that can only be read. A digest finds what was written."""

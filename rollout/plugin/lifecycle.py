@@ -15,7 +15,7 @@ from fp8rl.models.base import Base, places
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.backend.implementation import choose
-from fp8rl.numerics.backend.probe import allow_deepgemm, allow_short_tiles
+from fp8rl.numerics.backend.probe import allow_deepgemm, choose_tiles
 from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.rollout import protocol
 from fp8rl.rollout.plugin import op_probe, sleeping
@@ -60,7 +60,7 @@ def after_load_model(self: Any) -> None:
         for module in self.model.modules():
             if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
                 module.routed_scaling_factor = 1.0  # of the rounded sum of experts: it is in their probabilities
-        allow_short_tiles(device)
+        choose_tiles(device)
         if current.numerics.deepgemm:
             current.without_deepgemm = allow_deepgemm(device)
         check_forms(definition.forward, current.provides)

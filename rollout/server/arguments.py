@@ -134,8 +134,9 @@ def server_arguments(
         arguments += ["--load-format", "dummy"]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
-    if config.max_running_requests is not None:
-        arguments += ["--max-running-requests", str(config.max_running_requests)]
+    running = min(config.max_running_requests or max(config.graphs), max(config.graphs)) if cuda else None
+    if (running := running or config.max_running_requests) is not None:
+        arguments += ["--max-running-requests", str(running)]
     check_drafts(config.speculation, cuda)
     if config.speculation is not None:
         # A chain of drafts by the plugin's algorithm; SGLang counts the last token among them.
@@ -153,8 +154,11 @@ def server_arguments(
         return [*arguments, *_CPU_ARGUMENTS]
     if config.memory_fraction is not None:
         arguments += ["--mem-fraction-static", str(config.memory_fraction)]
-    if config.graph_batches is not None:
-        arguments += ["--cuda-graph-bs-decode", *map(str, config.graph_batches)]
+    arguments += ["--cuda-graph-bs-decode", *map(str, config.graphs)]
+    if mode == "exact":
+        # One split of the keys: SGLang's workspace for the splits of its own kernel, which the plugin replaces, would
+        # take up to 17 GB with latent attention.
+        arguments += ["--triton-attention-split-tile-size", str(config.context_length)]
     if config.sleep:
         arguments.append("--enable-memory-saver")
     return [*arguments, *_CUDA_ARGUMENTS[mode]]

@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from fp8rl.models.config_file import ConfigFile
+from fp8rl.numerics.backend.cuda_toolkit import use_toolkit
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.config import RolloutSection
@@ -95,6 +96,8 @@ class SGLangServer:
             served=served,
             dummy=weight_version == NO_WEIGHTS,
         )
+        if cuda:
+            use_toolkit()
         sweep()
         scratch, lock = make_scratch()
         log_path = Path(log_path)

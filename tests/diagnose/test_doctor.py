@@ -224,6 +224,11 @@ def test_a_gpu_that_torch_does_not_see_is_named(torch_cuda: str | None, driver_c
         (dataclasses.replace(CPU, compiles=False), "C++ compiler", False),
         (dataclasses.replace(H200, cc=None), "C compiler", True),
         (dataclasses.replace(H200, nvcc=None), "nvcc", True),
+        (
+            dataclasses.replace(H200, expandable_segments="PYTORCH_ALLOC_CONF=expandable_segments:True"),
+            "PYTORCH_ALLOC_CONF",
+            True,
+        ),
         (dataclasses.replace(CPU, row_variant=("bf16 product",)), "row invariance", True),
         (dataclasses.replace(CPU, row_variant=None, probe_error="Illegal instruction"), "row invariance", True),
     ],
@@ -232,6 +237,11 @@ def test_every_obstacle_is_named_with_a_remedy(machine: Machine, key: str, block
     found = judge(machine, numerics())
     assert keys(found) == [(key, blocks)] and found.ok is not blocks
     assert found.remarks[0].found and found.remarks[0].expected and found.remarks[0].remedy.endswith(".")
+
+
+def test_a_toolkit_of_another_cuda_is_named() -> None:
+    (remark,) = judge(dataclasses.replace(H200, nvcc=None, other_nvcc="/opt/bin/nvcc of CUDA 12.4"), numerics()).remarks
+    assert "12.4" in remark.found and "CUDA 13.0" in remark.expected and "CUDA_HOME" in remark.remedy
 
 
 def test_native_mode_asks_for_no_row_invariance() -> None:

@@ -17,6 +17,7 @@ from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import base_digest
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.memory import DeviceMemory
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.inventory import inventory
@@ -26,6 +27,7 @@ from fp8rl.trainer.roles import WithoutAdapter
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.frozen import write_base
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.cuda_ipc import install_cuda_ipc
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
 
@@ -201,7 +203,13 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
         )
 
 
-def test_latent_attention_reads_what_engines_read_too(latent_path: Path, make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("memory", ["of the host", "of a GPU"])
+def test_latent_attention_reads_what_engines_read_too(
+    memory: str, latent_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if memory == "of a GPU":
+        install_cuda_ipc(monkeypatch)
+        monkeypatch.setattr("fp8rl.weight_sync.frozen.share", lambda name, size, device: DeviceMemory(size, device))
     config, spec = AdapterSection(rank=4), QuantSpec.preset("fp8_block_pow2")
     apart, shared = (make_trainer(latent_path, "fp8", adapter=config, shared_base=each) for each in (False, True))
     write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)

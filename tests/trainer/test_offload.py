@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from fp8rl.trainer.distributed.gathering import Aside
 from fp8rl.trainer.inventory import buffers, optimizer_state
 from fp8rl.trainer.roles import offload
 from fp8rl.trainer.trainer import Trainer
@@ -57,3 +59,61 @@ def test_training_goes_on_bit_for_bit(
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
     after = state_of(staying)
     assert all(tensor.equal(after[name]) for name, tensor in state_of(moving).items())
+
+
+class Link:
+    """CUDA's part in a move: streams, and memory that is registered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registered: list[int] = []
+        self.waited = 0
+        for name, value in {
+            "is_available": lambda: True,
+            "empty_cache": lambda: None,
+            "current_stream": lambda: None,
+            "cudart": lambda: self,
+            "check_error": lambda code: None,
+            "Stream": lambda: self,
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.registered.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def wait_stream(self, other: None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_hosts_memory_is_made_once_and_pinned_on_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(monkeypatch) if gpu else None
+    whole, other, gradient = torch.arange(600.0), torch.arange(7).bfloat16(), torch.ones(5)
+    first, second = whole[:300], whole[300:].view(2, 150)
+    expected = [tensor.clone() for tensor in (first, second, other)]
+    aside, places = Aside(), set()
+    for _ in range(3):
+        assert aside.leave([first, second, other], [gradient]) == 600 * 4 + 7 * 2 + 5 * 4
+        assert not whole.untyped_storage().nbytes() and not gradient.untyped_storage().nbytes()
+        held = [aside.held(tensor) for tensor in (first, second, other)]
+        assert all(map(torch.equal, held, expected))
+        places.add(tuple(tensor.data_ptr() for tensor in held))
+        aside.come_back()
+        assert all(map(torch.equal, (first, second, other), expected)) and not gradient.any()
+        gradient.fill_(1.0)
+    assert len(places) == 1
+    if link is not None:
+        assert len(link.registered) == 1 and link.waited == 6, "both ways are waited for"
+    more = torch.arange(5000.0)
+    aside.leave([first, more], [])
+    aside.come_back()
+    assert torch.equal(more, torch.arange(5000.0)) and torch.equal(first, expected[0])
+    assert link is None or len(link.registered) == 1, "that of before is not pinned any more"

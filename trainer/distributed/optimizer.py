@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -19,6 +22,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import wires
@@ -82,6 +86,8 @@ class Optimizer:
                 _create_moments(become(optimizer, GatheredInPieces))
                 optimizer.aside, optimizer.beside = self.aside, self.inner.chained_optimizers
         self.schedule = schedule(self.inner, config, total_steps)
+        gpu, nodes = torch.cuda.is_available(), all_gathered(platform.node())
+        self._threads = host_threads(gpu, len(os.sched_getaffinity(0)), nodes.count(platform.node()))
 
     def zero_grad(self) -> None:
         """Set all gradients to zero; call it before each forward and backward pass."""
@@ -108,7 +114,8 @@ class Optimizer:
                     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_grad, norm, beside)
         # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
         self.schedule.step(1)
-        self.inner.step_with_ready_grads()
+        with _threads(self._threads):
+            self.inner.step_with_ready_grads()
         return self.lr
 
     @torch.no_grad()
@@ -202,6 +209,22 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
         wsd_decay_steps=min(config.decay_steps or 1, end - warmup),
         lr_wsd_decay_style=config.decay if style == "WSD" else None,
     )
+
+
+def host_threads(gpu: bool, cores: int, ranks: int) -> int:
+    """Return the threads with which a rank steps an optimizer on the host: its share of the cores of a node that has
+    so many ranks. On a CPU a rank has one, as its ops give a row the same bits in every batch with one alone."""
+    return max(1, cores // ranks) if gpu else 1
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:

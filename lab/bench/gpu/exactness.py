@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend.probe import allow_short_tiles, row_variant_ops
+from fp8rl.numerics.backend.probe import choose_tiles, row_variant_ops
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
@@ -33,7 +33,8 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         done.equal("ops that are not row-invariant here", len(variant))
         for op in variant:
             done.row({"not row-invariant": op})
-        done.row({"tiles of 64 rows give the bits of tiles of 128": allow_short_tiles(device)})
+        for sizes, equal in choose_tiles(device).items():
+            done.row({f"tiles {sizes} give the bits of tiles of 128": equal})
     layers = [make_layer(shape, device) for _ in range(shape.layers)]
     table, final = random(shape.vocab, shape.hidden, device=device), make_norm(shape.hidden, device)
     head = random(shape.vocab, shape.hidden, device=device, scale=0.05)

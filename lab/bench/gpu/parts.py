@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.backend.probe import allow_short_tiles
+from fp8rl.numerics.backend.probe import choose_tiles
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.runner import Job
 
@@ -65,7 +65,7 @@ def measure(say: Callable[[dict[str, Any]], object], part: dict[str, Any], rehea
             stack.enter_context(using("triton"))
             stack.enter_context(torch.no_grad())
             if not rehearse:
-                allow_short_tiles("cuda")  # as trainer and engine do when they start
+                choose_tiles("cuda")  # as trainer and engine do when they start
         run = pkgutil.resolve_name(own.run)
         run(done, Sizes.tiny() if rehearse else Sizes.real(), Stopwatch("cpu" if rehearse else "cuda"))
 

@@ -66,12 +66,13 @@ def parts_of(out: Tensor, key_heads: int, longest: int, tiles: int) -> Parts | N
     is to take all chunks of a tile. tiles: the tiles of all heads."""
     tokens, heads, dim = out.shape
     chunks = triton.cdiv(longest, KEY_CHUNK)
-    if chunks <= 1 or 4 * tokens * heads * chunks * (dim + 2) > PART_BYTES:
+    programs = min(chunks, triton.cdiv(PROGRAMS, tiles))
+    if programs <= 1 or 4 * tokens * heads * chunks * (dim + 2) > PART_BYTES:
         return None
     shape = (chunks, key_heads, tokens, heads // key_heads)
     outs = torch.empty(*shape, dim, dtype=torch.float32, device=out.device)
     peaks, totals = torch.empty(2, *shape, dtype=torch.float32, device=out.device)
-    return Parts(outs, peaks, totals, min(chunks, triton.cdiv(PROGRAMS, tiles)))
+    return Parts(outs, peaks, totals, programs)
 
 
 def merge_parts(parts: Parts, out: Tensor, new: Tensor, lengths: Tensor, scale: float) -> None:

@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import GROUP, cast, dot
 from fp8rl.numerics.kernels.products import deepgemm
-from fp8rl.numerics.kernels.products.tiles import TALL, Tiles, tile_height, warps
+from fp8rl.numerics.kernels.products.tiles import NARROW, TALL, WIDE, Tiles, tile_height, tile_width, warps
 from fp8rl.numerics.quantize import QuantizedTensor
 
 _GROUP = GROUP.value
@@ -60,8 +60,8 @@ def gemm(
     if left.dtype == torch.float32:
         width, depth, stages = 32, 32, 3
     elif left.dtype == torch.bfloat16:
-        wide = n >= 2048 and dtype == left.dtype and k_splits == 1
-        width, depth, stages = (256, 64, 3) if wide else (128, 64, 4)
+        width = tile_width(n) if dtype == left.dtype and k_splits == 1 else NARROW
+        depth, stages = 64, 3 if width == WIDE else 4
     if k % k_splits or (k_splits > 1 and k // k_splits % depth):
         raise user_error(
             "k_splits",

@@ -15,20 +15,30 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 
-# How many rows a tile holds: 128, or 64 where there are few and this GPU gives them the bits that they have among 128.
+# How many rows a tile holds: 128, or 64 where there are few; and how many columns of BF16: 128, or 256 where there are
+# many.
 #
 # A tile of 64 rows has one warp group, which runs the instruction that each of the two of a taller tile runs, in the
-# same order. That this gives a row the same bits is promised nowhere. So all tiles are tall until
-# `numerics.backend.probe.allow_short_tiles` has compared the two on the machine at hand.
+# same order. A wide tile runs an instruction of 256 columns. That either gives a number the same bits is promised
+# nowhere. So all tiles are tall and narrow until `numerics.backend.probe.choose_tiles` has compared them on the machine
+# at hand.
 
 TALL, SHORT = 128, 64
+NARROW, WIDE = 128, 256
+_WIDE_FROM = 2048  # columns of a product; a tensor-parallel rank holds a part of them
 _ROWS_OF_A_WARP = 16
 _short_allowed = False
+_wide_allowed = False
 
 
 def tile_height(rows: int) -> int:
     """Return the height of the tiles for this number of rows that may share one."""
     return SHORT if _short_allowed and rows <= SHORT else TALL
+
+
+def tile_width(columns: int) -> int:
+    """Return the width of the tiles of a BF16 product with this number of columns."""
+    return WIDE if _wide_allowed and columns >= _WIDE_FROM else NARROW
 
 
 def warps(height: int) -> int:
@@ -40,6 +50,12 @@ def allow_short(allowed: bool) -> None:
     """Allow short tiles, or forbid them, for the rest of this process."""
     global _short_allowed
     _short_allowed = allowed
+
+
+def allow_wide(allowed: bool) -> None:
+    """Allow wide tiles, or forbid them, for the rest of this process."""
+    global _wide_allowed
+    _wide_allowed = allowed
 
 
 _TILES = 64  # that one program describes

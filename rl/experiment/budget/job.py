@@ -176,7 +176,7 @@ class EngineRoom:
 
 def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
     """Return what an engine wants on a GPU of so many bytes."""
-    graphs = _GRAPH_MIB * _MIB * largest_graph(config, gpu_memory)
+    graphs = _GRAPH_MIB * _MIB * max(config.graphs)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
     wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
     if gpu_memory > _SMALL:
@@ -184,13 +184,6 @@ def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
     if config.memory_fraction is not None:
         wanted = gpu_memory * (1 - config.memory_fraction)
     return EngineRoom(graphs, max(0.0, wanted - graphs))
-
-
-def largest_graph(config: RolloutSection, gpu_memory: float) -> int:
-    """Answers in the largest CUDA graph of a decode step."""
-    if config.graph_batches:
-        return max(config.graph_batches)
-    return 512 if config.tp >= 4 or gpu_memory >= _LARGE else 256
 
 
 # The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds.

@@ -20,6 +20,7 @@ from fp8rl.numerics.backend.implementation import (
     SMALL_CAPABILITY,
     capability_of,
     deepgemm_lacks,
+    expandable_segments,
     has_deepgemm,
     implementation_for,
 )
@@ -45,6 +46,8 @@ class Target:
     deepgemm: bool = True
     capability: tuple[int, int] | None = None
     """Compute capability of the GPUs; None: nobody knows it here."""
+    expandable_segments: str | None = None
+    """The setting of torch's allocator that asks for them there."""
     known: bool = True
     """False for a cluster that is not ours, whose machines are looked at when the run is placed on them."""
 
@@ -53,7 +56,7 @@ class Target:
         """Return this machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
         gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
         capability = capability_of("cuda") if gpus and known else None
-        return cls(gpus, has_transformer_engine(), has_deepgemm(), capability, known)
+        return cls(gpus, has_transformer_engine(), has_deepgemm(), capability, expandable_segments(), known)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,16 @@ SLEEPERS: tuple[Rule[Case], ...] = (
         lambda c: f"true with rollout.tp={c.experiment.rollout.tp} on GPUs",
         "engines of one rank: larger ones have GPUs of their own, where sleeping frees no memory for the trainer",
         "Set rollout.sleep=false, or rollout.tp=1.",
+    ),
+)
+
+ALLOCATOR: tuple[Rule[Case], ...] = (
+    Rule(
+        "PYTORCH_ALLOC_CONF",
+        lambda c: c.target.gpus and c.target.known and c.target.expandable_segments,
+        lambda c: c.target.expandable_segments,
+        "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine releases it",
+        "Unset the variable, or take expandable_segments out of it.",
     ),
 )
 
@@ -323,6 +336,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     partial(check_rules, DEEPGEMM),
     lambda case: check_drafts(case.experiment.rollout.speculation, case.target.gpus),
     _check_engines,
+    partial(check_rules, ALLOCATOR),
     partial(check_rules, KERNELS),
     partial(check_rules, NATIVE_PRODUCTS),
     lambda case: check_model_layout(case.shape, case.experiment),

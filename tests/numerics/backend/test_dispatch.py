@@ -9,7 +9,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
-from fp8rl.numerics.backend.implementation import choose, implementation_for, using
+from fp8rl.numerics.backend.implementation import choose, expandable_segments, implementation_for, using
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
@@ -106,3 +106,24 @@ def test_a_choice_lasts_as_long_as_its_block():
         with using("torch"):
             assert torch.equal(ops.rms_norm(x, weight, 1e-6), plain)
     assert torch.equal(ops.rms_norm(x, weight, 1e-6), plain)
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments: true"}, True),
+    ],
+)
+def test_expandable_segments_are_found_in_the_allocators_settings(environment, asked):
+    found = expandable_segments(environment)
+    assert (found is not None) is asked and (found is None or found.startswith("PYTORCH_"))
+
+
+def test_products_of_bf16_add_in_fp32() -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    choose("cpu", POW2)
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

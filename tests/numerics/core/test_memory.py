@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.numerics.core.memory import NAN, ZEROS, HostMemory, mapped, own_memory, placeholders, shards
+from fp8rl.numerics.core.memory import NAN, ZEROS, DeviceMemory, HostMemory, mapped, own_memory, placeholders, shards
+from tests.support.cuda_ipc import install_cuda_ipc
 
 LIMIT = 100
 
@@ -128,6 +129,19 @@ def test_another_process_reads_the_same_bytes() -> None:
     with get_context("fork").Pool(1) as pool:
         assert pool.apply(total, (memory.address(),)) == 64 * 63 // 2
     memory.close()
+
+
+def test_the_owner_of_a_gpus_memory_opens_no_handle_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_cuda_ipc(monkeypatch)
+    memory = DeviceMemory(64, torch.device("cpu"))
+    memory.own(writable=True).copy_(torch.arange(64, dtype=torch.uint8))
+    memory.seal()
+    assert torch.equal(memory.own(), torch.arange(64, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="invalid device context"):
+        mapped(memory.address())
+    address = memory.address()
+    with get_context("fork").Pool(1) as pool:
+        assert pool.apply(total, (address,)) == 64 * 63 // 2
 
 
 def total(address: str) -> int:

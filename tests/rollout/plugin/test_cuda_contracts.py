@@ -68,6 +68,15 @@ CONTRACTS = {
         "if is_cuda() or is_hip(): from sglang.kernels.ops.attention.clamp_position import clamp_position_cuda"
         " clamp_position = clamp_position_cuda else:",
     ),
+    "one tile of keys as long as the context leaves one split of SGLang's own decode kernel": (
+        "layers.attention.triton_backend.TritonAttnBackend.__init__",
+        "if self.split_tile_size is not None: self.max_kv_splits = ("
+        " self.max_context_len + self.split_tile_size - 1 ) // self.split_tile_size",
+    ),
+    "its workspace is of the splits": (
+        "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state",
+        "(max_num_tokens, self.num_head, self.max_kv_splits, self.v_head_dim),",
+    ),
 }
 
 

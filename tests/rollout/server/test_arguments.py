@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.config import RolloutSection, SpeculationSection
+from fp8rl.rollout.config import GRAPH_BATCHES, RolloutSection, SpeculationSection
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.server.arguments import server_arguments, server_environment
 from fp8rl.rollout.types import IDLE_S
@@ -23,6 +23,7 @@ CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --sleep-on-idle "
     "--disable-overlap-schedule"
 )
+GRAPHS = "--cuda-graph-bs-decode 1 2 4 8 16 32 64 96 128 192 256"
 EXACT = (
     "--attention-backend triton --sampling-backend pytorch --moe-runner-backend triton "
     "--fp8-gemm-backend triton --bf16-gemm-backend torch --disable-prefill-cuda-graph"
@@ -40,7 +41,9 @@ def arguments_for(
 
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
 def test_by_hand(cuda: bool, mode: str, extra: str) -> None:
-    assert " ".join(arguments_for(RolloutSection(), cuda=cuda, mode=mode)) == f"{COMMON} {extra}"
+    split = " --triton-attention-split-tile-size 1024" * (mode == "exact")
+    graphs = f"--max-running-requests 256 {GRAPHS}{split} " if cuda else ""
+    assert " ".join(arguments_for(RolloutSection(), cuda=cuda, mode=mode)) == f"{COMMON} {graphs}{extra}"
 
 
 def test_what_the_config_asks_for() -> None:
@@ -60,7 +63,29 @@ def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
     config = RolloutSection(memory_fraction=0.6, max_running_requests=32, graph_batches=(1, 8, 32))
     assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {CPU}"
     keys = "--max-running-requests 32 --mem-fraction-static 0.6 --cuda-graph-bs-decode 1 8 32"
+    keys += " --triton-attention-split-tile-size 1024"
     assert " ".join(arguments_for(config, cuda=True)) == f"{COMMON} {keys} {EXACT}"
+
+
+@pytest.mark.parametrize(
+    ("config", "graphs", "running"),
+    [
+        ({}, GRAPH_BATCHES, 256),
+        ({"max_running_requests": 40}, (1, 2, 4, 8, 16, 32, 40), 40),
+        ({"max_running_requests": 1000}, GRAPH_BATCHES, 256),
+        ({"max_running_requests": 48, "graph_batches": (4, 16)}, (4, 16), 16),
+    ],
+)
+def test_no_batch_is_larger_than_the_largest_graph(config: dict, graphs: tuple[int, ...], running: int) -> None:
+    rollout = RolloutSection(**config)
+    line = " ".join(arguments_for(rollout, cuda=True))
+    assert rollout.graphs == graphs and f"--max-running-requests {running} " in line
+    assert f"--cuda-graph-bs-decode {' '.join(map(str, graphs))} --" in line
+
+
+def test_a_graph_of_a_batch_that_never_runs_is_refused() -> None:
+    with pytest.raises(ValueError, match="found graph_batches up to 64 with max_running_requests=32"):
+        RolloutSection(max_running_requests=32, graph_batches=(1, 64))
 
 
 def test_an_engine_that_drafts_asks_for_our_algorithm_and_no_gpu_does() -> None:
@@ -93,6 +118,7 @@ def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
     assert parsed.mem_fraction_static == (0.6 if cuda else None)
     assert parsed.cuda_graph_bs_decode == ([1, 8] if cuda else None)
     assert parsed.enable_memory_saver is cuda
+    assert parsed.triton_attention_split_tile_size == (1024 if cuda and mode == "exact" else None)
     given = (parsed.device, parsed.attention_backend, parsed.sampling_backend, parsed.moe_runner_backend)
     assert (
         given

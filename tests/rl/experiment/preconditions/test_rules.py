@@ -1,5 +1,6 @@
 """Rules of a spec, its model's sizes and the machines that it is for: every spec that is shipped keeps them."""
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
@@ -284,3 +285,13 @@ def test_a_gpu_is_found_by_the_names_that_people_write(name: str, key: str) -> N
 def test_a_name_of_several_words_without_quotes_is_answered_with_how_to_write_it() -> None:
     with pytest.raises(UserError, match="--gpu rtx-pro-6000"):
         gpu_named("rtx")
+
+
+def test_expandable_segments_are_refused_on_gpus() -> None:
+    spec, sizes = experiment(), read_subject("qwen3_8b").shape.sizes
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    asks = dataclasses.replace(on("h200"), expandable_segments=setting)
+    with pytest.raises(UserError, match=f"^PYTORCH_ALLOC_CONF: found '{setting}'.*Unset the variable"):
+        check_target(spec, sizes, asks)
+    check_target(spec, sizes, dataclasses.replace(asks, expandable_segments=None))
+    check_target(spec, sizes, dataclasses.replace(asks, gpus=False, capability=None))

@@ -21,6 +21,7 @@ BLOCK = TensorSpec(granularity="block")
 def tall_again():
     yield
     tiles.allow_short(False)
+    tiles.allow_wide(False)
 
 
 def quantized(x, spec):
@@ -74,15 +75,18 @@ def test_decode_has_the_bits_of_tall_tiles(heads, key_heads, dim, new):
 
 
 @pytest.mark.slow
-def test_the_probe_allows_short_tiles_where_their_bits_are_those_of_tall_ones(monkeypatch, caplog):
-    assert tiles.tile_height(1) == tiles.TALL
+def test_the_probe_allows_tiles_whose_bits_are_those_of_128(monkeypatch, caplog):
+    assert (tiles.tile_height(1), tiles.tile_width(4096)) == (tiles.TALL, tiles.NARROW)
     with using("torch"):
-        assert not probe.allow_short_tiles(DEVICE)
+        assert not any(probe.choose_tiles(DEVICE).values())
     with using("triton"):
-        assert probe.allow_short_tiles(DEVICE)
+        assert all(probe.choose_tiles(DEVICE).values())
         assert tiles.tile_height(64) == tiles.SHORT and tiles.tile_height(65) == tiles.TALL
+        assert tiles.tile_width(2048) == tiles.WIDE and tiles.tile_width(2047) == tiles.NARROW
         assert not caplog.records
-        # A machine whose short tiles give other bits.
+        # A machine whose other tiles give other bits.
         monkeypatch.setattr(probe, "_of_few_rows", lambda device: [torch.tensor(tiles.tile_height(1))])
-        assert not probe.allow_short_tiles(DEVICE)
-    assert tiles.tile_height(1) == tiles.TALL and "decode runs in tiles of 128" in caplog.text
+        monkeypatch.setattr(probe, "_of_many_columns", lambda device: [torch.tensor(tiles.tile_width(4096))])
+        assert not any(probe.choose_tiles(DEVICE).values())
+    assert (tiles.tile_height(1), tiles.tile_width(4096)) == (tiles.TALL, tiles.NARROW)
+    assert "tiles of 64 rows" in caplog.text and "tiles of 256 columns" in caplog.text

@@ -1,0 +1,113 @@
+"""The CUDA toolkit with which SGLang, DeepGEMM and TVM build kernels at run time.
+
+The compiler must be of the CUDA release that torch is built for: the headers of CCCL refuse another. A toolkit of the
+system that fits is taken as it is. Otherwise the compiler from NVIDIA's wheels is, which lies in another layout than
+those libraries look for (`lib` in place of `lib64`, and no `libcudart.so`), so a view of links stands before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
+_SYSTEM = Path("/usr/local/cuda")
+_WHEEL = "nvidia-cuda-nvcc"
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """One installed compiler."""
+
+    home: Path
+    """The directory that has `bin/nvcc`."""
+    release: str
+    """Of CUDA, such as 13.0."""
+    wheel: bool = False
+    """It came as a wheel, and is used through a view."""
+
+    @property
+    def nvcc(self) -> Path:
+        return self.home / "bin" / "nvcc"
+
+
+def use_toolkit() -> None:
+    """Name the toolkit that fits in this process's environment, for itself and for what it starts.
+
+    Nothing changes where none fits: `fp8rl doctor` says so.
+    """
+    if (toolkit := fitting(torch.version.cuda)) is not None:
+        os.environ["CUDA_HOME"] = str(view(toolkit) if toolkit.wheel else toolkit.home)
+
+
+def fitting(cuda: str | None) -> Toolkit | None:
+    """Return the first installed toolkit of a CUDA release, None if there is none."""
+    return next((toolkit for toolkit in installed() if toolkit.release == cuda), None)
+
+
+def installed() -> Iterator[Toolkit]:
+    """Yield all toolkits: those that the environment names, the one on PATH, the system's, the wheels'."""
+    named = [Path(os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
+    on_path = [Path(found).resolve().parent.parent] if (found := shutil.which("nvcc")) else []
+    for home in dict.fromkeys([*named, *on_path, _SYSTEM]):
+        if release := _release(home):
+            yield Toolkit(home, release)
+    if (home := _wheel_home()) is not None and (release := _release(home)):
+        yield Toolkit(home, release, wheel=True)
+
+
+def view(toolkit: Toolkit, parent: Path | None = None) -> Path:
+    """Make the layout of a system's toolkit out of links to a wheel's files, unless it is there; return it.
+
+    parent: where it is kept, the user's cache if None. It stays: builds keep its path.
+    """
+    parent = parent or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8rl"
+    place = parent / f"cuda-{toolkit.release}-{hashlib.sha256(str(toolkit.home).encode()).hexdigest()[:8]}"
+    if place.exists():
+        return place
+    parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=parent))
+    for name in ("bin", "include", "nvvm"):
+        (new / name).symlink_to(toolkit.home / name)
+    (new / "lib64").mkdir()
+    for library in (toolkit.home / "lib").iterdir():
+        (new / "lib64" / library.name).symlink_to(library)
+        if unversioned := re.fullmatch(r"(lib\w+\.so)\.\d+", library.name):
+            (new / "lib64" / unversioned[1]).symlink_to(library)
+    (new / "lib").symlink_to("lib64")
+    with contextlib.suppress(OSError):  # another process was first
+        new.rename(place)
+    shutil.rmtree(new, ignore_errors=True)
+    return place
+
+
+def _release(home: Path) -> str | None:
+    """Ask a toolkit's compiler for its release; None where there is none that starts, or no header beside it."""
+    if not (home / "include" / "cuda_runtime.h").is_file():
+        return None
+    try:
+        said = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    release = re.search(r"release (\d+\.\d+)", said)
+    return release[1] if release else None
+
+
+def _wheel_home() -> Path | None:
+    try:
+        files = importlib.metadata.files(_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    nvcc = next((file for file in files if file.parts[-2:] == ("bin", "nvcc")), None)
+    return None if nvcc is None else Path(str(nvcc.locate())).parent.parent
