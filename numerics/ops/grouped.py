@@ -36,7 +36,8 @@ def grouped_linear(
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
     K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
     its `Frozen`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin
-    anew in each group. A group may be empty.
+    anew in each group. A group may be empty. Rows behind those of the last group, which only a call without gradients
+    may have, are not computed: what stands in their place is undefined.
     """
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if spec is None or operand is None:
@@ -92,10 +93,11 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.spec = spec if backward == "fp8" else None
         ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
         n, stacked = weights[0].shape[-2], weights[0] if gradients.stacked else None
-        if spec is None and plus is None and stacked is not None and narrow(x, counts, n * x.shape[1]):
+        stops = list(accumulate(counts))
+        whole = stops[-1] == len(x)
+        if spec is None and plus is None and stacked is not None and whole and narrow(x, counts, n * x.shape[1]):
             return side_by_side(x, counts, stacked.detach())
         out = x.new_empty(x.shape[0], n)
-        stops = list(accumulate(counts))
         for start, stop, weight in zip([0, *stops[:-1]], stops, operands, strict=True):
             if start < stop:
                 _span_product(rows, start, stop, dense(weight), plus, out)

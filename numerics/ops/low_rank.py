@@ -131,7 +131,7 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
 def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """Compute `low_rank_term` with b [groups, N, parts * r] of each row's group.
 
-    h [T, parts * r] is sorted by group, counts int64 [groups].
+    h [T, parts * r] is sorted by group, counts int64 [groups]; rows behind the last group are as in `grouped_linear`.
     """
     return _Term.apply(h, b, scale, parts, counts.tolist())
 
@@ -146,11 +146,12 @@ class _Term(torch.autograd.Function):
         if counts is None:
             return _scaled(rows, b, scale, even).view(*h.shape[:-1], len(b))
         if even and _is_power_of_two(scale) and narrow(rows, counts, b[0].numel()):
-            wide = h.new_zeros(len(rows), len(b), b.shape[2])
-            wide[torch.arange(len(rows)), group_of_rows(counts)] = rows * scale
+            wide, groups = h.new_zeros(len(rows), len(b), b.shape[2]), group_of_rows(counts)
+            wide[torch.arange(len(groups)), groups] = rows[: len(groups)] * scale
             return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
-        out = h.new_empty(len(rows), b.shape[1])
-        for into, part, of_group in zip(out.split(list(counts)), rows.split(list(counts)), b, strict=True):
+        out, grouped = h.new_empty(len(rows), b.shape[1]), sum(counts)
+        parts_of = (each[:grouped].split(list(counts)) for each in (out, rows))
+        for into, part, of_group in zip(*parts_of, b, strict=True):
             if len(part):
                 into.copy_(_scaled(part, of_group, scale, even))
         return out

@@ -134,16 +134,19 @@ def _experts_of_ranks(
     """The weighted sum [T, H] over each token's experts, of which this rank has some: on rank 0.
 
     chosen: int64 [T, k], an expert's index on this rank, or -1 if another has it. outputs_of: what the experts make of
-    (token, choice) pairs [n], sorted by expert, with the number of pairs of each.
+    (token, choice) pairs [T * k], sorted by expert, with the number of pairs of each.
+
+    Nothing waits for the device, as a CUDA graph may hold no such thing: how many pairs are this rank's is known there
+    alone. The others stand behind them, and no expert computes them.
     """
     from sglang.srt.distributed import get_tp_group
 
     held = layer.w13_weight.shape[0]
-    order, counts = ops.group_by_expert(chosen + 1, held + 1)
-    here = order[int(counts[0]) :]  # behind the pairs of other ranks
-    outputs = outputs_of(here, counts[1:])
-    choices = outputs.new_full((chosen.numel(), outputs.shape[-1]), -0.0)
-    choices[here] = outputs
+    order, counts = ops.group_by_expert(torch.where(chosen < 0, held, chosen), held + 1)
+    outputs = outputs_of(order, counts[:held])
+    own = torch.arange(len(order), device=order.device) < counts[:held].sum()
+    choices = torch.empty_like(outputs)
+    choices[order] = torch.where(own[:, None], outputs, -0.0)
     choices = get_tp_group().all_reduce(choices)  # of each only one rank has more than -0
     whole = torch.arange(chosen.numel(), device=chosen.device)
     return on_rank_0(ops.combine(choices, probs, whole, dtype))
