@@ -106,8 +106,9 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
             return original(self, action=action, allow_quant_error=allow_quant_error)
         case protocol.Commit(version=version):
             answer = protocol.Held(entries=state().weights.commit(version))
+            sleeping.capture_again(self)
         case protocol.MapBase(address=address):
-            answer = map_base(self, address)
+            answer = map_base(address)
         case protocol.ReadManifest():
             answer = protocol.Held(entries=state().weights.manifest())
         case protocol.Probe(recording=recording):
@@ -126,14 +127,12 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
     return {"checksums": protocol.to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 
-def map_base(runner: Any, address: str) -> protocol.Mapped:
-    """Compute with the weights at this address from the next commit on. runner: SGLang's ModelRunner."""
+def map_base(address: str) -> protocol.Mapped:
+    """Compute with the weights at this address from the next commit on."""
     current = state()
     flat = mapped(address)
     current.weights.map_base(Base(flat, current.weights.definition, current.numerics.rollout_spec))
     give_back()
-    if current.weights.device.type == "cuda":
-        runner.init_decode_cuda_graph()  # those that there are read the memory of before
     return protocol.Mapped(bytes=flat.nbytes)
 
 

@@ -67,7 +67,19 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
             buffer.zero_()
     if WEIGHTS in recv_req.tags:
         state().weights.occupy()
+    capture_again(self.tp_worker.model_runner)
     return answer
+
+
+def capture_again(runner: Any) -> None:
+    """Capture an engine's CUDA graphs anew if its weights lie in other memory than when they were captured.
+
+    A capture runs the model: it waits until the weights are committed, and all that the engine gave up is there again.
+    """
+    weights = state().weights
+    if weights.moved and weights.version is not None and not state().released and weights.device.type == "cuda":
+        runner.init_decode_cuda_graph()
+        weights.moved = False
 
 
 def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:

@@ -83,6 +83,8 @@ class ServedWeights:
         self.version: str | None = None
         self.adapted_rows: AdaptedRows | None = None
         self.rank = WHOLE
+        self.moved = False
+        """True if the parameters lie in other memory than when CUDA graphs were captured."""
         self._spec = spec
         self._attached: tuple[nn.Module, Model] | None = None
         self._released = False
@@ -162,6 +164,7 @@ class ServedWeights:
         self.invalidate()
         for name, view in base.parameters.items():
             own[name].data = view
+        self.moved = True
         for held in self._held.values():
             held.state, held.operand = State.STALE, None
             held.arrived.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.core.memory import ZEROS, placeholders
 from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.rollout.plugin import sleeping
 from fp8rl.rollout.plugin import weights as plugin_weights
 from fp8rl.rollout.plugin.parameters import hf_tensors
 from fp8rl.rollout.plugin.weights import ServedWeights
@@ -276,6 +278,33 @@ def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: Se
     served.release()  # the memory of others stays
     served.occupy()
     assert not sent(NEW, "4").differences(served.commit("4"))
+
+
+def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture runs the model, which asks for every operand; and none runs while the engine's memory is released."""
+    captured: list[str | None] = []
+    quantized = [each for each in model.parameters() if each.dtype == torch.float8_e4m3fn]
+
+    def capture() -> None:
+        assert all(served.operand(each) is not None for each in quantized)
+        captured.append(served.version)
+
+    runner, released = SimpleNamespace(init_decode_cuda_graph=capture), {}
+    monkeypatch.setattr(sleeping, "state", lambda: SimpleNamespace(weights=served, released=released))
+    monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
+    served.map_base(base_of(NEW))
+    sleeping.capture_again(runner)
+    assert captured == [], "nothing is committed"
+    released["kv_cache"] = []
+    served.commit("3")
+    sleeping.capture_again(runner)
+    assert captured == [], "the cache is not there"
+    released.clear()
+    for _ in range(2):
+        sleeping.capture_again(runner)
+    assert captured == ["3"] and quantized
 
 
 def test_an_engine_that_waits_for_a_base_has_no_weights_before_it() -> None:
