@@ -147,8 +147,7 @@ ENGINE_RANKS: tuple[Rule[OnGpus], ...] = (
     _one_rank("rollout.tp", lambda e: e.rollout.tp),
     _one_rank("teacher.tp", lambda e: 1 if e.teacher is None else e.teacher.tp),
 )
-"""On GPUs in exact mode the captured CUDA graphs of several ranks cannot hold what these exchange; on CPUs, native
-engines have one."""
+"""On GPUs no exact engine of several ranks has run yet; on CPUs, native engines have one."""
 
 SLEEPERS: tuple[Rule[Case], ...] = (
     Rule(

@@ -103,10 +103,13 @@ def place_engine(
     nodes: with the GPUs that are left. index: of the engine, the policy's before the teacher's.
 
     It takes as many GPUs of one node. Where none is left it shares a rank's, one engine of the policy and one of the
-    teacher to a GPU. With the `distributed` transport it must not, as NCCL refuses two processes on one GPU.
+    teacher to a GPU. With the `distributed` transport it must not, as NCCL refuses two processes on one GPU. With a
+    shared base the first engine goes where the base lies, on the first rank's GPU.
     """
     cluster, width = experiment.cluster, experiment.engine_ranks[index]
     shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
+    if experiment.sync.shared_base and index == 0 and ranks[0].gpus is not None:
+        return Place(ranks[0], 0)
     able = _able(nodes, cluster.engine_nodes, "cluster.engine_nodes")
     if shares_memory and cluster.placement == "pack":
         able = [node for node in able if node.id == ranks[0].id] or able
@@ -184,6 +187,17 @@ PLACED: tuple[Rule[tuple[Placement, Experiment]], ...] = (
         "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
         "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
         "rollout.sleep.",
+    ),
+    Rule(
+        "sync.shared_base",
+        lambda p: (
+            p[1].sync.shared_base
+            and any(node.gpus is not None for node in p[0].ranks)
+            and (len(p[0].ranks), len(p[0].engines)) != (1, 1)
+        ),
+        lambda p: f"true with {len(p[0].ranks)} trainer rank(s) and {len(p[0].engines)} engine(s) on GPUs",
+        "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it",
+        "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1.",
     ),
     Rule(
         "sync.transport",
