@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from setproctitle import getproctitle
 
 from fp8rl.numerics.backend.probe import row_variant_ops
 
@@ -31,6 +32,7 @@ def _serve(listener: socket.socket) -> None:
         "fp8rl.rollout.server.launcher",
     ):
         importlib.import_module(name)
+    getproctitle()  # which finds its room in memory beside the first environment: engines get another one
     variant = row_variant_ops(torch.device("cpu"))  # of this machine, as every engine would find out anew
     gc.collect()
     gc.freeze()  # or each fork walks through all that the imports have made
