@@ -195,14 +195,6 @@ def test_wandb_reads_the_offline_run(run: StartedRun) -> None:
     assert list(run.path.glob("wandb/data/artifacts/staging/*")), "wandb staged its tables inside the run"
 
 
-def test_a_finished_run_is_not_overwritten_by_accident(run: StartedRun) -> None:
-    before = run.rows()
-    again = StartedRun(run.path.parent, *SMALL)
-    assert again.ends() == 2
-    assert "--resume" in again.console() and "--overwrite" in again.console()
-    assert run.rows() == before
-
-
 def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
     asked = [answer["prompt_ids"] for answer in rollouts(run, 1)[::4][:4]]
