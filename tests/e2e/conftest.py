@@ -30,6 +30,12 @@ def rig(
     rig.close()
 
 
+@pytest.fixture
+def stacks(rig: Rig) -> None:
+    """Stacks of this process are on the rig's Ray."""
+    rig.up()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if RIG in item.config.stash and "rig" not in getattr(nextitem, "fixturenames", ()):

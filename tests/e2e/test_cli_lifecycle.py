@@ -76,7 +76,7 @@ def test_imports_can_be_interrupted(start: Start) -> None:
 
 
 def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(
-    start: Start, tmp_path: Path, warm_engines: None
+    start: Start, tmp_path: Path, stacks: None
 ) -> None:
     """Metrics, tokens and weights, also with another number of engines and other chunks. Each fault alone, and more of
     them, are `python -m lab.bench.faults` and `python -m lab.bench kills`."""

@@ -29,8 +29,8 @@ from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.served import served_bytes
 from tests.support import wire
 from tests.support.paths import ROOT
+from tests.support.rig import Rig
 from tests.support.servers import wait_until
-from tests.support.warm_engine import EngineTemplate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ START_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def stack(engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A trainer and two engines, synced, which take turns if they are asked to."""
     settings = [
         "rollout.engines=2",
@@ -51,7 +51,8 @@ def stack(engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFact
     settings += ["rollout.sleep=true", "sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
-    with engine_template.in_use(), Closing() as closing:
+    rig.up()
+    with Closing() as closing:
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
         stack.syncing.sync()

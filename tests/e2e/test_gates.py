@@ -38,9 +38,9 @@ from tests.support.cli_runs import SMALL
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.live_runs import prepared
 from tests.support.ranks import in_a_fork
+from tests.support.rig import Rig
 from tests.support.servers import wait_until
 from tests.support.syncs import push
-from tests.support.warm_engine import EngineTemplate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -192,7 +192,7 @@ def run(faulty: tuple[RunDir, Faults]) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def faulty(engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
+def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
     folder = tmp_path_factory.mktemp("gates")
     settings, run = prepared(
         folder,
@@ -209,7 +209,8 @@ def faulty(engine_template: EngineTemplate, tmp_path_factory: pytest.TempPathFac
         DIVERGING: diverge,
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
-    with engine_template.in_use(), pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
+    rig.up()
+    with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, before, after, first=1)
         stopped = train(live)
         finish(live, stopped)
@@ -324,7 +325,7 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
     assert [row(run, step)["gates/router_replay"] for step in (1, REPLAYED, STOPPED)] == [0.0, 1.0, 1.0]
 
 
-def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir, warm_engines: None) -> None:
+def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir, stacks: None) -> None:
     settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
     with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)

@@ -20,7 +20,7 @@ from fp8rl.diagnose.preflight import PreflightReport
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.stack import Stack, open_pair
-from tests.support.warm_engine import EngineTemplate
+from tests.support.rig import Rig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,8 +28,9 @@ SPEC = "examples/arithmetic.yaml"
 
 
 @pytest.fixture(scope="module")
-def stack(engine_template: EngineTemplate) -> Iterator[Stack]:
-    with engine_template.in_use(), open_pair(load_experiment(Path(SPEC))) as both:
+def stack(rig: Rig) -> Iterator[Stack]:
+    rig.up()
+    with open_pair(load_experiment(Path(SPEC))) as both:
         yield both
         folder = both.folder
     assert not folder.exists()

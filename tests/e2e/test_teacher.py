@@ -18,7 +18,7 @@ from tests.support.recompute import taught_step
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_path: Path, warm_engines: None) -> None:
+def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_path: Path, stacks: None) -> None:
     start = EXAMPLES / "models/tiny_qwen3_moe"
     settings = ["run.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=0"]
     taught = [f"teacher.path={start}", "algorithm.reward_weight=1.0"]

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import os
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -141,7 +142,7 @@ class Rig:
         shared_base: bool = False,
     ) -> TrainerGroup:
         """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
-        self._up()
+        self.up()
         self._trainer = None
         actors = [ray.get_actor(name) for name in self._ranks]
         ray.get([actor.__ray_call__.remote(begin_again, rank, config) for rank, actor in enumerate(actors)])
@@ -177,10 +178,13 @@ class Rig:
             self._opened.close()
             self._opened = None
 
-    def _up(self) -> None:
+    def up(self) -> None:
+        """Start Ray, which stacks of this process join, and have their engines forked from the template, too."""
         if self._opened is None:
+            os.environ.setdefault("RAY_worker_niceness", "0")  # as runs have it
             self._opened = ExitStack()
             self._opened.callback(ray.shutdown)
+            self._opened.enter_context(self._template.in_use())
             ray.init(
                 num_cpus=4,
                 include_dashboard=False,
@@ -189,10 +193,9 @@ class Rig:
                 address="local",
                 _node_ip_address="127.0.0.1",
             )
-            self._opened.enter_context(self._template.in_use())
 
     def _engine_for(self, setup: Setup) -> Engine:
-        self._up()
+        self.up()
         if self._engine is None or self._engine[0] != setup.served:
             self.stop_engine()
             checkpoint, model, spec = self.folder / "served", self.models[setup.model], setup.numerics.rollout_spec
