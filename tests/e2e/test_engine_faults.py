@@ -138,7 +138,7 @@ def test_engines_that_hang_are_told_from_dead_ones_and_replaced(
     for family, part in zip(families, ("server", "scheduler"), strict=True):
         next(process for name, process in family.items() if part in name).send_signal(signal.SIGSTOP)
     assert bits(collected(stack, admitted)) == bits(undisturbed)
-    assert sum(f"has not answered for {HUNG_AFTER_S:g} s" in line for line in told) == 2
+    assert sum("has not answered for" in line and "though its process is there" in line for line in told) == 2
     processes = [process for family in families for process in family.values()]
     assert wait_until(lambda: not any(process.is_running() for process in processes), START_S), (
         "a stopped process was left"
