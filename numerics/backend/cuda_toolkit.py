@@ -63,8 +63,8 @@ def installed() -> Iterator[Toolkit]:
     for home in dict.fromkeys([*named, *on_path, _SYSTEM]):
         if release := _release(home):
             yield Toolkit(home, release)
-    if (home := _wheel_home()) is not None and (release := _release(home)):
-        yield Toolkit(home, release, wheel=True)
+    if (of_wheel := _wheel_home()) is not None and (release := _release(of_wheel)):
+        yield Toolkit(of_wheel, release, wheel=True)
 
 
 def view(toolkit: Toolkit, parent: Path | None = None) -> Path:

@@ -51,6 +51,8 @@ from tests.support.warm_engine import EngineTemplate
 FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=4, groups=1)
 """Sizes that every family can have."""
 MODELS = {family: dataclasses.replace(FAMILY, family=family) for family in TinyModel.families()} | {
+    # A head's keys and values are 448 wide: those of two are whole blocks, and two ranks of an engine share four.
+    "glm4_moe_lite": dataclasses.replace(FAMILY, family="glm4_moe_lite", heads=4),
     "moe": TinyModel(
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False
     ),

@@ -224,10 +224,10 @@ def _start(folder: Path, **options: Any) -> None:
         try:
             return _init(folder, **options)
         except Exception as error:
-            if type(error) not in (Exception, RuntimeError, TimeoutError, ConnectionError):  # those of a slow start
-                raise
             for process in set(own.children()).difference(before):  # Ray would leave them until this process ends
                 psutil.wait_procs(kill_family(process.pid), timeout=_ANSWER_SECONDS)
+            if type(error) not in (Exception, RuntimeError, TimeoutError, ConnectionError):  # those of a slow start
+                raise
             why = _last_words(error)
         if last:
             raise user_error(

@@ -152,7 +152,7 @@ def test_each_fault_of_ray_is_one_sentence(run: Callable[..., str]) -> None:
     said = run(FAULTS, code=3).splitlines()
     memory, twice, headless = [line for line in said if "one more try" not in line]
     assert memory.startswith("memory: found ") and "Ray does not start" in memory and "End other programs" in memory
-    assert twice.startswith("Ray: found no start, twice (The current node timed out during startup)")
+    assert twice.startswith("Ray: found 'no start, twice (The current node timed out during startup)'")
     assert "Try again when this machine is less busy" in twice
     assert headless.startswith("error: found Ray's GCS server ended (killed, ")
     assert len(set(Path("/tmp").glob("fp8rl-ray-*")) - before) <= 1, "that of the last one, which is swept later"
