@@ -3,7 +3,7 @@ kernels in its interpreter.
 
 Processes that tests start find `tests` and `lab` in their environment's path, since product code never looks for
 modules in the current directory; they find no folder of the product under a name of its own, as no user does. They
-compile nothing: it is half of a start, and the bits are the same. In one run of tests/e2e/test_cli_run.py they do.
+compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is for tests in which they do.
 """
 
 import os
@@ -135,6 +135,12 @@ def _place(item: pytest.Item) -> tuple[int, bool, bool]:
     first = [LONGEST, *RIG]
     kept = first.index(file) if file in first else len(first)
     return kept, not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that start meanwhile compile their elementwise kernels, as they do for a user."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ REMOVALS = {
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
     "models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
+    "numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, and a name that was free
     "numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
     "rl/record/run_dir.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
     "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes

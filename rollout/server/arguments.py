@@ -157,7 +157,7 @@ def server_arguments(
     arguments += ["--cuda-graph-bs-decode", *map(str, config.graphs)]
     if mode == "exact":
         # One split of the keys: SGLang's workspace for the splits of its own kernel, which the plugin replaces, would
-        # take up to 17 GB with latent attention.
+        # take up to 17 GB.
         arguments += ["--triton-attention-split-tile-size", str(config.context_length)]
     if config.sleep:
         arguments.append("--enable-memory-saver")

@@ -288,10 +288,10 @@ def test_a_name_of_several_words_without_quotes_is_answered_with_how_to_write_it
 
 
 def test_expandable_segments_are_refused_on_gpus() -> None:
-    spec, sizes = experiment(), read_subject("qwen3_8b").shape.sizes
+    spec, shape = experiment(), read_subject("qwen3_8b").shape
     setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     asks = dataclasses.replace(on("h200"), expandable_segments=setting)
     with pytest.raises(UserError, match=f"^PYTORCH_ALLOC_CONF: found '{setting}'.*Unset the variable"):
-        check_target(spec, sizes, asks)
-    check_target(spec, sizes, dataclasses.replace(asks, expandable_segments=None))
-    check_target(spec, sizes, dataclasses.replace(asks, gpus=False, capability=None))
+        check_target(spec, shape, asks)
+    check_target(spec, shape, dataclasses.replace(asks, expandable_segments=None))
+    check_target(spec, shape, dataclasses.replace(asks, gpus=False, capability=None))
