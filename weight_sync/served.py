@@ -1,4 +1,4 @@
-"""What an engine serves: tensors made from the trainer's weights, the HF directory that it loads, and their bytes."""
+"""Served weights: tensors made from the trainer's weights, the HF directory that an engine loads, and their bytes."""
 
 from __future__ import annotations
 
