@@ -68,8 +68,15 @@ class ModelSizes:
     """Sizes that one family of ops alone has, each an object of a class of its own; see `of`."""
 
     def of(self, kind: type[S]) -> S:
-        """Return the sizes of a family that has a class for them."""
-        return next(each for each in self.own if isinstance(each, kind))
+        """Return the sizes of a family that has a class for them.
+
+        Raises:
+            KeyError: the model has none of that class.
+        """
+        for each in self.own:
+            if isinstance(each, kind):
+                return each
+        raise KeyError(f"found the sizes {self.own}, expected a {kind.__name__} among them")
 
     @property
     def attention_scale(self) -> float:

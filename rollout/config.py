@@ -101,8 +101,8 @@ class RolloutSection(Section):
     for prefills and CUDA graphs. Null leaves SGLang's own, which follows from `chunked_prefill_size` and
     `graph_batches`."""
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Answers that one engine works on at a time. Null: on a GPU as many as the largest of `graph_batches`, since a
-    larger batch would run kernel by kernel; on a CPU SGLang's own number, which follows from the cache."""
+    """Answers that one engine works on at a time; on a GPU at most the largest of `graph_batches`, since a larger batch
+    would run kernel by kernel. Null: that many there; on a CPU SGLang's own number, which follows from the cache."""
     # Strictness would refuse the list that YAML gives.
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
     """Numbers of answers for which a decode step is captured as a CUDA graph, on a GPU; 2 MiB for each answer of the

@@ -28,8 +28,9 @@ class SyncSection(Section):
     a difference, all of them. Each trainer rank keeps a copy of what it sends."""
     shared_base: bool = False
     """Engines on the trainer's machine read the frozen weights from the trainer's read-only memory instead of copies of
-    their own, and the trainer keeps no BF16 form of quantized weights. It needs `adapter` in mode `separate`. Products
-    then take their weights from the codes in every call, which costs time on a CPU."""
+    their own, and the trainer keeps no BF16 form of quantized weights. It needs `adapter` in mode `separate`; on GPUs,
+    one trainer rank and one engine, on the same GPU. Products then take their weights from the codes in every call,
+    which costs time on a CPU."""
     canary: bool = True
     """Prove after each sync that each engine computes with the weights that it holds: its log-probabilities of a few
     known tokens are compared with the trainer's before any of its answers is used. Nothing else waits for this. In

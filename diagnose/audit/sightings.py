@@ -46,7 +46,7 @@ class Sighting:
 
 
 def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
-    """held: one rank's inventory (`rollout.plugin.inventory`). numerics: as planned."""
+    """held: one rank's inventory (`rollout.plugin.state.inventory`). numerics: as planned."""
     plan = precision_map(numerics)
     kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache"}
     found = []

@@ -11,7 +11,7 @@ from fp8rl.diagnose.certify.api import Answer
 from fp8rl.diagnose.report import Difference
 
 _MAX_EXPONENT = 20.0
-"""As in `rl.mismatch.statistics`."""
+"""As in `rl.mismatch.logprobs`."""
 
 
 @dataclass(frozen=True)

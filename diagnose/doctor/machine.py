@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fp8rl.numerics.backend.cuda_toolkit import fitting, installed
+from fp8rl.numerics.backend.cuda_toolkit import installed
 from fp8rl.numerics.backend.implementation import expandable_segments
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.deadlines import kill_family
@@ -80,7 +80,7 @@ class Machine:
     nvcc: str | None = None
     """The CUDA compiler of `torch_cuda`, which SGLang's kernels are made with at run time."""
     other_nvcc: str | None = None
-    """Compilers that are there, with their releases."""
+    """Compilers that are there, of any release; shown if none fits `torch_cuda`."""
     expandable_segments: str | None = None
     """The setting of torch's allocator that asks for them."""
     cc: str | None = None
@@ -117,6 +117,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         from transformers import AutoTokenizer  # noqa: F401
     untried: _Answer = (None, (), None, "")
     compiles, row_variant, without_deepgemm, probe_error = untried if probe is None else _answer(probe)
+    toolkits = list(installed()) if torch_sees else []
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -130,8 +131,8 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: boo
         cublaslt=_cublaslt() if torch_sees else None,
         cudnn=_dotted(torch.backends.cudnn.version()) if torch_sees else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
-        nvcc=None if (toolkit := fitting(torch.version.cuda)) is None else str(toolkit.nvcc),
-        other_nvcc=", ".join(f"{each.nvcc} of CUDA {each.release}" for each in installed()) or None,
+        nvcc=next((str(each.nvcc) for each in toolkits if each.release == torch.version.cuda), None),
+        other_nvcc=", ".join(f"{each.nvcc} of CUDA {each.release}" for each in toolkits) or None,
         expandable_segments=expandable_segments(),
         cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
         cxx=shutil.which(os.environ.get("CXX", "g++")),

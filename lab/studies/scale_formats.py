@@ -58,8 +58,6 @@ SPECS = {
     "stochastic gradients": FP8.override({"gradient": {"rounding": "stochastic"}}),
 }
 BF16, AGAIN, SPOILED = "trained: BF16", "trained: FP8, pow2 scales, again", "trained: masters BF16"
-FREE = 0.001
-"""Nats that a format may cost and still count as free, by the claims."""
 
 
 def trained_arms() -> dict[str, TrainedArm]:

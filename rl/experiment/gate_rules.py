@@ -108,7 +108,7 @@ CONDITIONS: dict[str, Condition] = {
         "an algorithm with an importance weight",
     ),
     "tis_cap": Condition(
-        lambda e: e.algorithm.correction.tis_cap is not None,
+        lambda e: "tis_cap" in type(e.algorithm).model_fields and e.algorithm.correction.tis_cap is not None,
         _correction,
         "an importance weight with algorithm.tis_cap",
     ),

@@ -202,7 +202,9 @@ def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job
     if experiment.teacher is not None and left < sum(experiment.engine_ranks):
         taught = read_shape(experiment.teacher.directory, "teacher.path")
         job = replace(job, teacher=teacher_bytes(experiment, taught, gpu.memory))
-    apart = experiment.sync.engines_own_gpus or left >= job.engines * job.engine_tp
+    # A shared base and its engine lie on one GPU, however many are left.
+    room = left >= job.engines * job.engine_tp and not experiment.sync.shared_base
+    apart = experiment.sync.engines_own_gpus or room
     return with_cache(job, experiment, gpu.memory, apart), apart
 
 

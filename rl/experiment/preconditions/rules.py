@@ -159,6 +159,23 @@ SLEEPERS: tuple[Rule[Case], ...] = (
     ),
 )
 
+BASE: tuple[Rule[Case], ...] = (
+    Rule(
+        "sync.shared_base",
+        lambda c: (
+            c.target.gpus
+            and c.experiment.sync.shared_base
+            and (c.experiment.trainer.world_size, c.experiment.rollout.engines) != (1, 1)
+        ),
+        lambda c: (
+            f"true with {c.experiment.trainer.world_size} trainer rank(s) and {c.experiment.rollout.engines} engine(s) "
+            "on GPUs"
+        ),
+        "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it",
+        "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1.",
+    ),
+)
+
 ALLOCATOR: tuple[Rule[Case], ...] = (
     Rule(
         "PYTORCH_ALLOC_CONF",
@@ -336,6 +353,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     lambda case: check_drafts(case.experiment.rollout.speculation, case.target.gpus),
     _check_engines,
     partial(check_rules, ALLOCATOR),
+    partial(check_rules, BASE),
     partial(check_rules, KERNELS),
     partial(check_rules, NATIVE_PRODUCTS),
     lambda case: check_model_layout(case.shape, case.experiment),

@@ -108,9 +108,16 @@ def place_engine(
     """
     cluster, width = experiment.cluster, experiment.engine_ranks[index]
     shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
-    if experiment.sync.shared_base and index == 0 and ranks[0].gpus is not None:
-        return Place(ranks[0], 0)
     able = _able(nodes, cluster.engine_nodes, "cluster.engine_nodes")
+    if experiment.sync.shared_base and index == 0 and ranks[0].gpus is not None:
+        if ranks[0].id not in {node.id for node in able}:
+            raise user_error(
+                "cluster.engine_nodes",
+                found=f"{cluster.engine_nodes}, which leaves out {ranks[0].address}, the trainer's, which has the base",
+                expected="that node, with sync.shared_base",
+                remedy="Remove cluster.engine_nodes, or set sync.shared_base=false.",
+            )
+        return Place(ranks[0], 0)
     if shares_memory and cluster.placement == "pack":
         able = [node for node in able if node.id == ranks[0].id] or able
     seated = Counter([node.id for node in ranks] + [other.node.id for other in others])
@@ -187,17 +194,6 @@ PLACED: tuple[Rule[tuple[Placement, Experiment]], ...] = (
         "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
         "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
         "rollout.sleep.",
-    ),
-    Rule(
-        "sync.shared_base",
-        lambda p: (
-            p[1].sync.shared_base
-            and any(node.gpus is not None for node in p[0].ranks)
-            and (len(p[0].ranks), len(p[0].engines)) != (1, 1)
-        ),
-        lambda p: f"true with {len(p[0].ranks)} trainer rank(s) and {len(p[0].engines)} engine(s) on GPUs",
-        "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it",
-        "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1.",
     ),
     Rule(
         "sync.transport",

@@ -68,6 +68,8 @@ def test_a_base_that_is_read_by_both_sides_is_counted_once_and_before_it_two_pla
     shared = experiment.model_copy(update={"sync": experiment.sync.model_copy(update={"shared_base": True})})
     shape = read_shape(CONFIGS / "qwen3_4b", adapter=experiment.adapter)
     one, two = (colocated_memory(planned_here(shape, each, gpu)[0]).held for each in (shared, experiment))
+    apart = [planned_here(shape, each, replace(gpu, count=2))[1] for each in (shared, experiment)]
+    assert apart == [False, True], "a base and its engine are on one GPU, however many are left"
     adapters = 2 * sum(math.prod(row.shape) for row in shape.adapters)
     assert one["dense parameters"]["train"] == adapters and "dense operands" not in one
     assert two["dense parameters"]["train"] == adapters + 2 * shape.parameters

@@ -295,3 +295,12 @@ def test_expandable_segments_are_refused_on_gpus() -> None:
         check_target(spec, shape, asks)
     check_target(spec, shape, dataclasses.replace(asks, expandable_segments=None))
     check_target(spec, shape, dataclasses.replace(asks, gpus=False, capability=None))
+
+
+@pytest.mark.parametrize("more", [{"trainer": {"dp": 2}}, {"rollout": {"engines": 2}}])
+def test_a_shared_base_is_on_one_gpu(more: dict[str, Any]) -> None:
+    adapted, shape = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}, read_subject("qwen3_8b").shape
+    check_target(experiment(**adapted), shape, on("h200"))
+    check_target(experiment(**adapted, **more), shape, on(None))
+    with pytest.raises(UserError, match=r"^sync.shared_base: found 'true with . trainer rank\(s\) and . engine\(s\)"):
+        check_target(experiment(**adapted, **more), shape, on("h200"))

@@ -159,13 +159,8 @@ def test_engines_that_sleep_share_the_trainers_gpus() -> None:
 
 def test_a_shared_base_and_its_engine_are_on_the_gpu_of_the_one_rank() -> None:
     adapted = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}
-    spec = experiment(**adapted)
-    assert place(nodes(4), spec).engines[0].shares == 0, "GPUs are left, and none of them has the base"
-    assert (
-        place(nodes(None), experiment(**adapted, trainer={"dp": 2}, rollout={"engines": 2})).engines[0].shares is None
-    )
-    for more in ({"trainer": {"dp": 2}}, {"rollout": {"engines": 2}}):
-        with pytest.raises(
-            UserError, match=r"^sync.shared_base: found 'true with . trainer rank\(s\) and . engine\(s\)"
-        ):
-            place(nodes(4), experiment(**adapted, **more))
+    assert place(nodes(4), experiment(**adapted)).engines[0].shares == 0, "GPUs are left, and none of them has the base"
+    assert place(nodes(None), experiment(**adapted, trainer={"dp": 2})).engines[0].shares is None
+    apart = experiment(**adapted, cluster={"trainer_nodes": "10.0.0.1", "engine_nodes": "10.0.0.2"})
+    with pytest.raises(UserError, match=r"^cluster.engine_nodes: found '10.0.0.2, which leaves out 10.0.0.1"):
+        place(nodes(1, 1), apart)
