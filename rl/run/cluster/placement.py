@@ -113,7 +113,7 @@ def place_engine(
         if ranks[0].id not in {node.id for node in able}:
             raise user_error(
                 "cluster.engine_nodes",
-                found=f"{cluster.engine_nodes}, which leaves out {ranks[0].address}, the trainer's, which has the base",
+                found=f"{cluster.engine_nodes}, which leaves out {ranks[0].address}, which has the base",
                 expected="that node, with sync.shared_base",
                 remedy="Remove cluster.engine_nodes, or set sync.shared_base=false.",
             )
