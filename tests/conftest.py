@@ -7,6 +7,7 @@ compile nothing: it is half of a start, and the bits are the same. The fixture `
 """
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -135,6 +136,16 @@ def _place(item: pytest.Item) -> tuple[int, bool, bool]:
     first = [LONGEST, *RIG]
     kept = first.index(file) if file in first else len(first)
     return kept, not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """What is interrupted ignores further signals, as a process that is about to end; this one goes on."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for signum, handler in before.items():
+        if handler is not None and signal.getsignal(signum) is not handler:
+            signal.signal(signum, handler)
 
 
 @pytest.fixture
