@@ -18,6 +18,7 @@ from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementat
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.preconditions.rules import ALLOCATOR, Target
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
@@ -138,10 +139,8 @@ def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
 
 
 def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
-    if machine.torch_sees and machine.expandable_segments is not None:
-        expected = "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine frees it"
-        remedy = "Unset the variable, or take expandable_segments out of it."
-        yield Remark(True, "PYTORCH_ALLOC_CONF", machine.expandable_segments, expected, remedy)
+    target = Target(machine.torch_sees, _has_te(machine), expandable_segments=machine.expandable_segments)
+    yield from (Remark.refusal(error) for rule in ALLOCATOR if (error := rule.refusal(target)) is not None)
     if not machine.gpus or machine.torch_sees:
         return
     found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"

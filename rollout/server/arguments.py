@@ -134,8 +134,10 @@ def server_arguments(
         arguments += ["--load-format", "dummy"]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
-    running = min(config.max_running_requests or max(config.graphs), max(config.graphs)) if cuda else None
-    if (running := running or config.max_running_requests) is not None:
+    running = config.max_running_requests
+    if cuda:
+        running = min(running or max(config.graphs), max(config.graphs))
+    if running is not None:
         arguments += ["--max-running-requests", str(running)]
     check_drafts(config.speculation, cuda)
     if config.speculation is not None:

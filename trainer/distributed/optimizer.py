@@ -86,8 +86,9 @@ class Optimizer:
                 _create_moments(become(optimizer, GatheredInPieces))
                 optimizer.aside, optimizer.beside = self.aside, self.inner.chained_optimizers
         self.schedule = schedule(self.inner, config, total_steps)
-        gpu, nodes = torch.cuda.is_available(), all_gathered(platform.node())
-        self._threads = host_threads(gpu, len(os.sched_getaffinity(0)), nodes.count(platform.node()))
+        on_host = torch.cuda.is_available() and config.optimizer.offload
+        ranks = all_gathered(platform.node()).count(platform.node()) if on_host else 1
+        self._threads = host_threads(on_host, len(os.sched_getaffinity(0)), ranks)
 
     def zero_grad(self) -> None:
         """Set all gradients to zero; call it before each forward and backward pass."""
@@ -212,8 +213,8 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
 
 
 def host_threads(gpu: bool, cores: int, ranks: int) -> int:
-    """Return the threads with which a rank steps an optimizer on the host: its share of the cores of a node that has
-    so many ranks. On a CPU a rank has one, as its ops give a row the same bits in every batch with one alone."""
+    """Return the threads with which a rank steps its optimizer: on the host beside a GPU its share of the cores of a
+    node that has so many ranks. Else it keeps its one, as ops on a CPU give a row the same bits with one alone."""
     return max(1, cores // ranks) if gpu else 1
 
 

@@ -176,11 +176,11 @@ BASE: tuple[Rule[Case], ...] = (
     ),
 )
 
-ALLOCATOR: tuple[Rule[Case], ...] = (
+ALLOCATOR: tuple[Rule[Target], ...] = (
     Rule(
         "PYTORCH_ALLOC_CONF",
-        lambda c: c.target.gpus and c.target.known and c.target.expandable_segments,
-        lambda c: c.target.expandable_segments,
+        lambda t: t.gpus and t.known and t.expandable_segments,
+        lambda t: t.expandable_segments,
         "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine releases it",
         "Unset the variable, or take expandable_segments out of it.",
     ),
@@ -352,7 +352,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     partial(check_rules, DEEPGEMM),
     lambda case: check_drafts(case.experiment.rollout.speculation, case.target.gpus),
     _check_engines,
-    partial(check_rules, ALLOCATOR),
+    lambda case: check_rules(ALLOCATOR, case.target),
     partial(check_rules, BASE),
     partial(check_rules, KERNELS),
     partial(check_rules, NATIVE_PRODUCTS),
