@@ -266,6 +266,8 @@ def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_pa
     work = take(resumed, 2)
     assert [answer.trajectory.weight_versions for answer in work.answers] == [[0]] * 4 + [[1]] * 2
     assert math.isnan(work.answers[0].trajectory.logprobs[0])
+    take(feed, 2)
+    assert prompts(others.asked[-PROMPTS:]) == prompts(engines.asked[-PROMPTS:]), "and the next ones after them"
 
 
 def test_answers_to_other_questions_are_not_restored(data: Path, tmp_path: Path) -> None:
