@@ -119,7 +119,8 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     said = parts.console()
     assert said.count("lost the trainer (trainer rank 0: found no answer within 15 s") == 1
     assert "step 1/8" not in said and "Traceback" not in said
-    assert parts.family() == []
+    # The helper of torch that shares a killed trainer's memory ends by itself, once it sees that nobody is connected.
+    assert wait_until_gone(parts.family(), GONE_WITHIN_S) == []
 
     assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole]
     assert sampled(parts.path) == sampled(run.path)

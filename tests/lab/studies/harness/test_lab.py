@@ -41,7 +41,7 @@ def fail_beside(folder: str, job: int) -> None:
 
 
 def wait_for(folder: Path, *names: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < end, f"{names}: not there"
         time.sleep(0.05)
