@@ -39,7 +39,6 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 LAYOUTS = {
-    "tp2": {"tp": 2},
     "ep2": {"ep": 2, "dp": 2},
     "dp2": {"dp": 2},
     "pp2": {"pp": 2},
