@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.numerics.ops.rope import Yarn
+from fp8rl.numerics.ops.rope import Scaling
 
 S = TypeVar("S")
 
@@ -58,11 +58,14 @@ class ModelSizes:
     """None: routers take a softmax."""
     head_norms: Literal["each", "together"] | None = "each"
     """A norm of queries and keys is over each head, or over all heads of a token together; None: they have none."""
+    joined: int = 1
+    """Key-value heads whose rows, with those of their queries, lie together in the trainer's fused parameter: as many
+    as fill a quantization block, where a head is narrower than one."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
-    yarn: Yarn | None = None
+    rope_scaling: Scaling | None = None
     """Rotation over a lengthened context."""
     own: tuple[Any, ...] = ()
     """Sizes that one family of ops alone has, each an object of a class of its own; see `of`."""
@@ -81,7 +84,7 @@ class ModelSizes:
     @property
     def attention_scale(self) -> float:
         """Return what the products of queries and keys are multiplied by."""
-        return self.head_dim**-0.5 * (self.yarn.temperature if self.yarn else 1.0)
+        return self.head_dim**-0.5 * (self.rope_scaling.temperature if self.rope_scaling else 1.0)
 
     @property
     def plain_dim(self) -> int:

@@ -45,7 +45,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
 def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
     """Sizes of a model with latent attention and a sigmoid router, whose first layers are dense; factor: of the
     router's probabilities, where the file has none."""
-    config.refuse_variants(VARIANTS, yarn=True)
+    config.refuse_variants(VARIANTS, scaled=True)
     heads, expert_size = config.size("num_attention_heads"), config.size("moe_intermediate_size")
     rope, layers = config.size("qk_rope_head_dim"), config.size("num_hidden_layers")
     top_k, experts = config.size("num_experts_per_tok"), config.size("n_routed_experts")
@@ -76,7 +76,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
         ),
         head_norms=None,
         draft_layers=config.count("num_nextn_predict_layers"),
-        yarn=config.yarn(),
+        rope_scaling=config.rope_scaling("yarn"),
         own=(
             latent.Latent(
                 q_rank=q_rank,

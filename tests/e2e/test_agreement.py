@@ -86,7 +86,7 @@ ONE_BASE = Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_
 def wrong_yarn(trainer: Any) -> None:
     for layer in trainer.model.decoder.layers:
         core = layer.self_attention.core_attention
-        core.yarn = replace(core.yarn, factor=2 * core.yarn.factor)
+        core.rope_scaling = replace(core.rope_scaling, factor=2 * core.rope_scaling.factor)
 
 
 def no_groups(trainer: Any) -> None:
@@ -105,7 +105,7 @@ def bf16_router(trainer: Any) -> None:
 def restored(trainer: Any) -> None:
     sizes = trainer.definition.sizes
     for layer in trainer.model.decoder.layers:
-        layer.self_attention.core_attention.yarn = sizes.yarn
+        layer.self_attention.core_attention.rope_scaling = sizes.rope_scaling
     for router in routers(trainer):
         router.chooses = sizes.sigmoid_router
         vars(router).pop("gating", None)
@@ -116,7 +116,7 @@ def routers(trainer: Any) -> list[Any]:
 
 
 DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] = {
-    "YaRN": (wrong_yarn, "attention", (0, 1, 2), "the factor of YaRN is 8 in the trainer and 4 in the engine"),
+    "YaRN": (wrong_yarn, "attention", (0, 1, 2), "the factor of the rope scaling is 8 in the trainer and 4 in the engine"),
     "groups": (no_groups, "topk", (1, 2), "topk differs in every layer"),
     "BF16 router": (bf16_router, "router", (1, 2), "router differs in every layer"),
 }

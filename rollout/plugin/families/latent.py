@@ -133,7 +133,7 @@ def attend(
         return ops.head_linear(x, weight, operand, first, count, transposed, plus)
 
     def rotated(x: Tensor) -> Tensor:
-        return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.yarn)[0]
+        return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.rope_scaling)[0]
 
     heads = q.unflatten(-1, (-1, sizes.head_dim))
     latents = module.kv_a_layernorm(kv_row[:, :rank].contiguous())

@@ -39,6 +39,8 @@ FAMILIES = {
     "moonlight": TinyModel(layers=2, hidden=256, heads=2, family="deepseek_v3", groups=1, q_rank=0),
     "glm4_moe_lite": TinyModel(layers=2, hidden=256, heads=2, family="glm4_moe_lite", groups=1),
     "mixtral": TinyModel(hidden=256, heads=2, kv_heads=2, family="mixtral"),
+    "llama": TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, family="llama", tied=True),
+    "mistral": TinyModel(hidden=256, heads=2, family="mistral"),
     "olmoe": TinyModel(hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 each_family = pytest.mark.parametrize("name", FAMILIES)
