@@ -93,17 +93,23 @@ class ConfigFile:
                 expected = f"none, for weights in BF16, or FP8 by blocks: {_BLOCK_FP8}"
                 raise self.refusal(name, found, expected, "Use the BF16 checkpoint of this model.")
 
-    def refuse_variants(self, expected: Mapping[str, Any], rotary_part: bool = False, scaled: bool = False) -> None:
+    def refuse_variants(
+        self,
+        expected: Mapping[str, Any],
+        rotary_part: bool = False,
+        scaled: bool = False,
+        layer_type: str = "full_attention",
+    ) -> None:
         """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
         attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated; scaled: `rope_scaling`
-        looks at the rotation."""
+        looks at the rotation; layer_type: what transformers calls every layer."""
         for name, value in {"use_sliding_window": False, **expected}.items():
             found = self._values.get(name)
             if found is not None and found != value:
                 raise self._variant(name, found, repr(value))
         layers = self._values.get("layer_types")
-        if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
-            raise self._variant("layer_types", layers, "'full_attention' in every layer")
+        if layers is not None and not (isinstance(layers, list) and all(kind == layer_type for kind in layers)):
+            raise self._variant("layer_types", layers, f"{layer_type!r} in every layer")
         for name in () if scaled else _ROPE_PLACES:
             self._refuse_scaled_rope(name, rotary_part)
 

@@ -65,6 +65,10 @@ class ModelSizes:
     """Queries, keys and values have biases."""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
+    kept: tuple[str, ...] = ()
+    """Parts of names of tensors that nothing here computes with, and that are kept as they are."""
+    limit: str = "max_position_embeddings"
+    """The key of config.json that gives `max_positions`, perhaps with the reason."""
     rope_scaling: Scaling | None = None
     """Rotation over a lengthened context."""
     own: tuple[Any, ...] = ()
@@ -104,10 +108,11 @@ class ModelSizes:
         """Return whether layer 0 to `layers` - 1 has routed experts."""
         return self.moe and layer >= self.dense_layers
 
-    def drafts(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is of a draft layer."""
+    def keeps(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint is kept as it is: one of a draft layer, or of `kept`."""
         numbers = range(self.layers, self.layers + self.draft_layers)
-        return name.startswith(tuple(f"model.layers.{number}." for number in numbers))
+        drafts = name.startswith(tuple(f"model.layers.{number}." for number in numbers))
+        return drafts or any(part in name for part in self.kept)
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:

@@ -61,8 +61,15 @@ ARCHITECTURES = {
     "dense-ironwood-engine-tp2-pp2-tp2-recomputing": Setup(
         "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
     ),
+    "llama-heads-of-64-tied-tp2": Setup("llama", k_splits=2, layout=(("tp", 2),)),
+    "llama-x2": Setup("llama", k_splits=2, layout=(("tp", 2),), adapter=MERGED),
+    "llama-x3": Setup("llama", k_splits=2, engine_tp=2, layout=(("tp", 2),)),
+    "llama-x4": Setup("llama", bf16_ends=0, preset="fp8_block_pow2", layout=(("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"), ("recompute", "layer"))),
+    "mistral": Setup("mistral"),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
     "latent-bf16-ends": LATENT,
+    "glm-5": Setup("glm_moe_dsa", router_replay="record"),
+    "deepseek-v3.2": Setup("deepseek_v32", router_replay="record"),
 }
 """A covering set: each architecture, preset and way of the trainer, not every pair. Trainers of several ranks give the
 log-probabilities of one (tests/trainer/distributed), and each architecture runs on two more layouts, for whole runs, in
