@@ -68,7 +68,7 @@ class ModelSizes:
     kept: tuple[str, ...] = ()
     """Parts of names of tensors that nothing here computes with, and that are kept as they are."""
     limit: str = "max_position_embeddings"
-    """The key of config.json that gives `max_positions`, perhaps with the reason."""
+    """The key of config.json that gives `max_positions`, in messages, and why if it is another."""
     rope_scaling: Scaling | None = None
     """Rotation over a lengthened context."""
     own: tuple[Any, ...] = ()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 INDEXER = ".self_attn.indexer."
 """In the names of its tensors."""
-LIMIT = "index_topk: the indexer chooses every key of such a row, and no choice among more is defined here"
+LIMIT = "index_topk (up to there the indexer chooses every key; a choice among more is not defined here)"
 
 
 def sizes(config: ConfigFile) -> ModelSizes:

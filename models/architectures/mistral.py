@@ -33,6 +33,4 @@ def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(intermediate_size=shape.intermediate, sliding_window=None, **common))
 
 
-ARCHITECTURE = replace(
-    llama.ARCHITECTURE, name="MistralForCausalLM", model_type="mistral", sizes=sizes, tiny=tiny
-)
+ARCHITECTURE = replace(llama.ARCHITECTURE, name="MistralForCausalLM", model_type="mistral", sizes=sizes, tiny=tiny)

@@ -48,7 +48,7 @@ class _Rope(torch.autograd.Function):
         return _rotate(grads[0], ctx.saved_tensors[0], ctx.form, -1.0), None, None, None, None, None
 
 
-def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Yarn | None, bool], direction: float) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Scaling | None, bool], direction: float) -> Tensor:
     """form: theta, rotated channels, the scaling of the context, and whether pairs are neighbours."""
     theta, rotary_dim, scaling, pairs = form
     batch, length, heads, dim = x.shape

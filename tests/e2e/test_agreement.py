@@ -62,9 +62,6 @@ ARCHITECTURES = {
         "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
     ),
     "llama-heads-of-64-tied-tp2": Setup("llama", k_splits=2, layout=(("tp", 2),)),
-    "llama-x2": Setup("llama", k_splits=2, layout=(("tp", 2),), adapter=MERGED),
-    "llama-x3": Setup("llama", k_splits=2, engine_tp=2, layout=(("tp", 2),)),
-    "llama-x4": Setup("llama", bf16_ends=0, preset="fp8_block_pow2", layout=(("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"), ("recompute", "layer"))),
     "mistral": Setup("mistral"),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
     "latent-bf16-ends": LATENT,
@@ -123,7 +120,12 @@ def routers(trainer: Any) -> list[Any]:
 
 
 DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] = {
-    "YaRN": (wrong_yarn, "attention", (0, 1, 2), "the factor of the rope scaling is 8 in the trainer and 4 in the engine"),
+    "YaRN": (
+        wrong_yarn,
+        "attention",
+        (0, 1, 2),
+        "the factor of the rope scaling is 8 in the trainer and 4 in the engine",
+    ),
     "groups": (no_groups, "topk", (1, 2), "topk differs in every layer"),
     "BF16 router": (bf16_router, "router", (1, 2), "router differs in every layer"),
 }

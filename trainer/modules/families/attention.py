@@ -85,9 +85,9 @@ def _positions(x: Tensor) -> Tensor:
 
 
 class JoinedHeads(SelfAttention):
-    """Megatron's attention of heads of which `joined` lie together in linear_qkv: queries of as many key-value heads,
-    then their keys, then their values, where Megatron has those of one. So a block of quantization holds rows of q, of k
-    or of v alone, as in the engine."""
+    """Megatron's attention of heads of which `joined` lie together in linear_qkv: the queries of so many key-value
+    heads, then their keys, then their values, where Megatron has those of one. So a quantization block holds rows of q,
+    of k or of v alone, as in the engine."""
 
     def __init__(self, *args: Any, joined: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
