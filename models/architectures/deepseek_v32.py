@@ -29,7 +29,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     if (every := config.size("moe_layer_freq")) != 1:
         raise config.refusal("moe_layer_freq", every, "1: experts in all layers but the first")
     for name in ("scoring_func", "topk_method"):
-        config.expect(name, deepseek_v3.VARIANTS[name], "which the engine's router goes by")
+        config.expect(name, str(deepseek_v3.VARIANTS[name]), "which the engine's router goes by")
     dense = config.leading(
         "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=3)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from fp8rl.numerics.backend.dispatch import op
 
 
-class Scaling(Protocol):
-    """How a model's context was lengthened: its frequencies, from those of the rotation's base. Hashable."""
+class Scaling(Hashable, Protocol):
+    """How a model's context was lengthened: its frequencies, from those of the rotation's base."""
 
     @property
     def factor(self) -> float:

@@ -75,6 +75,18 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
     assert torch.equal(fewer, expected) != any(map(trainer.definition.sizes.keeps, model.state_dict()))
 
 
+def test_megatrons_own_rotation_has_the_frequencies_of_a_lengthened_context(
+    folder: Path, make_trainer: MakeTrainer
+) -> None:
+    path, tokens = write(folder, "llama", torch.float32), torch.arange(8, 78)[None]
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).triu(1)
+    trainer = make_trainer(path, dtype=torch.float32, mode="native")
+    with torch.no_grad():
+        logits = trainer.model(tokens, position_ids=None, attention_mask=mask)
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
 def choosing(model: Any, keys: int) -> Any:
     """The model, whose indexers, if it has some, choose so many keys."""
     for module in model.modules():
@@ -141,7 +153,7 @@ def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_tra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
 def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     """Of every tensor but experts, which transformers holds together."""
     path, batch = write(folder, name, torch.float32), random_batch()

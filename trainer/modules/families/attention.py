@@ -202,9 +202,9 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
 
 def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
     """Return theta, and the factor of a lengthened context, 1 for any other."""
-    own = isinstance(module, CoreAttention)
-    theta, scaling = (module.rope_theta, module.rope_scaling) if own else (model.rotary_base, model.rope_scaling)
-    return theta, 1.0 if scaling is None else scaling.factor
+    at: Any = module if isinstance(module, CoreAttention) else model
+    theta = module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base
+    return theta, 1.0 if at.rope_scaling is None else at.rope_scaling.factor
 
 
 FAMILY = MegatronFamily(
