@@ -66,7 +66,8 @@ class ModelSizes:
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
     kept: tuple[str, ...] = ()
-    """Parts of names of tensors that nothing here computes with, and that are kept as they are."""
+    """Beginnings of names, behind those of a layer, of tensors that nothing here computes with, and that are kept as
+    they are: `.self_attn.indexer.`"""
     limit: str = "max_position_embeddings"
     """The key of config.json that gives `max_positions`, in messages, and why if it is another."""
     rope_scaling: Scaling | None = None
@@ -112,7 +113,11 @@ class ModelSizes:
         """Return whether a tensor of the checkpoint is kept as it is: one of a draft layer, or of `kept`."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         drafts = name.startswith(tuple(f"model.layers.{number}." for number in numbers))
-        return drafts or any(part in name for part in self.kept)
+        return drafts or self.keeps_in_layer(name)
+
+    def keeps_in_layer(self, name: str) -> bool:
+        """Return whether a tensor is kept that a layer has beside what is computed here."""
+        return any(part in name for part in self.kept)
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
