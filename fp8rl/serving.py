@@ -147,7 +147,7 @@ def convert_model(
     if os.path.lexists(out):
         raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
     with writing(out, "OUT"):
-        convert_checkpoint(model, out, spec, adapter=adapter)
+        convert_checkpoint(model, out, spec, adapter=adapter, whole=True)
     return spec
 
 

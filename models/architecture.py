@@ -95,7 +95,7 @@ class Model:
     def tensors(self) -> TensorTable:
         rows = list(self.architecture.tensors(self.sizes))
         adapters = adapter_rows(rows, self.adapter) if self.adapter else ()
-        return TensorTable((*rows, *adapters), self.sizes.kv_heads)
+        return TensorTable((*rows, *adapters), self.sizes.kv_heads // self.sizes.joined)
 
     @functools.cached_property
     def forward(self) -> Forward:

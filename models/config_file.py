@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fp8rl.models.tensors import FP8_BLOCK
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import read_json
-from fp8rl.numerics.ops.rope import Yarn
+from fp8rl.numerics.ops.rope import Llama3, Scaling, Yarn
 
 LARGEST = 1 << 31
 """The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is
@@ -20,8 +20,11 @@ _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BL
 _ROPE_PLACES = ("rope_parameters", "rope_scaling")
 """transformers writes the first and lets the second, of older files, win over it."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-_YARN_KEYS |= {"truncate"}
+_SCALING_KEYS = {
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    | {"truncate"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+}
 
 
 class ConfigFile:
@@ -90,18 +93,24 @@ class ConfigFile:
                 expected = f"none, for weights in BF16, or FP8 by blocks: {_BLOCK_FP8}"
                 raise self.refusal(name, found, expected, "Use the BF16 checkpoint of this model.")
 
-    def refuse_variants(self, expected: Mapping[str, Any], rotary_part: bool = False, yarn: bool = False) -> None:
+    def refuse_variants(
+        self,
+        expected: Mapping[str, Any],
+        rotary_part: bool = False,
+        scaled: bool = False,
+        layer_type: str = "full_attention",
+    ) -> None:
         """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
-        attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated; yarn: `yarn` looks at
-        the rotation."""
+        attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated; scaled: `rope_scaling`
+        looks at the rotation; layer_type: what transformers calls every layer."""
         for name, value in {"use_sliding_window": False, **expected}.items():
             found = self._values.get(name)
             if found is not None and found != value:
                 raise self._variant(name, found, repr(value))
         layers = self._values.get("layer_types")
-        if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
-            raise self._variant("layer_types", layers, "'full_attention' in every layer")
-        for name in () if yarn else _ROPE_PLACES:
+        if layers is not None and not (isinstance(layers, list) and all(kind == layer_type for kind in layers)):
+            raise self._variant("layer_types", layers, f"{layer_type!r} in every layer")
+        for name in () if scaled else _ROPE_PLACES:
             self._refuse_scaled_rope(name, rotary_part)
 
     def _refuse_scaled_rope(self, name: str, rotary_part: bool) -> None:
@@ -121,30 +130,43 @@ class ConfigFile:
             raise self._variant(name, rope, "a JSON object or null")
         return rope or {}
 
-    def yarn(self) -> Yarn | None:
-        """Return how the context was lengthened, as every place of the config gives it; None: it was not."""
-        found = {name: self._yarn_at(name) for name in _ROPE_PLACES if self._values.get(name) is not None}
+    def rope_scaling(self, known: Literal["yarn", "llama3"]) -> Scaling | None:
+        """Return how the context was lengthened, as every place of the config gives it; None: it was not.
+
+        known: the one way that is accepted.
+        """
+        found = {name: self._scaling_at(name, known) for name in _ROPE_PLACES if self._values.get(name) is not None}
         if len(set(found.values())) > 1:
             raise self.refusal("rope_scaling", found, "one scaling in all places", "Make them equal.")
         return next(iter(found.values()), None)
 
-    def _yarn_at(self, name: str) -> Yarn | None:
+    def _scaling_at(self, name: str, known: str) -> Scaling | None:
         rope = self._rope(name)
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in ("default", "yarn"):
-            raise self._variant(f"{name}.rope_type", kind, "'default' or 'yarn'")
+        if kind not in ("default", known):
+            raise self._variant(f"{name}.rope_type", kind, f"'default' or {known!r}")
         plain = kind == "default"
-        for key in rope.keys() - _ROPE_KEYS - (set() if plain else _YARN_KEYS):
+        for key in rope.keys() - _ROPE_KEYS - (set() if plain else _SCALING_KEYS[known]):
             if rope[key] is not None:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key")
         if plain:
             return None
-        if rope.get("truncate", True) is not True:
-            raise self._variant(f"{name}.truncate", rope["truncate"], "true")
 
         def number(key: str, default: float | None = None) -> float:
             return self._positive(f"{name}.{key}", rope.get(key, default))
 
+        return self._llama3(name, number) if known == "llama3" else self._yarn(name, rope, number)
+
+    def _llama3(self, name: str, number: Callable[..., float]) -> Llama3:
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise self._variant(f"{name}.low_freq_factor", low, f"less than high_freq_factor = {high:g}")
+        original = int(number("original_max_position_embeddings"))
+        return Llama3(factor=number("factor"), original=original, low=low, high=high)
+
+    def _yarn(self, name: str, rope: Mapping[str, Any], number: Callable[..., float]) -> Yarn:
+        if rope.get("truncate", True) is not True:
+            raise self._variant(f"{name}.truncate", rope["truncate"], "true")
         mscale = number("mscale_all_dim")
         if number("mscale") != mscale:
             raise self._variant(f"{name}.mscale", rope["mscale"], f"mscale_all_dim = {mscale:g}")

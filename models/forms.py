@@ -38,7 +38,7 @@ class OpForm:
         return "" if self.definition is None else f"{self.definition.__module__}.{self.definition.__name__}"
 
 
-EPS, THETA = "norm_eps", "rope_theta"
+EPS, THETA, ROPE_FACTOR = "norm_eps", "rope_theta", "the factor of the rope scaling"
 """Constants that several forms have."""
 
 EMBED = OpForm(name="embed", shapes="tokens int64 [T] -> [T, H]", definition=None, part="embedding")

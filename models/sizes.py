@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.numerics.ops.rope import Yarn
+from fp8rl.numerics.ops.rope import Scaling
 
 S = TypeVar("S")
 
@@ -58,11 +58,19 @@ class ModelSizes:
     """None: routers take a softmax."""
     head_norms: Literal["each", "together"] | None = "each"
     """A norm of queries and keys is over each head, or over all heads of a token together; None: they have none."""
+    joined: int = 1
+    """Key-value heads whose rows, with those of their queries, lie together in the trainer's fused parameter: as many
+    as fill a quantization block, where a head is narrower than one."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
-    yarn: Yarn | None = None
+    kept: tuple[str, ...] = ()
+    """Beginnings of names, behind those of a layer, of tensors that nothing here computes with, and that are kept as
+    they are: `.self_attn.indexer.`"""
+    limit: str = "max_position_embeddings"
+    """The key of config.json that gives `max_positions`, in messages, and why if it is another."""
+    rope_scaling: Scaling | None = None
     """Rotation over a lengthened context."""
     own: tuple[Any, ...] = ()
     """Sizes that one family of ops alone has, each an object of a class of its own; see `of`."""
@@ -81,7 +89,7 @@ class ModelSizes:
     @property
     def attention_scale(self) -> float:
         """Return what the products of queries and keys are multiplied by."""
-        return self.head_dim**-0.5 * (self.yarn.temperature if self.yarn else 1.0)
+        return self.head_dim**-0.5 * (self.rope_scaling.temperature if self.rope_scaling else 1.0)
 
     @property
     def plain_dim(self) -> int:
@@ -101,10 +109,15 @@ class ModelSizes:
         """Return whether layer 0 to `layers` - 1 has routed experts."""
         return self.moe and layer >= self.dense_layers
 
-    def drafts(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is of a draft layer."""
+    def keeps(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint is kept as it is: one of a draft layer, or of `kept`."""
         numbers = range(self.layers, self.layers + self.draft_layers)
-        return name.startswith(tuple(f"model.layers.{number}." for number in numbers))
+        drafts = name.startswith(tuple(f"model.layers.{number}." for number in numbers))
+        return drafts or self.keeps_in_layer(name)
+
+    def keeps_in_layer(self, name: str) -> bool:
+        """Return whether a tensor is kept that a layer has beside what is computed here."""
+        return any(part in name for part in self.kept)
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Location:
     """The place on the first axis of a parameter that stacks several tensors, such as an engine's experts."""
     layout: Literal["rows", "heads"] = "rows"
     """The tensors of one parameter (and index) lie one after the other along the rows in the order of the table, or q,
-    k and v are interleaved by key-value head."""
+    k and v are interleaved by group of heads: each key-value head (or `ModelSizes.joined` of them) and its queries."""
     together: bool = False
     """The side's own loader takes the tensors of the parameter, and their scales, only in one message, and drops any
     that comes alone."""
@@ -76,12 +76,12 @@ class TensorRow:
 class TensorTable:
     """The rows of a model, found by name and by parameter.
 
-    kv_heads: by which parameters that interleave heads are cut.
+    groups: of heads, by which parameters that interleave them are cut.
     """
 
-    def __init__(self, rows: Iterable[TensorRow], kv_heads: int) -> None:
+    def __init__(self, rows: Iterable[TensorRow], groups: int) -> None:
         self.rows: dict[str, TensorRow] = {row.name: row for row in rows}
-        self._kv_heads = kv_heads
+        self._groups = groups
 
     def __getitem__(self, name: str) -> TensorRow:
         """The row of a tensor, or of the weight that `name` is the scales of."""
@@ -118,7 +118,7 @@ class TensorTable:
         fused: [N, ...]. block: as above. ranks: that share the rows of each tensor, of which `fused` has one's part.
         """
         if rows[0].megatron.layout == "heads":
-            grouped = fused.unflatten(0, (self._kv_heads // ranks, -1))
+            grouped = fused.unflatten(0, (self._groups // ranks, -1))
             return [part.flatten(0, 1) for part in grouped.split(self._rows_in_group(rows, block), 1)]
         return _cut(fused, rows, [-(-row.shape[0] // ranks // block) for row in rows])
 
@@ -126,15 +126,15 @@ class TensorTable:
         """The inverse of `split`."""
         if rows[0].megatron.layout == "heads":
             pieces = [
-                tensor.unflatten(0, (self._kv_heads // ranks, size))
+                tensor.unflatten(0, (self._groups // ranks, size))
                 for tensor, size in zip(tensors, self._rows_in_group(rows, block), strict=True)
             ]
             return torch.cat(pieces, 1).flatten(0, 1)
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
     def _rows_in_group(self, rows: Sequence[TensorRow], block: int) -> list[int]:
-        """Rows that q, k and v have in the group of one key-value head."""
-        return [-(-row.shape[0] // self._kv_heads // block) for row in rows]
+        """Rows that q, k and v have in one group of heads."""
+        return [-(-row.shape[0] // self._groups // block) for row in rows]
 
 
 @dataclass(frozen=True)

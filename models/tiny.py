@@ -54,10 +54,11 @@ class TinyModel:
     renormalize: bool = True
     """The chosen experts' probabilities are divided by their sum."""
     family: str = "qwen3"
-    """Qwen2 is dense, whatever `experts` says; OLMoE has as many key-value heads as heads, `hidden` wide together, and
-    does not renormalize; GLM-4.5 has a dense first layer, an expert that every token takes, and groups of experts; so
-    has DeepSeek-V3, with latent attention, in which `head_dim` is the part of a head that is not rotated and the width
-    of a value; GLM-4.7-Flash, `glm4_moe_lite`, is one with other widths. Mixtral has `hidden` channels in all heads."""
+    """Qwen2, Llama and Mistral are dense, whatever `experts` says, and Llama's context was lengthened; OLMoE has as
+    many key-value heads as heads, `hidden` wide together, and does not renormalize; GLM-4.5 has a dense first layer, an
+    expert that every token takes, and groups of experts; so has DeepSeek-V3, with latent attention, in which `head_dim`
+    is the part of a head that is not rotated and the width of a value. GLM-4.7-Flash, `glm4_moe_lite`, is one with
+    other widths; DeepSeek-V3.2 and GLM-5, `glm_moe_dsa`, have indexers. Mixtral has `hidden` channels in all heads."""
     groups: int = 4
     """Groups of a sigmoid router's experts, of which a token may go to half; 1 as in Kimi-K2."""
     q_rank: int = 128
@@ -72,7 +73,7 @@ class TinyModel:
 
     @property
     def moe(self) -> bool:
-        return self.experts > 0 and self.family != "qwen2"
+        return self.experts > 0 and self.family not in ("qwen2", "llama", "mistral")
 
 
 def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -> None:

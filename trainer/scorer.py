@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.base import Base
+from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import NAN, give_back, placeholders
@@ -69,7 +70,7 @@ class Scorer:
         sizes = self.definition.sizes
         check_layout(self.definition.shape, config, numerics.trainer_spec)
         check_rows(config, numerics.mode, device.has_transformer_engine())
-        _check_sequence_length(max_sequence_length, sizes.max_positions)
+        _check_sequence_length(max_sequence_length, sizes)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length
         self.cache = WeightCache()
@@ -167,12 +168,12 @@ class Scorer:
             )
 
 
-def _check_sequence_length(wanted: int, limit: int) -> None:
-    if wanted > limit:
+def _check_sequence_length(wanted: int, sizes: ModelSizes) -> None:
+    if wanted > sizes.max_positions:
         raise user_error(
             "max_sequence_length",
             found=wanted,
-            expected=f"at most the model's max_position_embeddings={limit}",
+            expected=f"at most {sizes.max_positions}, the model's {sizes.limit}",
             remedy="Lower rollout.context_length, or use a model with more positions.",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fp8rl.models import Model, read_model
 from fp8rl.models.checkpoint.peft import pair_of, read_adapter, read_config
-from fp8rl.models.checkpoint.reading import starting_weights
+from fp8rl.models.checkpoint.reading import kept_tensors, starting_weights
 from fp8rl.models.checkpoint.writing import INDEX, write_directory
 from fp8rl.models.shape import BF16_BYTES, Shape, WeightGroup
 from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
@@ -122,10 +123,10 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     from the run's numerics, any other quantizes them dynamically to nearest.
 
     `modules_to_not_convert` names every product that stays as it is, without which transformers and vLLM take a router
-    for quantized. Its entries are path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and
-    so for the fused projections and the experts of a layer alike. For a layer's experts the common module is named, but
-    never a layer's prefix: transformers takes that of 1 for 10's, too. q_a_proj and kv_a_proj are one module in the
-    engine, which is named as well: SGLang's GLM-4.7-Flash looks for no other.
+    for quantized, and modules that are only kept. Its entries are path prefixes: SGLang's `is_layer_skipped` takes them
+    for whole path components, and so for the fused projections and the experts of a layer alike. For a layer's experts
+    the common module is named, but never a layer's prefix: transformers takes that of 1 for 10's, too. q_a_proj and
+    kv_a_proj are one module in the engine, which is named as well: SGLang's GLM-4.7-Flash looks for no other.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",
@@ -138,17 +139,24 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
     modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
     fused = [row.engine.parameter for row in kept if row.engine.together]
-    unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
+    unread = [f"model.layers.{n}{part}"[:-1] for part in model.sizes.kept for n in range(model.sizes.layers)]
+    unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused + unread))
     return config | {"modules_to_not_convert": unquantized}
 
 
 def convert_checkpoint(
-    source: Path, path: Path, spec: QuantSpec, recorder: Recorder | None = None, adapter: Path | None = None
+    source: Path,
+    path: Path,
+    spec: QuantSpec,
+    recorder: Recorder | None = None,
+    adapter: Path | None = None,
+    whole: bool = False,
 ) -> None:
     """Quantize the weights of an HF directory by the spec, into a directory that an engine loads.
 
     Weights of another float format are rounded first to the trainer's dtype. recorder: digests what is written.
-    adapter: a directory in PEFT's format, which is added to the weights before they are quantized.
+    adapter: a directory in PEFT's format, which is added to the weights before they are quantized. whole: write what is
+    only kept in the layers, too, as it is, for servers that compute with it.
 
     Raises:
         UserError: the adapter is not one of this model; see :mod:`models.checkpoint.peft`.
@@ -161,7 +169,11 @@ def convert_checkpoint(
             yield name, add(name, weight) if add is not None else weight
 
     tensors = served_tensors(weights(), spec, model)
-    write_served_checkpoint(recorder.watch(tensors) if recorder else tensors, source, path, spec)
+    tensors = recorder.watch(tensors) if recorder else tensors
+    if whole:
+        kept = kept_tensors(source, model)
+        tensors = chain(tensors, ((name, each) for name, each in kept if model.sizes.keeps_in_layer(name)))
+    write_served_checkpoint(tensors, source, path, spec)
 
 
 def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor], Tensor]:

@@ -298,6 +298,12 @@ MODELS = {
     "GLM-4.5": TinyModel(layers=4, intermediate=256, kv_heads=2, family="glm4_moe"),
     "Moonlight's queries": replace(_LATENT, groups=1, q_rank=0),
     "GLM-4.7-Flash": replace(_LATENT, groups=1, family="glm4_moe_lite"),
+    "Llama-3, heads of 64": TinyModel(
+        layers=4, intermediate=256, heads=8, kv_heads=4, head_dim=64, tied=True, family="llama"
+    ),
+    "Mistral": TinyModel(layers=4, intermediate=256, kv_heads=2, family="mistral"),
+    "DeepSeek-V3.2": replace(_LATENT, yarn=True, family="deepseek_v32"),
+    "GLM-5": replace(_LATENT, groups=1, family="glm_moe_dsa"),
     "Mixtral": TinyModel(layers=4, intermediate=256, hidden=256, kv_heads=2, family="mixtral"),
 }
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -324,7 +330,7 @@ def _layouts() -> list[Run]:
         chosen = {**_RANDOM, **settings}
         if not shape.moe:
             chosen.pop("trainer.ep", None)
-        if shape.family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite"):  # whose experts have biases
+        if shape.family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"):  # with biases
             chosen["trainer.router_bias_rate"] = 0.001
         runs.append(Run(f"{name}, {layout}", chosen, (exact,), model=shape))
     return runs

@@ -28,9 +28,8 @@ VARIANTS = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "rope_interleave": True,
-    "index_topk": None,
 }
-"""The only values of these keys that the shared ops define; the last one belongs to sparse attention (V3.2)."""
+"""The only values of these keys that the shared ops define."""
 BLOCK_OF_PAIR = 128
 """SGLang lays q_a_proj and kv_a_proj end to end, with the scales of both: the first has to be whole blocks."""
 
@@ -42,10 +41,13 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return latent_sizes(config, config.size("first_k_dense_replace"), 2.5)
 
 
-def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
+def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = False) -> ModelSizes:
     """Sizes of a model with latent attention and a sigmoid router, whose first layers are dense; factor: of the
-    router's probabilities, where the file has none."""
-    config.refuse_variants(VARIANTS, yarn=True)
+    router's probabilities, where the file has none; indexer: an indexer may choose keys."""
+    if indexer:
+        config.refuse_variants(VARIANTS, scaled=True, layer_type="deepseek_sparse_attention")
+    else:
+        config.refuse_variants(VARIANTS | {"index_topk": None}, scaled=True)
     heads, expert_size = config.size("num_attention_heads"), config.size("moe_intermediate_size")
     rope, layers = config.size("qk_rope_head_dim"), config.size("num_hidden_layers")
     top_k, experts = config.size("num_experts_per_tok"), config.size("n_routed_experts")
@@ -76,7 +78,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float) -> ModelSizes:
         ),
         head_norms=None,
         draft_layers=config.count("num_nextn_predict_layers"),
-        yarn=config.yarn(),
+        rope_scaling=config.rope_scaling("yarn"),
         own=(
             latent.Latent(
                 q_rank=q_rank,

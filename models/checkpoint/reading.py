@@ -31,7 +31,7 @@ def check_stored(
     path: Path, model: Model, key: str = "model.path", say: Callable[[str], object] = lambda text: None
 ) -> None:
     """Check whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite
-    floats, or as matrices in FP8 with a scale for each block; those of draft layers may have any shape.
+    floats, or as matrices in FP8 with a scale for each block; those that are only kept may have any shape.
 
     say: told what becomes of weights in FP8.
 
@@ -56,7 +56,7 @@ def check_stored(
         if found[name] != row.shape:
             raise _refusal(key, name, f"shape {list(found[name])}", f"{list(row.shape)}")
     for name in sorted(found.keys() - model.tensors.rows.keys()):
-        spare = name.endswith(_SPARE) or model.sizes.drafts(name) or (model.sizes.tied and name == "lm_head.weight")
+        spare = name.endswith(_SPARE) or model.sizes.keeps(name) or (model.sizes.tied and name == "lm_head.weight")
         if not spare and not is_scales(name, files):
             raise _unexpected(key, name, found[name], model)
     if coded:
@@ -93,9 +93,9 @@ def read_tensors(path: Path, names: Collection[str], key: str = "model.path") ->
     return {name: files.read(name) for name in names}
 
 
-def draft_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the draft layers; in BF16 where the files have FP8."""
-    return _tensors(path, key, model.sizes.drafts)
+def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of draft layers and whatever else is only kept; in BF16 where the files have FP8."""
+    return _tensors(path, key, model.sizes.keeps)
 
 
 def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

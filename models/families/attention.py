@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fp8rl.models.families import Activations, Family, PartNames, Ranks, Widths, attention_activations, norm
-from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, THETA, OpForm
+from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, ROPE_FACTOR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.models.trace import Op
@@ -27,7 +27,7 @@ QKV = OpForm(
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
     definition=ops.linear,
 )
-ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constants=(THETA,))
+ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constants=(THETA, ROPE_FACTOR))
 ATTENTION = OpForm(name="attention", shapes="q, k, v -> [T, heads * D]", definition=ops.attention, part="attention")
 
 INPUT_NORM = Op(
@@ -96,6 +96,12 @@ def _activations(sizes: ModelSizes) -> Activations:
     return attention_activations(sizes, sizes.head_dim)
 
 
+def _widths(sizes: ModelSizes) -> Widths:
+    """One head, or the heads that lie together, are whole blocks: ranks share no group of heads."""
+    name = "head_dim" if sizes.joined == 1 else f"{sizes.joined} * head_dim"
+    return Widths({name: sizes.joined * sizes.head_dim})
+
+
 def _unshared(sizes: ModelSizes) -> Mapping[Ranks, str]:
     whole = "that norms queries and keys over all heads: SGLang does not shard this norm"
     return {"engine": whole} if sizes.head_norms == "together" else {}
@@ -108,7 +114,7 @@ FAMILY = Family(
     tensors=attention_tensors,
     ops=attention_ops,
     activations=_activations,
-    widths=lambda sizes: Widths({"head_dim": sizes.head_dim}),
+    widths=_widths,
     unshared=_unshared,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),
     scored=lambda sizes: sizes.heads * 2 * sizes.head_dim,

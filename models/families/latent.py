@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp8rl.models.families import Activations, Family, PartNames, Widths, attention_activations, norm
 from fp8rl.models.families.attention import O_PROJ, o_proj
-from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, THETA, OpForm
+from fp8rl.models.forms import ADD_NORM, LINEAR, NORM, ROPE_FACTOR, THETA, OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.models.trace import Op
@@ -38,7 +38,7 @@ LATENT_ATTENTION = OpForm(
     shapes="q [T, heads, D] and rows [T, kv rank + rope], neither rotated -> [T, heads * value]: the rows' norm, "
     "`ops.rope_pairs`, `ops.head_linear` into the latents and out of them, and the attention between",
     definition=ops.latent_attention,
-    constants=(THETA, "the factor of YaRN"),
+    constants=(THETA, ROPE_FACTOR),
     part="attention",
 )
 

@@ -16,29 +16,31 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows
-from fp8rl.numerics.ops.rope import Yarn, frequencies
+from fp8rl.numerics.ops.rope import Scaling, frequencies
 
 _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
 
 
-def rope(x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None) -> Tensor:
+def rope(
+    x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None, scaling: Scaling | None = None
+) -> Tensor:
     """`numerics.ops.rope`."""
-    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], None, False)
+    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], scaling, False)
 
 
-def rope_pairs(x: Tensor, positions: Tensor, theta: float, yarn: Yarn | None = None) -> Tensor:
+def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
     """`numerics.ops.rope_pairs`."""
-    return _Rope.apply(x, positions, theta, x.shape[-1], yarn, True)
+    return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, yarn: Yarn | None, pairs: bool
+        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, scaling: Scaling | None, pairs: bool
     ) -> Tensor:
         ctx.save_for_backward(positions)
-        ctx.form = theta, rotary_dim, yarn, pairs
+        ctx.form = theta, rotary_dim, scaling, pairs
         return _rotate(x, positions, ctx.form, 1.0)
 
     @staticmethod
@@ -46,16 +48,16 @@ class _Rope(torch.autograd.Function):
         return _rotate(grads[0], ctx.saved_tensors[0], ctx.form, -1.0), None, None, None, None, None
 
 
-def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Yarn | None, bool], direction: float) -> Tensor:
-    """form: theta, rotated channels, YaRN, and whether pairs are neighbours."""
-    theta, rotary_dim, yarn, pairs = form
+def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Scaling | None, bool], direction: float) -> Tensor:
+    """form: theta, rotated channels, the scaling of the context, and whether pairs are neighbours."""
+    theta, rotary_dim, scaling, pairs = form
     batch, length, heads, dim = x.shape
     tokens = batch * length
     flat = dense_rows(x).reshape(tokens, heads, dim)
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     if out.numel():
         _kernel[tokens, triton.cdiv(heads, _HEADS)](
-            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, yarn, x.device), out),
+            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, scaling, x.device), out),
             *(heads, flat.stride(0), flat.stride(1), direction),
             HALF=rotary_dim // 2,
             REST=dim - rotary_dim,
@@ -69,9 +71,9 @@ def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Yarn | None, b
 
 
 @functools.lru_cache(maxsize=8)
-def _frequencies(theta: float, dim: int, yarn: Yarn | None, device: torch.device) -> Tensor:
+def _frequencies(theta: float, dim: int, scaling: Scaling | None, device: torch.device) -> Tensor:
     """Return `frequencies` on the kernel's device."""
-    return frequencies(theta, dim, yarn).to(device)
+    return frequencies(theta, dim, scaling).to(device)
 
 
 @triton.jit(do_not_specialize=["heads"])

@@ -5,12 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
+
+
+class Scaling(Hashable, Protocol):
+    """How a model's context was lengthened: its frequencies, from those of the rotation's base."""
+
+    @property
+    def factor(self) -> float:
+        """Return the factor by which the context was lengthened."""
+
+    @property
+    def temperature(self) -> float:
+        """Return the factor of the scores, beside the square root of a head's width."""
+
+    def lengthened(self, plain: Tensor, theta: float) -> Tensor:
+        """Return the radians per position of each pair, from those of theta alone, both FP64 [rotary_dim / 2]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,49 +49,76 @@ class Yarn:
         """Return the factor of the scores, beside the square root of a head's width."""
         return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
+    def lengthened(self, plain: Tensor, theta: float) -> Tensor:
+        rotary_dim = 2 * len(plain)
+
+        def pair_with(turns: float) -> float:
+            """Return the pair that makes this number of turns over the original positions."""
+            return rotary_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_with(self.beta_fast)), 0)
+        high = min(math.ceil(pair_with(self.beta_slow)), rotary_dim - 1)
+        slow = ((torch.arange(len(plain), dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return slow * plain / self.factor + (1 - slow) * plain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3:
+    """The frequencies of Llama 3.1 and later (`rope_type: llama3`): pairs that make few turns over the original
+    positions turn slower by the factor, those that make many are left alone, those between lie between."""
+
+    factor: float
+    """The factor by which the context was lengthened."""
+    original: int
+    """Positions before that."""
+    low: float
+    """Turns over the original positions below which a pair's frequency is divided by the factor."""
+    high: float
+    """Turns above which it is left alone."""
+
+    @property
+    def temperature(self) -> float:
+        """Return 1: the scores are those of a model whose context was not lengthened."""
+        return 1.0
+
+    def lengthened(self, plain: Tensor, theta: float) -> Tensor:
+        turns = self.original * plain / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return (1 - kept) * plain / self.factor + kept * plain
+
 
 @op
-def rope(x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None) -> Tensor:
+def rope(
+    x: Tensor, positions: Tensor, theta: float, rotary_dim: int | None = None, scaling: Scaling | None = None
+) -> Tensor:
     """Rotate x [B, S, heads, D] by its positions int64 [B, S]. FP32 inside, rounded once to x's dtype.
 
-    rotary_dim: the first channels of a head that are rotated; the others pass. None: all.
+    rotary_dim: the first channels of a head that are rotated; the others pass. None: all. scaling: of a lengthened
+    context; None: the frequencies are theta's alone.
     """
-    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], None, False)
+    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], scaling, False)
 
 
 @op
-def rope_pairs(x: Tensor, positions: Tensor, theta: float, yarn: Yarn | None = None) -> Tensor:
-    """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`.
-
-    yarn: of a lengthened context; None: the frequencies are theta's alone.
-    """
-    return _Rope.apply(x, positions, theta, x.shape[-1], yarn, True)
+def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
+    """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`."""
+    return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
 
 
-def frequencies(theta: float, rotary_dim: int, yarn: Yarn | None = None) -> Tensor:
+def frequencies(theta: float, rotary_dim: int, scaling: Scaling | None = None) -> Tensor:
     """Return the radians per position of each pair, FP64 [rotary_dim / 2]."""
     plain = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    if yarn is None:
-        return plain
-
-    def pair_with(turns: float) -> float:
-        """Return the pair that makes this number of turns over the original positions."""
-        return rotary_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair_with(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_with(yarn.beta_slow)), rotary_dim - 1)
-    slow = ((torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-    return slow * plain / yarn.factor + (1 - slow) * plain
+    return plain if scaling is None else scaling.lengthened(plain, theta)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, yarn: Yarn | None, pairs: bool
+        ctx: Any, x: Tensor, positions: Tensor, theta: float, rotary_dim: int, scaling: Scaling | None, pairs: bool
     ) -> Tensor:
         # Whole powers of two, so that few tables are ever made.
         length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
-        table = _table(theta, rotary_dim, yarn, length, x.device)[:, positions].unsqueeze(-2)
+        table = _table(theta, rotary_dim, scaling, length, x.device)[:, positions].unsqueeze(-2)
         ctx.save_for_backward(table)
         ctx.pairs = pairs
         return _rotate(x, table[0], table[1], pairs)
@@ -97,7 +140,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(theta: float, rotary_dim: int, yarn: Yarn | None, length: int, device: torch.device) -> Tensor:
+def _table(theta: float, rotary_dim: int, scaling: Scaling | None, length: int, device: torch.device) -> Tensor:
     """Return cos and sin, FP32 [2, length, rotary_dim / 2]."""
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(theta, rotary_dim, yarn)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(theta, rotary_dim, scaling)
     return torch.stack((angles.cos(), angles.sin())).float().to(device)

@@ -91,7 +91,8 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     """Return what is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
 
     Exact mode replaces every op. Native mode replaces the draw, the FP8 products on a CPU, and on a GPU the quantizer
-    of activations unless they are rounded under FP32 scales as SGLang does; in a BF16 engine the draw alone.
+    of activations unless they are rounded under FP32 scales as SGLang does; in a BF16 engine the draw alone. Both
+    change what SGLang gets wrong of a model beside its ops: its loader, its kind of attention.
     """
     of_families = tuple(hook for family in families() for hook in family.hooks(numerics, cuda))
     every = (*_EVERY_MODE, *(() if cuda else _EVERY_CPU))

@@ -61,8 +61,12 @@ ARCHITECTURES = {
     "dense-ironwood-engine-tp2-pp2-tp2-recomputing": Setup(
         "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
     ),
+    "llama-heads-of-64-tied-tp2": Setup("llama", k_splits=2, layout=(("tp", 2),)),
+    "mistral": Setup("mistral"),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
     "latent-bf16-ends": LATENT,
+    "glm-5": Setup("glm_moe_dsa", router_replay="record"),
+    "deepseek-v3.2": Setup("deepseek_v32", router_replay="record"),
 }
 """A covering set: each architecture, preset and way of the trainer, not every pair. Trainers of several ranks give the
 log-probabilities of one (tests/trainer/distributed), and each architecture runs on two more layouts, for whole runs, in
@@ -86,7 +90,7 @@ ONE_BASE = Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_
 def wrong_yarn(trainer: Any) -> None:
     for layer in trainer.model.decoder.layers:
         core = layer.self_attention.core_attention
-        core.yarn = replace(core.yarn, factor=2 * core.yarn.factor)
+        core.rope_scaling = replace(core.rope_scaling, factor=2 * core.rope_scaling.factor)
 
 
 def no_groups(trainer: Any) -> None:
@@ -105,7 +109,7 @@ def bf16_router(trainer: Any) -> None:
 def restored(trainer: Any) -> None:
     sizes = trainer.definition.sizes
     for layer in trainer.model.decoder.layers:
-        layer.self_attention.core_attention.yarn = sizes.yarn
+        layer.self_attention.core_attention.rope_scaling = sizes.rope_scaling
     for router in routers(trainer):
         router.chooses = sizes.sigmoid_router
         vars(router).pop("gating", None)
@@ -116,7 +120,12 @@ def routers(trainer: Any) -> list[Any]:
 
 
 DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] = {
-    "YaRN": (wrong_yarn, "attention", (0, 1, 2), "the factor of YaRN is 8 in the trainer and 4 in the engine"),
+    "YaRN": (
+        wrong_yarn,
+        "attention",
+        (0, 1, 2),
+        "the factor of the rope scaling is 8 in the trainer and 4 in the engine",
+    ),
     "groups": (no_groups, "topk", (1, 2), "topk differs in every layer"),
     "BF16 router": (bf16_router, "router", (1, 2), "router differs in every layer"),
 }

@@ -111,9 +111,9 @@ def test_models_that_cannot_be_trained(refused: Callable[..., str], model: Path,
 
     other = Path(shutil.copytree(model, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    (other / "config.json").write_text(json.dumps({**config, "architectures": ["PhiForCausalLM"]}))
     message = refused(f"model.path={other}")
-    assert "LlamaForCausalLM" in message and "Qwen3MoeForCausalLM" in message
+    assert "PhiForCausalLM" in message and "Qwen3MoeForCausalLM" in message
 
     (other / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
     message = refused(f"model.path={other}")
@@ -132,7 +132,7 @@ def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
     assert "existing" in refusal()
     shutil.copytree(model, source)
     config = json.loads((source / "config.json").read_text())
-    for key, value in {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8"}}.items():
+    for key, value in {"architectures": ["PhiForCausalLM"], "quantization_config": {"quant_method": "fp8"}}.items():
         (source / "config.json").write_text(json.dumps({**config, key: value}))
         assert key in refusal()
     (source / "config.json").write_text(json.dumps(config))

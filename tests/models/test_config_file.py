@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from fp8rl.models import ModelSizes, read_model
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.ops.rope import Llama3
 from tests.support.paths import EXAMPLES
 
 COMMON = {
@@ -43,6 +44,31 @@ GLM = {
     "num_experts_per_tok": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
+LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MISTRAL = {**COMMON, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+GLM_5 = {
+    **COMMON,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -136,6 +162,52 @@ def test_values_and_defaults_of_glm_are_those_of_transformers(changes: dict[str,
     assert sizes.rotary_dim == sizes.head_dim * theirs.rope_parameters["partial_rotary_factor"]
 
 
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        (LLAMA, {}),
+        (LLAMA, {"head_dim": 64, "num_key_value_heads": 8, "rope_parameters": LLAMA3}),
+        (LLAMA, {"rope_theta": 5e5, "rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if key != "rope_theta"}}),
+        (MISTRAL, {}),
+        (MISTRAL, {"head_dim": None, "num_key_value_heads": 16, "rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+    ],
+)
+def test_values_and_defaults_of_llama_and_mistral_are_those_of_transformers(
+    base: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = read_sizes(write(tmp_path, base | changes))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (sizes.kv_heads, sizes.norm_eps) == (theirs.num_key_value_heads, theirs.rms_norm_eps)
+    assert sizes.head_dim == (theirs.head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    rope, scaling = theirs.rope_parameters, sizes.rope_scaling
+    assert sizes.rope_theta == rope["rope_theta"] and (scaling is None) == (rope["rope_type"] == "default")
+    assert scaling is None or scaling == Llama3(factor=8.0, original=64, low=1.0, high=4.0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "joined"), [(128, 8, 1), (64, 8, 2), (64, 1, 1), (32, 8, 4), (96, 8, 1)]
+)
+def test_heads_of_llama_lie_together_where_they_fill_a_block(
+    head_dim: int, kv_heads: int, joined: int, tmp_path: Path
+) -> None:
+    assert read_sizes(write(tmp_path, LLAMA | {"head_dim": head_dim, "num_key_value_heads": kv_heads})).joined == joined
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32"])
+def test_rows_of_an_indexer_end_where_it_chooses_all_keys(name: str, tmp_path: Path) -> None:
+    architecture = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}[name]
+    base = {**GLM_5, "model_type": name, "architectures": [architecture]}
+    sizes = read_sizes(write(tmp_path, base))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert sizes.max_positions == theirs.index_topk == 2048 and sizes.limit.startswith("index_topk (")
+    assert sizes.norm_eps == theirs.rms_norm_eps and sizes.dense_layers == 1
+    assert sizes.keeps("model.layers.0.self_attn.indexer.wk.weight") and not sizes.keeps("model.layers.0.self_attn.x")
+    short = read_sizes(write(tmp_path, base | {"index_topk": 512, "layer_types": ["deepseek_sparse_attention"] * 2}))
+    assert short.max_positions == 512
+    whole = read_sizes(write(tmp_path, base | {"max_position_embeddings": 2048}))
+    assert (whole.max_positions, whole.limit) == (2048, "max_position_embeddings")
+
+
 @pytest.mark.parametrize("base", [DENSE, MOE])
 @pytest.mark.parametrize(
     ("changes", "named"),
@@ -166,7 +238,7 @@ def test_values_and_defaults_of_glm_are_those_of_transformers(changes: dict[str,
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 63}, "head_dim"),
         ({"model_type": "llama"}, "model_type"),
-        ({"architectures": ["LlamaForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["PhiForCausalLM"]}, "Qwen3MoeForCausalLM"),
         ({"architectures": []}, "architectures"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
@@ -233,6 +305,39 @@ REFUSED = (
             ({"partial_rotary_factor": 0.25}, "partial_rotary_factor in .*expected one part"),
             ({"rope_parameters": PLAIN | {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
             ({"rope_parameters": YARN}, "rope_type"),
+        ],
+    ),
+    (
+        LLAMA,
+        [
+            ({"attention_bias": True}, "attention_bias in .*found True, expected False"),
+            ({"mlp_bias": True}, "mlp_bias in .*found True, expected False"),
+            ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type in .*'default' or 'llama3'"),
+            ({"rope_parameters": YARN}, "rope_parameters.rope_type in .*found 'yarn', expected 'default' or 'llama3'"),
+            ({"rope_parameters": LLAMA3 | {"beta_fast": 32}}, "rope_parameters.beta_fast in .*expected no such key"),
+            ({"rope_parameters": LLAMA3 | {"factor": None}}, "rope_parameters.factor in .*a positive number"),
+            ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor in .*less than high_freq_factor"),
+        ],
+    ),
+    (
+        MISTRAL,
+        [
+            ({"sliding_window": 4096}, "sliding_window in .*found 4096, expected null.*no windows"),
+            ({"attention_bias": True}, "attention_bias"),
+        ],
+    ),
+    (
+        {key: value for key, value in MISTRAL.items() if key != "sliding_window"},
+        [({}, "sliding_window in .*found 4096, expected null")],
+    ),
+    (
+        GLM_5,
+        [
+            ({"index_topk": None}, "index_topk in .*found None"),
+            ({"attention_bias": True}, "attention_bias"),
+            ({"moe_layer_freq": 2}, "moe_layer_freq in .*found 2, expected 1"),
+            ({"scoring_func": None}, "scoring_func in .*found None, expected 'sigmoid', which the engine"),
+            ({"layer_types": ["full_attention"] * 2}, "layer_types in .*'deepseek_sparse_attention' in every layer"),
         ],
     ),
     (

@@ -91,7 +91,7 @@ def test_a_padded_parameter_ends_with_rows_of_no_tensor() -> None:
 def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
     """DeepSeek's fused a-projection: 1536 rows are 12 blocks, 576 are 4.5."""
     rows = [row("q_a", 1536), row("kv_a", 576)]
-    table = TensorTable(rows, kv_heads=1)
+    table = TensorTable(rows, groups=1)
     assert [len(part) for part in table.engine_parts(torch.zeros(17, 2), rows, 128, EngineRank())] == [12, 5]
     assert [len(part) for part in table.engine_parts(torch.zeros(2112, 2), rows, 1, EngineRank())] == [1536, 576]
 
@@ -123,7 +123,7 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
     vocabulary = row("embed", 100, engine=Location("fused", padded=True, split=0))
     parts = [EngineRank(rank, 2).part(vocabulary, torch.arange(100)) for rank in range(2)]
     assert [len(part) for part in parts] == [64, 36] and parts[1][0] == 64
-    table = TensorTable([vocabulary], kv_heads=1)
+    table = TensorTable([vocabulary], groups=1)
     assert len(table.engine_parts(torch.zeros(64), [vocabulary], 1, EngineRank(1, 2))[0]) == 36
 
 
@@ -135,7 +135,7 @@ def test_what_other_architectures_need_can_be_said() -> None:
         served=torch.float32,
         megatron=Location("router.expert_bias", buffer=True),
     )
-    table = TensorTable([row("q_a", 128, engine=together), row("kv_a", 128, engine=together), bias], kv_heads=1)
+    table = TensorTable([row("q_a", 128, engine=together), row("kv_a", 128, engine=together), bias], groups=1)
     ((pair),) = table.in_engine[together.parameter].values()
     assert [one.name for one in pair] == ["q_a", "kv_a"] and all(one.engine.together for one in pair)
     assert table[bias.name].served is torch.float32 and table[bias.name].megatron.buffer

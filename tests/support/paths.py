@@ -15,6 +15,7 @@ REAL_SPECS = {
     "qwen3_235b_a22b": "h200",
     "glm_4_7_flash": "h200",
     "moonlight_16b_a3b": "h100",
+    "llama_3_1_8b": "h100",
     "deepseek_v3": "h200",
 }
 """Examples for models that people train, and the GPU that each is written for."""

@@ -30,6 +30,7 @@ from fp8rl.weight_sync.served import (
     write_served_checkpoint,
 )
 from tests.support.definitions import SIZES, every_tensor
+from tests.support.models import write_family
 from tests.support.paths import CONFIGS, EXAMPLES
 
 POW2, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")
@@ -211,6 +212,21 @@ def test_the_engine_takes_a_pair_that_it_fuses_for_what_its_tensors_are() -> Non
     for mapping in ({}, {pair: ["q_a_proj", "kv_a_proj_with_mqa"]}):
         skipped = [is_layer_skipped(f"model.layers.{layer}.self_attn.{pair}", kept, mapping) for layer in (0, 1)]
         assert skipped == [True, False]
+
+
+def test_an_indexer_is_in_what_is_converted_for_other_servers_alone(tmp_path: Path) -> None:
+    """As it was, and named as not quantized; our engines compute nothing with it."""
+    source = write_family(tmp_path / "model", TinyModel(hidden=256, heads=2, family="glm_moe_dsa"))
+    stored = {name: each for name, each in load_file(source / "model.safetensors").items() if ".indexer." in name}
+    written = {}
+    for whole in (False, True):
+        convert_checkpoint(source, tmp_path / f"{whole}", POW2, whole=whole)
+        written[whole] = load_file(tmp_path / f"{whole}/model.safetensors")
+    assert stored and written[True].keys() - written[False].keys() == stored.keys()
+    assert all(torch.equal(written[True][name], each) for name, each in stored.items())
+    kept = quantization_config(POW2, read_model(source))["modules_to_not_convert"]
+    assert not should_convert_module("model.layers.0.self_attn.indexer.wk", kept)
+    assert should_convert_module("model.layers.0.self_attn.q_b_proj", kept)
 
 
 def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

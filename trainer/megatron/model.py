@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from fp8rl.models import Model
+from fp8rl.numerics.ops.rope import frequencies
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches, te_runtime
@@ -72,6 +73,11 @@ def build_model(
             rotary_percent=sizes.rotary_dim / sizes.head_dim,
             rotary_base=sizes.rope_theta,
         )
+    model.rope_scaling = sizes.rope_scaling
+    if sizes.rope_scaling is not None and (rotation := getattr(model, "rotary_pos_emb", None)) is not None:
+        # Megatron's own scaling is Llama 3's for one length of the context.
+        own = frequencies(sizes.rope_theta, sizes.rotary_dim, sizes.rope_scaling)
+        rotation.inv_freq = own.to(rotation.inv_freq)
     # GPTModel names the classes of both ends itself, and leaves tags to an initialisation that is skipped.
     if model.pre_process:
         patches.become(model.embedding.word_embeddings, Embedding)

@@ -152,6 +152,7 @@ def _remedy_of_piece(split: Split) -> str:
 SPLIT_RULES: tuple[Rule[Split], ...] = (
     _divides("num_attention_heads", lambda s: s.sizes.heads),
     _divides("num_key_value_heads", lambda s: s.sizes.kv_heads),
+    _divides("groups of key-value heads that fill a quantization block", lambda s: s.sizes.kv_heads // s.sizes.joined),
     _divides("vocab_size", lambda s: s.sizes.vocab_size),
     _divides("intermediate_size", lambda s: s.sizes.ffn_size),
     _divides("moe_intermediate_size * n_shared_experts", lambda s: s.sizes.shared_size),

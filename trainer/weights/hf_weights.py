@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8rl.models import Model
 from fp8rl.models.base import Base
 from fp8rl.models.checkpoint.peft import write_adapter
-from fp8rl.models.checkpoint.reading import check_finite, draft_tensors
+from fp8rl.models.checkpoint.reading import check_finite, kept_tensors
 from fp8rl.models.checkpoint.writing import write_directory
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
@@ -184,9 +184,9 @@ class HFWeights:
         return names
 
     def write(self, model: GPTModel, path: Path) -> None:
-        """Write a Hugging Face directory: the weights, dequantized, and the source's other files and draft layers."""
-        drafts = draft_tensors(self.path, self._definition) if rank() == 0 else ()
-        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
+        """Write a Hugging Face directory: the weights, dequantized, and the source's other files and kept tensors."""
+        kept = kept_tensors(self.path, self._definition) if rank() == 0 else ()
+        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), kept), self._copy_description)
 
     def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:
         """Write the adapters as a directory in PEFT's format, which names its base.

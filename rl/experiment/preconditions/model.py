@@ -135,7 +135,7 @@ TEACHER_ROOM: tuple[Rule[Room], ...] = (
         "teacher.context_length",
         lambda r: r.length > r.sizes.max_positions,
         lambda r: r.length,
-        lambda r: f"at most {r.sizes.max_positions}, the max_position_embeddings of {r.teacher.path}",
+        lambda r: f"at most {r.sizes.max_positions}, the {r.sizes.limit} of {r.teacher.path}",
         lambda r: (
             f"Lower rollout.context_length to at most {r.sizes.max_positions - SCORED_SHORT_OF}, and remove "
             "teacher.context_length."

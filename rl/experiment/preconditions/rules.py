@@ -294,7 +294,7 @@ CONTEXT: tuple[Rule[Case], ...] = (
         "rollout.context_length",
         lambda c: c.experiment.rollout.context_length > c.sizes.max_positions,
         lambda c: c.experiment.rollout.context_length,
-        lambda c: f"at most {c.sizes.max_positions}, the model's max_position_embeddings",
+        lambda c: f"at most {c.sizes.max_positions}, the model's {c.sizes.limit}",
         lambda c: f"Set rollout.context_length={c.sizes.max_positions} or less.",
     ),
     Rule(

@@ -46,11 +46,11 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 def rotary_embedding(
     self: Any, positions: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    where = positions.reshape(1, -1)
+    where, scaling = positions.reshape(1, -1), state().weights.definition.sizes.rope_scaling
 
     def rotated(x: Tensor) -> Tensor:
         heads = x.reshape(1, x.shape[0], -1, self.head_size)
-        return ops.rope(heads, where, self.base, self.rotary_dim).reshape(x.shape)
+        return ops.rope(heads, where, self.base, self.rotary_dim, scaling).reshape(x.shape)
 
     return rotated(query), rotated(key)
 
@@ -153,7 +153,7 @@ FAMILY = EngineFamily(
         HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=epsilon),
         HEADS_NORM: EngineSide(lambda _, module, x: (module(x.flatten(1)).view(x.shape),), constants=epsilon),
         QKV: EngineSide(_qkv),
-        ROPE: EngineSide(_rope, constants=lambda module: (module.base,)),
+        ROPE: EngineSide(_rope, constants=lambda module: (module.base, getattr(module, "scaling_factor", 1.0))),
         ATTENTION: EngineSide(_attention),
     },
     hooks=_hooks,

@@ -6,7 +6,7 @@ run's scales, and on a CPU, where it has none, our products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR, NORM
+from fp8rl.models.tensors import SCALE_SUFFIX
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import LowRank
@@ -27,15 +28,18 @@ _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
 _FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
 _HEAD = "layers.logits_processor.LogitsProcessor._compute_lm_head"
+_LLAMA = "models.llama.LlamaForCausalLM."
 _SGLANGS = TensorSpec(scale="fp32")
 """SGLang's activations: its scales are FP32 below Blackwell, whatever the checkpoint's scale_fmt says."""
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    loads = (Hook(_LLAMA + "load_weights", "around", load_with_scales, "weights"),)
     if numerics.mode == "exact":
         forward = "forward_cuda" if cuda else "forward_native"
         norms = (ops.rms_norm, ops.add_rms_norm)
         return (
+            *loads,
             Hook(f"layers.layernorm.RMSNorm.{forward}", "replace", rms_norm, _NORM, norms),
             Hook(_PLAIN, "replace", linear, "layer x bias", (ops.linear,)),
             Hook(_FP8, "replace", fp8_linear, "layer x bias", (ops.linear,)),
@@ -44,10 +48,11 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     if not numerics.rollout_spec.quantized:
         return ()
     if not cuda:  # SGLang has FP8 products for CPUs with AMX only
-        return (Hook(_FP8, "replace", fp8_linear, "layer x bias"),)
+        return (*loads, Hook(_FP8, "replace", fp8_linear, "layer x bias"))
     if numerics.rollout_spec.activation == _SGLANGS:
-        return ()
+        return loads
     return (
+        *loads,
         Hook(
             _FP8_KERNEL + "_run_per_token_group_quant_8bit_kernel",
             "replace",
@@ -56,6 +61,23 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
         ),
         Hook(_FP8_KERNEL + "sglang_per_token_quant_fp8", "replace", quantize_only_group, "x dtype"),
     )
+
+
+def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    """`LlamaForCausalLM.load_weights`, which looks for the scales of FP8 blocks under a name that no parameter has, and
+    drops them without a word."""
+    from sglang.srt.model_loader.auto_loader import STANDARD_STACKED_MAPPING
+
+    held = dict(self.named_parameters())
+
+    def others() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if not name.endswith(SCALE_SUFFIX):
+                yield name, tensor
+            elif STANDARD_STACKED_MAPPING.try_load(name, tensor, held) is None:
+                held[name].weight_loader(held[name], tensor)
+
+    return original(self, others())
 
 
 def rms_norm(

@@ -32,8 +32,10 @@ _LOADER = "models.deepseek_common.deepseek_weight_loader."
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
-    # SGLang's rotation on a CPU knows YaRN alone.
-    found = () if cuda else (Hook("layers.rotary_embedding.factory.get_rope_cpu", "around", rope_on_cpu, _ROPE_CPU),)
+    # Rows are no longer than what an indexer of sparse attention chooses whole (`ModelSizes.limit`).
+    found = (Hook("configs.model_config.is_deepseek_dsa", "replace", never, "config"),)
+    if not cuda:  # SGLang's rotation on a CPU knows YaRN alone
+        found += (Hook("layers.rotary_embedding.factory.get_rope_cpu", "around", rope_on_cpu, _ROPE_CPU),)
     if numerics.mode == "exact":
         computed = (ops.linear, ops.latent_attention)
         return (
@@ -133,7 +135,7 @@ def attend(
         return ops.head_linear(x, weight, operand, first, count, transposed, plus)
 
     def rotated(x: Tensor) -> Tensor:
-        return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.yarn)[0]
+        return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.rope_scaling)[0]
 
     heads = q.unflatten(-1, (-1, sizes.head_dim))
     latents = module.kv_a_layernorm(kv_row[:, :rank].contiguous())

@@ -8,6 +8,7 @@ from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import norm, rope, swiglu
 from fp8rl.numerics.kernels import swiglu as triton_combine
 from fp8rl.numerics.ops.experts import route
+from fp8rl.numerics.ops.rope import Llama3
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random
@@ -74,12 +75,15 @@ def test_swiglu_that_quantizes_gives_the_codes_of_the_two_steps():
     assert torch.equal(found.scale_inv, expected.scale_inv)
 
 
+LLAMA3 = Llama3(factor=32.0, original=8192, low=1.0, high=4.0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "dim"), [(4, 128), (9, 64), (1, 96)])
-def test_rope_at_early_and_late_positions(heads, dim):
+@pytest.mark.parametrize(("heads", "dim", "scaling"), [(4, 128, None), (9, 64, LLAMA3), (1, 96, None)])
+def test_rope_at_early_and_late_positions(heads, dim, scaling):
     x, positions = random(2, 3, heads, dim), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
-    found = gradients(lambda x: rope.rope(x, positions, 1e6), x)
-    expected = gradients(lambda x: ops.rope(x, positions, 1e6), x)
+    found = gradients(lambda x: rope.rope(x, positions, 1e6, None, scaling), x)
+    expected = gradients(lambda x: ops.rope(x, positions, 1e6, None, scaling), x)
     for a, b in zip(found, expected, strict=True):
         close(a, b)
     rounded_otherwise = (found[0] != expected[0]).double().mean()

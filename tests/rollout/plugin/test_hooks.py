@@ -81,6 +81,8 @@ NUMERICS = [
 ]
 FP8_LAYER = "layers.quantization.fp8.Fp8{}Method."
 PRODUCTS = {FP8_LAYER.format(kind) + "apply" for kind in ("Linear", "MoE")}
+SCALES = {"models.llama.LlamaForCausalLM.load_weights"}
+"""Of FP8 blocks, which SGLang's Llama drops."""
 LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
 DRAW = {"layers.sampler.Sampler._sample_from_probs"}
 ROPE_ON_CPU = "layers.rotary_embedding.factory.get_rope_cpu"
@@ -111,14 +113,14 @@ def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
 def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_latents_lack() -> None:
     lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"}
     copies = {"models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant"}
-    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | lacking | copies
+    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | SCALES | lacking | copies
     assert ops_hooked(False, mode="native", rollout="bf16") == DRAW | lacking
     assert ops_hooked(False, mode="exact", rollout="bf16") > PRODUCTS | LAYOUTS
 
 
 def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two() -> None:
-    assert ops_hooked(True, mode="native") == DRAW | QUANTIZERS | LAYOUTS
-    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == DRAW | LAYOUTS
+    assert ops_hooked(True, mode="native") == DRAW | QUANTIZERS | LAYOUTS | SCALES
+    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == DRAW | LAYOUTS | SCALES
     assert ops_hooked(True, mode="native", rollout="bf16") == DRAW
     assert ops_hooked(True, mode="exact") > PRODUCTS | LAYOUTS
 

@@ -38,7 +38,11 @@ FAMILIES = {
     "deepseek_v3": TinyModel(layers=3, hidden=256, heads=4, experts=8, top_k=3, family="deepseek_v3", yarn=True),
     "moonlight": TinyModel(layers=2, hidden=256, heads=2, family="deepseek_v3", groups=1, q_rank=0),
     "glm4_moe_lite": TinyModel(layers=2, hidden=256, heads=2, family="glm4_moe_lite", groups=1),
+    "deepseek_v32": TinyModel(layers=2, hidden=256, heads=2, family="deepseek_v32", yarn=True),
+    "glm_moe_dsa": TinyModel(layers=3, hidden=256, heads=2, family="glm_moe_dsa", groups=1),
     "mixtral": TinyModel(hidden=256, heads=2, kv_heads=2, family="mixtral"),
+    "llama": TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, family="llama", tied=True),
+    "mistral": TinyModel(hidden=256, heads=2, family="mistral"),
     "olmoe": TinyModel(hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -62,9 +66,33 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=None)
-        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        expected = choosing(model, tokens.shape[1])(tokens).logits
+        fewer = choosing(model, tokens.shape[1] - 1)(tokens).logits
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    assert torch.equal(fewer[:, :-1], expected[:, :-1])
+    assert torch.equal(fewer, expected) != any(map(trainer.definition.sizes.keeps, model.state_dict()))
+
+
+def test_megatrons_own_rotation_has_the_frequencies_of_a_lengthened_context(
+    folder: Path, make_trainer: MakeTrainer
+) -> None:
+    path, tokens = write(folder, "llama", torch.float32), torch.arange(8, 78)[None]
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).triu(1)
+    trainer = make_trainer(path, dtype=torch.float32, mode="native")
+    with torch.no_grad():
+        logits = trainer.model(tokens, position_ids=None, attention_mask=mask)
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
+def choosing(model: Any, keys: int) -> Any:
+    """The model, whose indexers, if it has some, choose so many keys."""
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = keys
+    return model
 
 
 @each_family
@@ -74,6 +102,7 @@ def test_every_tensor_is_that_of_the_formula_and_comes_back_from_a_checkpoint(
     path, batch = write(folder, name), random_batch(2, 60)
     trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
     stored, exported = load_file(path / "model.safetensors"), dict(fresh.export_weights())
+    stored = {key: tensor for key, tensor in stored.items() if not fresh.definition.sizes.keeps(key)}
     assert exported.keys() == stored.keys() == read_model(path).tensors.rows.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
     assert read_shape(path).parameters == sum(tensor.numel() for tensor in stored.values())
@@ -106,8 +135,8 @@ def test_rows_end_to_end_have_the_bits_of_padded_ones_and_native_mode_those_but_
     assert torch.equal(exact, scores("fp8", packing=True))
 
 
-def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    path, drafted = write_family(tmp_path / "model", FAMILIES["glm4_moe"]), "model.layers.3.eh_proj.weight"
+def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    path, drafted = write_family(tmp_path / "model", FAMILIES["glm_moe_dsa"]), "model.layers.3.eh_proj.weight"
     config, stored = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     stored[drafted] = torch.randn(256, 512).bfloat16()
     save_file(stored, path / "model.safetensors", {"format": "pt"})
@@ -116,14 +145,15 @@ def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTra
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     check_stored(path, read_model(path))
     trainer = make_trainer(path, "fp8")
-    assert drafted not in dict(trainer.export_weights())
+    kept = stored.keys() - dict(trainer.export_weights()).keys()
+    assert kept == {name for name in stored if ".indexer." in name} | {drafted} and len(kept) == 11
     trainer.weights.write(trainer.model, tmp_path / "written")
     written = load_file(tmp_path / "written" / "model.safetensors")
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
 def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     """Of every tensor but experts, which transformers holds together."""
     path, batch = write(folder, name, torch.float32), random_batch()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QKV, ROPE
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
+from fp8rl.numerics.ops.rope import Scaling
 from fp8rl.trainer.distributed.layout import own_positions, shared_attention
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output, rows_of
 from fp8rl.trainer.step.microbatches import PackedRows
@@ -34,10 +35,16 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(
-        self, *, rope_theta: float, rotary_dim: int | None = None, config: TransformerConfig, **unused: Any
+        self,
+        *,
+        rope_theta: float,
+        rotary_dim: int | None = None,
+        rope_scaling: Scaling | None = None,
+        config: TransformerConfig,
+        **unused: Any,
     ) -> None:
         super().__init__()
-        self.rope_theta, self.rotary_dim = rope_theta, rotary_dim
+        self.rope_theta, self.rotary_dim, self.rope_scaling = rope_theta, rotary_dim, rope_scaling
         self.scale, self.shared = config.kv_channels**-0.5, config.context_parallel_size > 1
 
     def forward(
@@ -69,12 +76,39 @@ class CoreAttention(nn.Module):
         return self._turned(x, _positions(x))
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        return ops.rope(x, positions, self.rope_theta, self.rotary_dim)
+        return ops.rope(x, positions, self.rope_theta, self.rotary_dim, self.rope_scaling)
 
 
 def _positions(x: Tensor) -> Tensor:
     """[B, S] of [B, S, ...]"""
     return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+
+
+class JoinedHeads(SelfAttention):
+    """Megatron's attention of heads of which `joined` lie together in linear_qkv: the queries of so many key-value
+    heads, then their keys, then their values, where Megatron has those of one. So a quantization block holds rows of q,
+    of k or of v alone, as in the engine."""
+
+    def __init__(self, *args: Any, joined: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.linear_qkv.joined = joined
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[S, B, H] -> queries [S, B, heads, D], keys and values [S, B, kv heads, D]"""
+        q, k, v = split_heads(self.linear_qkv(hidden_states)[0], self.config, self.linear_qkv.joined)
+        q = q if self.q_layernorm is None else self.q_layernorm(q)
+        return q, k if self.k_layernorm is None else self.k_layernorm(k), v
+
+
+def split_heads(fused: Tensor, config: TransformerConfig, joined: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [..., heads, D] of what linear_qkv puts out, of all ranks or one."""
+    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+    grouped = fused.unflatten(-1, (-1, joined * (queries + 2) * size))
+    parts = grouped.split((joined * queries * size, joined * size, joined * size), -1)
+    q, k, v = (part.flatten(-2).unflatten(-1, (-1, size)) for part in parts)
+    return q, k, v
 
 
 class HeadsNorm(nn.Module):
@@ -102,7 +136,7 @@ class HeadsNorm(nn.Module):
 def attention_spec(
     layer: Layer,
     core_attention: ModuleSpec | type[nn.Module],
-    module: type[SelfAttention] = SelfAttention,
+    module: type[SelfAttention] | None = None,
     **submodules: Any,
 ) -> ModuleSpec:
     """Grouped queries, normed as the model's sizes say, and the norm before them inside linear_qkv, as
@@ -125,15 +159,21 @@ def attention_spec(
         "q_layernorm": head_norm(sizes.heads),
         "k_layernorm": head_norm(sizes.kv_heads),
     }
+    own = {} if sizes.joined == 1 else {"joined": sizes.joined}
     return ModuleSpec(
-        module=module,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=module or (JoinedHeads if own else SelfAttention),
+        params={"attn_mask_type": AttnMaskType.causal, **own},
         submodules=SelfAttentionSubmodules(**usual | submodules),
     )
 
 
 def _exact(layer: Layer) -> Fields:
-    rotation = {"rope_theta": layer.sizes.rope_theta, "rotary_dim": layer.sizes.rotary_dim}
+    sizes = layer.sizes
+    rotation = {
+        "rope_theta": sizes.rope_theta,
+        "rotary_dim": sizes.rotary_dim,
+        "rope_scaling": sizes.rope_scaling,
+    }
     return {"self_attention": attention_spec(layer, ModuleSpec(module=CoreAttention, params=rotation))}
 
 
@@ -149,11 +189,8 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 def _qkv(call: Call) -> tuple[Tensor, ...]:
     """Return q, k and v, which Megatron interleaves by group of heads."""
-    (fused,), config = output(call), call[0].config
-    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
-    grouped = fused.unflatten(1, (config.num_query_groups, queries + 2, size))
-    q, k, v = grouped.split((queries, 1, 1), 2)
-    return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+    (fused,), module = output(call), call[0]
+    return split_heads(fused, module.config, getattr(module, "joined", 1))
 
 
 def _rope(call: Call) -> tuple[Tensor, ...]:
@@ -163,8 +200,11 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
     return rows_of(q), rows_of(k)
 
 
-def _theta(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
-    return (module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base,)
+def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
+    """Return theta, and the factor of a lengthened context, 1 for any other."""
+    at: Any = module if isinstance(module, CoreAttention) else model
+    theta = module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base
+    return theta, 1.0 if at.rope_scaling is None else at.rope_scaling.factor
 
 
 FAMILY = MegatronFamily(
@@ -172,7 +212,7 @@ FAMILY = MegatronFamily(
         HEAD_NORM: MegatronSide(output, constants=epsilon),
         HEADS_NORM: MegatronSide(output, constants=epsilon),
         QKV: MegatronSide(_qkv),
-        ROPE: MegatronSide(_rope, constants=_theta),
+        ROPE: MegatronSide(_rope, constants=_rotation),
         ATTENTION: MegatronSide(output),
     },
     layer={

@@ -28,6 +28,7 @@ from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN, Latent
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
+from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, output, rows_of
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.step.microbatches import PackedRows
@@ -153,7 +154,7 @@ class LatentCore(nn.Module):
     def __init__(self, *, sizes: ModelSizes, **unused: Any) -> None:
         super().__init__()
         self.sizes, self.latent = sizes, sizes.of(Latent)
-        self.rope_theta, self.yarn, self.scale = sizes.rope_theta, sizes.yarn, sizes.attention_scale
+        self.rope_theta, self.rope_scaling, self.scale = sizes.rope_theta, sizes.rope_scaling, sizes.attention_scale
 
     def forward(self, queries: Tensor, rows: Tensor, of_heads: OfHeads, packed: PackedRows | None = None) -> Tensor:
         """queries [S, B, heads * D]; rows [S, B, kv rank + rope] -> [S, B, heads * value]"""
@@ -176,7 +177,7 @@ class LatentCore(nn.Module):
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [S, B, heads, rope]"""
-        return ops.rope_pairs(x, positions, self.rope_theta, self.yarn)
+        return ops.rope_pairs(x, positions, self.rope_theta, self.rope_scaling)
 
 
 class ExpandedCore(nn.Module):
@@ -236,9 +237,9 @@ def _transformer_engine(layer: Layer) -> Fields:
 
 
 def _config(sizes: ModelSizes) -> Mapping[str, Any]:
-    latent, yarn = sizes.of(Latent), sizes.yarn
+    latent, yarn = sizes.of(Latent), sizes.rope_scaling
     rope: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
-    if yarn is not None:
+    if isinstance(yarn, Yarn):
         rope = {
             "rope_type": "yarn",
             "rotary_scaling_factor": yarn.factor,
@@ -273,7 +274,7 @@ def _latent_down(call: Call) -> tuple[Tensor, ...]:
 def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
     """Return theta and the factor of YaRN, 1 for a model without it."""
     if isinstance(module, LatentCore):
-        return module.rope_theta, module.yarn.factor if module.yarn is not None else 1.0
+        return module.rope_theta, module.rope_scaling.factor if module.rope_scaling is not None else 1.0
     return model.config.rotary_base, model.config.rotary_scaling_factor
 
 

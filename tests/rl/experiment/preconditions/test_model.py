@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
 from fp8rl.rl.experiment.preconditions.rules import check_model_layout
@@ -62,7 +63,7 @@ def test_a_missing_shard_is_refused(values, model):
     assert "model-00001.safetensors" in refusal(values)
 
 
-@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], [], None])
+@pytest.mark.parametrize("architectures", [["PhiForCausalLM"], [], None])
 def test_an_unsupported_architecture_is_refused(values, model, architectures):
     edit_config(model, architectures=architectures)
     text = refusal(values)
@@ -162,6 +163,17 @@ def test_what_the_trainer_would_refuse_is_refused_before(values, model, key, val
     edit_config(model, **{key: value})
     text = refusal(values)
     assert text.startswith(f"model.path: {key}") and "found " in text
+
+
+def test_rows_of_which_an_indexer_would_choose_keys_are_refused(values, tmp_path):
+    path = tmp_path / "indexed"
+    write_tiny_model(path, TinyModel(hidden=256, heads=2, family="glm_moe_dsa"))
+    check(parse_experiment(merged(values, model={"path": str(path)})))
+    edit_config(path, index_topk=1023)
+    assert refusal(values, model={"path": str(path)}) == (
+        "rollout.context_length: found 1024, expected at most 1023, the model's index_topk (up to there the indexer "
+        "chooses every key; a choice among more is not defined here). Set rollout.context_length=1023 or less."
+    )
 
 
 def test_quantized_weights_are_refused_even_if_the_config_hides_them(values, model):

@@ -1,9 +1,10 @@
-"""An architecture of one's own: Llama, which is Qwen3 without norms of the heads.
+"""An architecture of one's own: a lab's model that is Llama under another name, `OurLlamaForCausalLM`.
 
-    fp8rl train SPEC model.path=DIR model.architecture=examples/llama.py numerics.trainer=bf16 numerics.rollout=bf16
+    fp8rl train SPEC model.path=DIR model.architecture=examples/own_llama.py
 
-What the shared ops do not define is refused: biases, and the scaled rotation of Llama 3.1 and later. Both sides are in
-BF16, as SGLang's Llama (0.5.19) drops the scales of FP8 blocks: the first sync of a run in FP8 does not verify.
+It is Qwen3 without norms of the heads. What the shared ops do not define is refused: biases, a scaled rotation. Engines
+need a model of the name in SGLang, here one line in a package that SGLANG_EXTERNAL_MODEL_PACKAGE names: `class
+OurLlamaForCausalLM(LlamaForCausalLM)`.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 ARCHITECTURE = replace(
     qwen3.ARCHITECTURE,
-    name="LlamaForCausalLM",
+    name="OurLlamaForCausalLM",
     model_type="llama",
     sizes=sizes,
     engine_extras=CACHE_SCALES,

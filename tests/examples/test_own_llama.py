@@ -37,7 +37,7 @@ from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow
 
-FILE = str(EXAMPLES / "llama.py")
+FILE = str(EXAMPLES / "own_llama.py")
 SPEC = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 PLAIN = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
 
@@ -49,12 +49,12 @@ def nothing_known() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return write(tmp_path / "model", request.param)
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(tmp_path / "model")
 
 
-def write(path: Path, tied: bool = False) -> Path:
+def write(path: Path) -> Path:
     """A Llama of random FP32 weights large enough to matter, and a tokenizer."""
     write_tiny_model(path, TinyModel(experts=0))
     torch.manual_seed(0)
@@ -66,13 +66,15 @@ def write(path: Path, tied: bool = False) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=2048,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=True,
     )
     made = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(0.08 * torch.randn_like(parameter) + float(parameter.dim() == 1))
     made.save_pretrained(path)
+    named = json.loads((path / "config.json").read_text()) | {"architectures": ["OurLlamaForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(named))
     return path
 
 
@@ -87,7 +89,7 @@ def test_an_architecture_that_is_not_known_is_refused_with_what_to_do(tmp_path: 
     with pytest.raises(UserError) as error:
         read_model(write(tmp_path / "model"))
     said = str(error.value)
-    assert "found 'LlamaForCausalLM'" in said and "model.architecture=path/to/file.py" in said
+    assert "found 'OurLlamaForCausalLM'" in said and "model.architecture=path/to/file.py" in said
     assert said.count("Qwen3MoeForCausalLM") == 1 and "docs/models.md, 'How to add the next'" in said
 
 
@@ -126,13 +128,13 @@ def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares
     (tmp_path / "own.py").write_bytes(Path(FILE).read_bytes())
     experiment = load_experiment(spec(tmp_path, "own.py"))
     assert experiment.model.architecture == str(tmp_path / "own.py"), "relative to the spec"
-    assert check(experiment).architecture.name == "LlamaForCausalLM"
+    assert check(experiment).architecture.name == "OurLlamaForCausalLM"
     before = contents(experiment)["model.architecture"]
     with (tmp_path / "own.py").open("a") as file:
         file.write("# other\n")
     assert contents(experiment)["model.architecture"] != before
     model = experiment.model.model_copy(update={"path": str(EXAMPLES / "models/tiny_qwen2")})
-    with pytest.raises(UserError, match=r"architecture: found .*own.py with LlamaForCausalLM'.*Qwen2ForCausalLM\."):
+    with pytest.raises(UserError, match=r"architecture: found .*own.py with OurLlamaForCausalLM'.*Qwen2ForCausalLM\."):
         check(experiment.model_copy(update={"model": model}))
     assert expected_report(SPEC, architecture=FILE).code != expected_report(SPEC).code
 
@@ -160,7 +162,7 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)
     architecture._known.clear()
     Engine(RolloutSection(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
-    assert read_model(tmp_path / "served", served=True).architecture.name == "LlamaForCausalLM"
+    assert read_model(tmp_path / "served", served=True).architecture.name == "OurLlamaForCausalLM"
     program = (
         "from fp8rl.rollout import plugin; plugin.register(); "
         "import fp8rl.models.architecture as a; print(list(a._known))"
@@ -168,7 +170,7 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     told = {**os.environ, CONFIG_VARIABLE: json.dumps({"numerics": SPEC.to_dict(), "architecture": FILE})}
     told |= {"SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True)
-    assert "LlamaForCausalLM" in done.stdout
+    assert "OurLlamaForCausalLM" in done.stdout
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""DeepSeek-V3.2: DeepSeek-V3 with an indexer that chooses `index_topk` keys for each query (sparse attention).
+
+In a row of so many tokens the indexer chooses every key: attention is DeepSeek-V3's there, and longer rows are refused.
+The indexer's weights are not read, trained or served; a model that is written has them as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.models.architectures import deepseek_v3
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
+
+INDEXER = ".self_attn.indexer."
+"""In the names of its tensors."""
+LIMIT = "index_topk (up to there the indexer chooses every key; a choice among more is not defined here)"
+
+
+def sizes(config: ConfigFile) -> ModelSizes:
+    """Sizes have to be there, and so have keys that SGLang's model reads and transformers' config has not; `index_topk`
+    and the dense layers have transformers' defaults."""
+    if (every := config.size("moe_layer_freq")) != 1:
+        raise config.refusal("moe_layer_freq", every, "1: experts in all layers but the first")
+    for name in ("scoring_func", "topk_method"):
+        config.expect(name, str(deepseek_v3.VARIANTS[name]), "which the engine's router goes by")
+    dense = config.leading(
+        "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=3)
+    )
+    found = deepseek_v3.latent_sizes(config, dense, 2.5, indexer=True)
+    chosen = config.size("index_topk", default=2048)
+    if chosen < found.max_positions:
+        found = replace(found, max_positions=chosen, limit=LIMIT)
+    return replace(found, kept=(INDEXER,))
+
+
+def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:
+    """A tiny DeepSeek-V3 whose indexer chooses all of `max_positions`."""
+    indexer = {"index_topk": shape.max_positions, "index_head_dim": 2 * deepseek_v3.ROPE_DIM, "index_n_heads": 2}
+    of_experts = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    of_experts |= {"num_experts": shape.experts}  # which transformers reads beside `n_routed_experts`
+    return deepseek_v3.tiny_config(shape, common) | indexer | of_experts
+
+
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    own = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
+    return DeepseekV32ForCausalLM(DeepseekV32Config(**tiny_config(shape, common), **own))
+
+
+ARCHITECTURE = replace(
+    deepseek_v3.ARCHITECTURE,
+    name="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    aliases=(),
+    sizes=sizes,
+    tiny=tiny,
+)

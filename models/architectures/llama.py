@@ -1,0 +1,72 @@
+"""Llama 3, dense: Qwen3 without norms of the heads; from 3.1 on, over a lengthened context (`rope_type: llama3`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.families import attention, mlp
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+from fp8rl.models.tensors import FP8_BLOCK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
+
+VARIANTS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "pretraining_tp": 1,
+}
+"""The only values of these keys that the shared ops define."""
+
+
+def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:
+    """Absent keys have the defaults of transformers' LlamaConfig; kv_heads: of another, None for those of queries."""
+    config.refuse_variants(VARIANTS, scaled=True)
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    head_dim = max(1, hidden // heads)
+    head_dim = config.size("head_dim", default=head_dim, if_null=head_dim)
+    kv_heads = config.size("num_key_value_heads", default=kv_heads or heads, if_null=heads)
+    return checked(
+        config,
+        ModelSizes(
+            **family_sizes(config, heads, kv_heads, head_dim),
+            ffn_size=config.size("intermediate_size"),
+            head_norms=None,
+            joined=_joined(head_dim, kv_heads),
+            rope_scaling=config.rope_scaling("llama3"),
+        ),
+    )
+
+
+def _joined(head_dim: int, kv_heads: int) -> int:
+    """Heads of 64, as in Llama-3.2-1B, fill a quantization block in pairs."""
+    count = max(1, FP8_BLOCK // head_dim)
+    return 1 if FP8_BLOCK % head_dim or kv_heads % count else count
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """Dense, whatever the number of experts, over a context that was lengthened by a factor of 8."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = common["rope_parameters"] | LLAMA3 | {"original_max_position_embeddings": shape.max_positions // 8}
+    config = LlamaConfig(intermediate_size=shape.intermediate, **common | {"rope_parameters": rope})
+    return LlamaForCausalLM(config)
+
+
+ARCHITECTURE = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    sizes=sizes,
+    families=(attention.FAMILY, mlp.DENSE),
+    tiny=tiny,
+    engine_extras=CACHE_SCALES,
+)

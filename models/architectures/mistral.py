@@ -1,0 +1,36 @@
+"""Mistral, dense: Llama under another name, with windows of attention in some models, which are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.models.architectures import llama
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
+
+WINDOW, KV_HEADS = 4096, 8
+"""transformers' defaults."""
+
+
+def sizes(config: ConfigFile) -> ModelSizes:
+    """Absent keys have the defaults of transformers' MistralConfig, in which attention has a window."""
+    if (window := config.size("sliding_window", default=WINDOW, if_null=0)) != 0:
+        remedy = "Use a model that attends to all tokens, such as Mistral-7B-v0.3; the shared ops define no windows."
+        raise config.refusal("sliding_window", window, "null", remedy)
+    return llama.sizes(config, KV_HEADS)
+
+
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    """Dense, whatever the number of experts, without a window."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(intermediate_size=shape.intermediate, sliding_window=None, **common))
+
+
+ARCHITECTURE = replace(llama.ARCHITECTURE, name="MistralForCausalLM", model_type="mistral", sizes=sizes, tiny=tiny)
