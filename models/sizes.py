@@ -60,6 +60,12 @@ class ModelSizes:
     """A norm of queries and keys is over each head, or over all heads of a token together; None: they have none."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
+    norms_around_zero: bool = False
+    """RMSNorms multiply by 1 + their weight (`numerics.ops.around_zero`)."""
+    shared_gate: bool = False
+    """What the expert puts out that every token takes is multiplied by a gate of the token."""
+    kept: tuple[str, ...] = ()
+    """Beginnings of names of tensors that nothing here reads and that are written back as they are."""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
     yarn: Yarn | None = None
@@ -102,9 +108,9 @@ class ModelSizes:
         return self.moe and layer >= self.dense_layers
 
     def drafts(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is of a draft layer."""
+        """Return whether a tensor of the checkpoint is of a draft layer, or of another part that is only kept."""
         numbers = range(self.layers, self.layers + self.draft_layers)
-        return name.startswith(tuple(f"model.layers.{number}." for number in numbers))
+        return name.startswith((*self.kept, *(f"model.layers.{number}." for number in numbers)))
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
