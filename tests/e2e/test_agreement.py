@@ -62,6 +62,9 @@ ARCHITECTURES = {
         "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
     ),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
+    "next-bf16-ends-tp2-ep2": Setup("qwen3_next", bf16_ends=1, k_splits=2, layout=TP_EP),
+    "qwen3.5-adapters": Setup("qwen3_5_text", adapter=SEPARATE),
+    "qwen3.5-moe-packed": Setup("qwen3_5_moe_text", layout=LESS_MEMORY),
     "latent-bf16-ends": LATENT,
 }
 """A covering set: each architecture, preset and way of the trainer, not every pair. Trainers of several ranks give the
