@@ -127,6 +127,7 @@ GATED_ATTENTION = replace(gated_attention.FAMILY, within=lambda sizes, layer: la
 SHARED_EXPERT = "shared_expert"
 GATED_MOE = replace(
     mlp.MOE,
+    kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds),
     tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT),
     ops=partial(mlp.moe_ops, shared=SHARED_EXPERT),
 )

@@ -156,6 +156,7 @@ def moe_tensors(
             shape=(1, hidden),
             op="shared_gate",
             layer=layer,
+            product=True,
             engine=Location(f"{at.inside}{shared}_gate.weight"),
             megatron=Location(f"{at.there}{_SHARED}.gate_weight"),
         )

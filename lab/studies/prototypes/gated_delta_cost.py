@@ -34,12 +34,10 @@ def main() -> None:
     print(f"FLOPs of a token and layer, FP32: recurrence {once / 1e6:.2f} M, chunks {chunked / 1e6:.2f} M")
     print(f"serial steps of a row of {ROW}: recurrence {ROW}, chunks {ROW // CHUNK}")
     held = LAYERS * (4 * state + 3 * CONV_ROW)
-    print(
-        f"a request holds {held / 1e6:.1f} MB; with the rows of a chunk in FP32 {(held + LAYERS * 4 * ring) / 1e6:.1f} MB"
-    )
-    print(
-        f"decode moves of a token and layer {8 * state / 1e6:.1f} MB; in chunks {4 * (state + ring) / 1e6:.1f} MB on average half full"
-    )
+    with_rows = held + LAYERS * 4 * ring
+    print(f"a request holds {held / 1e6:.1f} MB, with the rows of a chunk in FP32 {with_rows / 1e6:.1f} MB")
+    half = 4 * (state + ring / 2)
+    print(f"a token's decode moves {8 * state / 1e6:.1f} MB in a layer, with half a chunk of rows {half / 1e6:.1f} MB")
     for name, (batch, length, keys, heads, width) in CASES.items():
         q, k = torch.randn(2, batch * length, keys, width)
         v, g = torch.randn(batch * length, heads, width), -torch.rand(batch * length, heads)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
@@ -24,7 +23,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, write_family
+from tests.support.models import LENGTH, token_by_token, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 
@@ -180,15 +179,7 @@ def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(folder: 
 def theirs(path: Path) -> PreTrainedModel:
     """transformers' model in FP32, with its rule of linear attention that goes token by token: that in chunks is up to
     5e-5 of a logit away from it."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for module in model.modules():
-        if hasattr(module, "chunk_gated_delta_rule"):
-            module.chunk_gated_delta_rule = _token_by_token
-    return model
-
-
-def _token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **unused: Any) -> tuple[Tensor, None]:
-    return torch_recurrent_gated_delta_rule(q, k, v, g, beta, None, False, True)
+    return token_by_token(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
