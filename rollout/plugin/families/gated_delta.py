@@ -20,9 +20,11 @@ from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.plugin.families import OF_ITS_SCHEDULER, EngineFamily, EngineSide, Hook, Probed
+from fp8rl.rollout.plugin.families.ends import never
 from fp8rl.rollout.plugin.state import state
 
 _NETS = ("models.qwen3_next.Qwen3GatedDeltaNet.forward", "models.qwen3_5.Qwen3_5GatedDeltaNet.forward")
+_FROM_KERNELS = "arg_groups.overrides.supports_mamba_cache_extra_buffer"
 _PROVIDED = (ops.linear, ops.causal_conv, ops.gated_delta_rule, ops.gated_rms_norm)
 
 
@@ -32,7 +34,10 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
         return ()
     # In native mode too on a CPU: SGLang has kernels for CPUs with AMX alone.
     provides = _PROVIDED if exact else ()
-    return tuple(Hook(net, "replace", linear_attention, "hidden_states forward_batch", provides) for net in _NETS)
+    nets = tuple(Hook(net, "replace", linear_attention, "hidden_states forward_batch", provides) for net in _NETS)
+    # On a GPU SGLang would rather take states for its prefix cache out of its own kernels, and overlap batches. Without
+    # that it copies a slot between two batches, as on a CPU.
+    return (*nets, Hook(_FROM_KERNELS, "replace", never, "view model_arch")) if cuda else nets
 
 
 @dataclass(frozen=True)
