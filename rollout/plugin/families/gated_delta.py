@@ -97,8 +97,8 @@ def rule_of(attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
 
 
 def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """States and rows of all slots, by layer, and the keys and values of the layers between, which SGLang then keeps in
-    a pool within its pool."""
+    """States and rows of all layers and slots, and the keys and values of the layers between, which SGLang then keeps
+    in a pool within its pool."""
     pool = runner.token_to_kv_pool
     if (inner := getattr(pool, "full_kv_pool", None)) is None:
         return
@@ -106,9 +106,8 @@ def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"k of layer {layer}", inner.k_buffer[place]
         yield f"v of layer {layer}", inner.v_buffer[place]
     held = pool.mamba_pool.mamba_cache
-    for place, layer in enumerate(pool.mamba_pool.mamba_layer_ids):
-        yield f"states of layer {layer}", held.temporal[place]
-        yield f"rows of layer {layer}", held.conv[0][place]
+    yield "states of linear attention", held.temporal
+    yield "rows of short convolutions", held.conv[0]
 
 
 # Ops one by one, on whole sequences.
