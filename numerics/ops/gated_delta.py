@@ -41,11 +41,26 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
 
     a, b [..., heads]; a_log, dt_bias [heads]. FP32 throughout; softplus(x) = max(x, 0) + log1p(exp(-|x|)).
     """
-    return _decays(a.float() + dt_bias.float(), a_log.float()), sigmoid(b.float())
+    return DeltaGates.apply(a, b, a_log, dt_bias)
 
 
-def _decays(x: Tensor, a_log: Tensor) -> Tensor:
-    return -a_log.exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
+class DeltaGates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        x = a.float() + dt_bias.float()
+        g = -a_log.float().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
+        beta = sigmoid(b.float())
+        ctx.save_for_backward(a, b, a_log, dt_bias, g, beta)
+        return g, beta
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        a, b, a_log, dt_bias, g, beta = ctx.saved_tensors
+        dg, dbeta = grads
+        da = -dg * a_log.float().exp() * sigmoid(a.float() + dt_bias.float())
+        sums = ((dg * g).flatten(0, -2).sum(0), da.flatten(0, -2).sum(0))
+        of_vectors = (total.to(vector.dtype) for total, vector in zip(sums, (a_log, dt_bias), strict=True))
+        return da.to(a.dtype), (dbeta * beta * (1 - beta)).to(b.dtype), *of_vectors
 
 
 @op
@@ -66,7 +81,7 @@ def gated_delta_rule(
     behind the last tokens, FP32, which have no gradient; neither have the first ones.
     """
     first = v.new_zeros(len(lengths), *_state_shape(k, v), dtype=torch.float32) if states is None else states
-    return _GatedDeltaRule.apply(q, k, v, g, beta, lengths, first)
+    return GatedDeltaRule.apply(q, k, v, g, beta, lengths, first)
 
 
 @op
@@ -91,7 +106,7 @@ def paged_gated_delta_rule(
     return out
 
 
-class _GatedDeltaRule(torch.autograd.Function):
+class GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor

@@ -20,7 +20,7 @@ def silu(x: Tensor) -> Tensor:
 @op
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Compute x * sigmoid(gate), both [..., N]. FP32 inside, rounded once to x's dtype."""
-    return _SigmoidGate.apply(x, gate)
+    return SigmoidGate.apply(x, gate)
 
 
 @op
@@ -30,7 +30,7 @@ def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     The product is one FP32 sum over H, an order that H alone decides, and is not rounded; the result is rounded once to
     x's dtype.
     """
-    return _TokenGate.apply(x, hidden, weight)
+    return TokenGate.apply(x, hidden, weight)
 
 
 @op
@@ -40,10 +40,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     The mean of squares is one FP32 sum over D. Everything in FP32, rounded once to x's dtype at the end; transformers
     rounds the normed value once more.
     """
-    return _GatedRmsNorm.apply(x, gate, weight, eps)
+    return GatedRmsNorm.apply(x, gate, weight, eps)
 
 
-class _SigmoidGate(torch.autograd.Function):
+class SigmoidGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
@@ -56,7 +56,7 @@ class _SigmoidGate(torch.autograd.Function):
         return (dy * open_).to(x.dtype), (dy * x.float() * open_ * (1 - open_)).to(gate.dtype)
 
 
-class _TokenGate(torch.autograd.Function):
+class TokenGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
         open_ = sigmoid((hidden.float() * weight.float()).sum(-1, keepdim=True))
@@ -72,7 +72,7 @@ class _TokenGate(torch.autograd.Function):
         return (dy * open_).to(x.dtype), (dlogit * weight.float()).to(hidden.dtype), dweight.to(weight.dtype)
 
 
-class _GatedRmsNorm(torch.autograd.Function):
+class GatedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

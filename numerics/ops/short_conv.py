@@ -27,7 +27,7 @@ def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None 
     that a continuation takes, in x's dtype, which have no gradient.
     """
     before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
-    return _CausalConv.apply(x, weight, lengths, before)
+    return CausalConv.apply(x, weight, lengths, before)
 
 
 @op
@@ -43,10 +43,10 @@ def paged_causal_conv(
     return y
 
 
-class _CausalConv(torch.autograd.Function):
+class CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        own, last = _places(lengths, weight.shape[1] - 1, len(x))
+        own, last = places(lengths, weight.shape[1] - 1, len(x))
         joined = _joined(x, rows, own)
         ctx.save_for_backward(x, weight, rows, own)
         held = joined[last]
@@ -69,7 +69,7 @@ class _CausalConv(torch.autograd.Function):
         return djoined[own].to(x.dtype), dweight.to(weight.dtype), None, None
 
 
-def _places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
+def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
     """Return where tokens stand once each sequence has `held` rows before it, [T], and each one's last rows, [B,
     held]."""
     numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)

@@ -94,10 +94,8 @@ def test_parts_of_tensors_are_interleaved_by_head_and_shared_by_ranks_one_by_one
     def whose(part: torch.Tensor) -> list[str]:
         return [labels[start // size] for start in part[::size, 0].tolist()]
 
-    one = [["q0", "k0"], ["z0", "z0"]]
-    assert [whose(part) for part in cut] == (
-        one if ranks == 2 else [["q0", "q1", "k0", "k1"], ["z0", "z0", "z1", "z1"]]
-    )
+    of_all, of_one = [["q0", "q1", "k0", "k1"], ["z0", "z0", "z1", "z1"]], [["q0", "k0"], ["z0", "z0"]]
+    assert [whose(part) for part in cut] == (of_all if ranks == 1 else of_one)
     assert torch.equal(table.fuse(cut, rows, block, ranks), fused)
     if ranks == 1:
         first, second = (EngineRank(rank, 2).part(rows[0], cut[0]) for rank in range(2))
