@@ -84,6 +84,7 @@ def adapter_rows(rows: Iterable[TensorRow], config: AdapterSection) -> Iterator[
                 engine=_beside(engine, letter),
                 megatron=_beside(megatron, letter),
                 adapts=row.name,
+                parts=row.parts if letter == "B" else (),
             )
 
 

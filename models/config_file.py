@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ _SCALING_KEYS = {
     | {"truncate"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
+_MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
+"""Which channels turn by a picture's height and width; the positions of text are the same in all of them."""
 
 
 class ConfigFile:
@@ -98,28 +100,30 @@ class ConfigFile:
         expected: Mapping[str, Any],
         rotary_part: bool = False,
         scaled: bool = False,
-        layer_type: str = "full_attention",
+        layers: Collection[str] = ("full_attention",),
+        mrope: bool = False,
     ) -> None:
-        """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
-        attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated; scaled: `rope_scaling`
-        looks at the rotation; layer_type: what transformers calls every layer."""
+        """Refuse what the shared ops do not define: other values than these of keys that are there, kinds of layers
+        beside these, such as windows of attention, and scaled rotary embeddings; rotary_part: a part of a head may be
+        rotated; scaled: `rope_scaling` looks at the rotation; mrope: keys of it may be there that matter for pictures
+        alone."""
         for name, value in {"use_sliding_window": False, **expected}.items():
             found = self._values.get(name)
             if found is not None and found != value:
                 raise self._variant(name, found, repr(value))
-        layers = self._values.get("layer_types")
-        if layers is not None and not (isinstance(layers, list) and all(kind == layer_type for kind in layers)):
-            raise self._variant("layer_types", layers, f"{layer_type!r} in every layer")
+        kinds = self._values.get("layer_types")
+        if kinds is not None and not (isinstance(kinds, list) and all(kind in layers for kind in kinds)):
+            raise self._variant("layer_types", kinds, f"{' or '.join(map(repr, layers))} in every layer")
         for name in () if scaled else _ROPE_PLACES:
-            self._refuse_scaled_rope(name, rotary_part)
+            self._refuse_scaled_rope(name, rotary_part, mrope)
 
-    def _refuse_scaled_rope(self, name: str, rotary_part: bool) -> None:
+    def _refuse_scaled_rope(self, name: str, rotary_part: bool, mrope: bool) -> None:
         rope = self._rope(name)
         plain = {"rope_type": "default", "type": "default"} | ({} if rotary_part else {"partial_rotary_factor": 1})
         for key, expected in plain.items():
             if rope.get(key) is not None and rope[key] != expected:
                 raise self._variant(f"{name}.{key}", rope[key], repr(expected))
-        for key in rope.keys() - _ROPE_KEYS:
+        for key in rope.keys() - _ROPE_KEYS - (_MROPE_KEYS if mrope else set()):
             if rope[key] is not None:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
 
@@ -212,6 +216,20 @@ class ConfigFile:
         if not isinstance(kinds, list) or kinds != [first] * count + [other] * (len(kinds) - count) or not count:
             raise self._variant(name, kinds, f"{first!r} in the first layers and {other!r} in all behind them")
         return count
+
+    def interval(self, name: str, kinds: str, other: str, one: str, layers: int, default: int) -> int:
+        """Return N where each Nth layer is `one` and all others are `other`: by the key `name`, by the list `kinds`, or
+        by the default where there is neither."""
+        found, listed = self._values.get(name), self._values.get(kinds)
+        if listed is None:
+            return self.size(name, default=default, if_null=default)
+        every = listed.index(one) + 1 if one in listed else layers + 1
+        regular = [other if (layer + 1) % every else one for layer in range(layers)]
+        if listed != regular:
+            raise self._variant(kinds, listed, f"{one!r} in each layer of a fixed number, for {layers} layers")
+        if found is not None and found != every:
+            raise self.refusal(name, found, f"{every}, as {kinds} has it", "Make them equal.")
+        return every
 
     def one_of(self, *names: str) -> int:
         """A size with several spellings, which must agree."""

@@ -121,6 +121,11 @@ class Shape:
         `ranks` of an engine."""
         return each * self._sum(lambda family: family.cached(self.sizes, ranks))
 
+    def request_bytes(self, ranks: int = 1) -> int:
+        """Bytes that a request holds in all layers beside the rows of its tokens, in one of the tensor-parallel `ranks`
+        of an engine."""
+        return self._sum(lambda family: family.held(self.sizes, ranks))
+
     def quantized_layers(self, weight: WeightGroup, spec: QuantSpec) -> range:
         """The layers whose weights of this kind `spec` quantizes."""
         if weight.kind is None or not spec.quantizes(weight.kind):
@@ -129,8 +134,10 @@ class Shape:
         return overlap(weight.layers, inner)
 
     def attention_flops(self, context: float) -> float:
-        """FLOPs of one query in all layers against so many keys, forward: queries times keys, weights times values."""
-        return 2.0 * context * self._sum(lambda family: family.scored(self.sizes))
+        """FLOPs of one query in all layers against so many keys, forward: queries times keys, weights times values, and
+        what a recurrent layer takes for a token whatever came before."""
+        recurrent = self._sum(lambda family: family.recurrent(self.sizes))
+        return recurrent + 2.0 * context * self._sum(lambda family: family.scored(self.sizes))
 
     def training_flops(self, length: int, causal: bool = True) -> float:
         """FLOPs of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active

@@ -63,11 +63,16 @@ class ModelSizes:
     as fill a quantization block, where a head is narrower than one."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
+    norms_around_zero: bool = False
+    """RMSNorms multiply by 1 + their weight (`numerics.ops.around_zero`)."""
+    shared_gate: bool = False
+    """What the expert puts out that every token takes is multiplied by a gate of the token."""
+    kept: tuple[str, ...] = ()
+    """Beginnings of names of tensors that nothing here reads and that are written back as they are."""
+    kept_in_layers: tuple[str, ...] = ()
+    """The same of tensors within a layer, where names begin behind its number: `.self_attn.indexer.`"""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
-    kept: tuple[str, ...] = ()
-    """Beginnings of names, behind those of a layer, of tensors that nothing here computes with, and that are kept as
-    they are: `.self_attn.indexer.`"""
     limit: str = "max_position_embeddings"
     """The key of config.json that gives `max_positions`, in messages, and why if it is another."""
     rope_scaling: Scaling | None = None
@@ -110,14 +115,14 @@ class ModelSizes:
         return self.moe and layer >= self.dense_layers
 
     def keeps(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is kept as it is: one of a draft layer, or of `kept`."""
+        """Return whether a tensor of the checkpoint is only kept: one of a draft layer, of `kept`, or within a layer."""
         numbers = range(self.layers, self.layers + self.draft_layers)
-        drafts = name.startswith(tuple(f"model.layers.{number}." for number in numbers))
-        return drafts or self.keeps_in_layer(name)
+        beginnings = (*self.kept, *(f"model.layers.{number}." for number in numbers))
+        return name.startswith(beginnings) or self.keeps_in_layer(name)
 
     def keeps_in_layer(self, name: str) -> bool:
         """Return whether a tensor is kept that a layer has beside what is computed here."""
-        return any(part in name for part in self.kept)
+        return any(part in name for part in self.kept_in_layers)
 
 
 def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:

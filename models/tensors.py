@@ -33,8 +33,10 @@ class Location:
     index: int | None = None
     """The place on the first axis of a parameter that stacks several tensors, such as an engine's experts."""
     layout: Literal["rows", "heads"] = "rows"
-    """The tensors of one parameter (and index) lie one after the other along the rows in the order of the table, or q,
-    k and v are interleaved by group of heads: each key-value head (or `ModelSizes.joined` of them) and its queries."""
+    """The tensors of one parameter (and index) lie one after the other along the rows in the order of the table, or
+    they, and the parts of each, are interleaved by groups of heads."""
+    groups: int | None = None
+    """By how many; None: by the key-value heads (or `ModelSizes.joined` of them), each with its queries."""
     together: bool = False
     """The side's own loader takes the tensors of the parameter, and their scales, only in one message, and drops any
     that comes alone."""
@@ -71,6 +73,24 @@ class TensorRow:
     """The dtype in which the engine holds it where it is not quantized."""
     adapts: str | None = None
     """Of an adapter's tensor: the weight that it stands beside, or the first of those that share it."""
+    parts: tuple[int, ...] = ()
+    """Rows of the matrices that it has end to end, each of which ranks share by itself; (): it is one matrix."""
+
+    def split(self, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
+        """Cut the tensor, or its scales, into what each of `ranks` holds that share its rows."""
+        if not self.parts:
+            return tensor.chunk(ranks)
+        return [torch.cat(each) for each in zip(*(part.chunk(ranks) for part in self.cut(tensor)), strict=True)]
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """Undo `split`."""
+        return torch.cat([part for own in zip(*map(self.cut, shares), strict=True) for part in own])
+
+    def cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Cut the tensor, or a rank's share of it, or the scales of either, into its parts."""
+        if not self.parts:
+            return [tensor]
+        return tensor.split([part * tensor.shape[0] // self.shape[0] for part in self.parts])
 
 
 class TensorTable:
@@ -113,28 +133,41 @@ class TensorTable:
         return _cut(fused, rows, sizes, padded=rows[0].engine.padded)
 
     def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
-        """A parameter of Megatron's, or its scales, cut into its tensors: views where the layout allows.
+        """A parameter of Megatron's, or its scales, cut into its tensors: views where the layout allows. Megatron holds
+        matrices where the checkpoint has tensors of more axes.
 
         fused: [N, ...]. block: as above. ranks: that share the rows of each tensor, of which `fused` has one's part.
         """
         if rows[0].megatron.layout == "heads":
-            grouped = fused.unflatten(0, (self._groups // ranks, -1))
-            return [part.flatten(0, 1) for part in grouped.split(self._rows_in_group(rows, block), 1)]
-        return _cut(fused, rows, [-(-row.shape[0] // ranks // block) for row in rows])
+            grouped = fused.unflatten(0, (self._count(rows) // ranks, -1))
+            of_group = self._rows_of_group(rows, block)
+            parts = iter(grouped.split([size for sizes in of_group for size in sizes], 1))
+            tensors = [[next(parts).flatten(0, 1) for _ in sizes] for sizes in of_group]
+            found = [one[0] if len(one) == 1 else torch.cat(one) for one in tensors]
+        else:
+            found = _cut(fused, rows, [-(-row.shape[0] // ranks // block) for row in rows])
+        return [one.unflatten(1, row.shape[1:]) if len(row.shape) > 2 else one for one, row in zip(found, rows)]
 
     def fuse(self, tensors: Sequence[Tensor], rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> Tensor:
         """The inverse of `split`."""
+        matrices = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in tensors]
         if rows[0].megatron.layout == "heads":
+            groups, of_group = self._count(rows) // ranks, self._rows_of_group(rows, block)
             pieces = [
-                tensor.unflatten(0, (self._groups // ranks, size))
-                for tensor, size in zip(tensors, self._rows_in_group(rows, block), strict=True)
+                part.unflatten(0, (groups, size))
+                for matrix, row, sizes in zip(matrices, rows, of_group, strict=True)
+                for part, size in zip(row.cut(matrix), sizes, strict=True)
             ]
             return torch.cat(pieces, 1).flatten(0, 1)
-        return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
-    def _rows_in_group(self, rows: Sequence[TensorRow], block: int) -> list[int]:
-        """Rows that q, k and v have in one group of heads."""
-        return [-(-row.shape[0] // self._groups // block) for row in rows]
+    def _count(self, rows: Sequence[TensorRow]) -> int:
+        return rows[0].megatron.groups or self._groups
+
+    def _rows_of_group(self, rows: Sequence[TensorRow], block: int) -> list[list[int]]:
+        """Rows of each part of each tensor that belong to one group of heads."""
+        parts = (row.parts or (row.shape[0],) for row in rows)
+        return [[-(-part // self._count(rows) // block) for part in own] for own in parts]
 
 
 @dataclass(frozen=True)
@@ -152,6 +185,8 @@ class EngineRank:
         """Return what this rank holds of a whole tensor of `row`, or of its scales."""
         if row.engine.split is None:
             return tensor
+        if row.parts and row.engine.split == 0 and self.ranks > 1:
+            return row.split(tensor, self.ranks)[self.rank]
         return tensor.narrow(row.engine.split, *self._range(row, tensor.shape[row.engine.split]))
 
     def rows(self, row: TensorRow, block: int = 1) -> int:

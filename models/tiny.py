@@ -58,7 +58,9 @@ class TinyModel:
     many key-value heads as heads, `hidden` wide together, and does not renormalize; GLM-4.5 has a dense first layer, an
     expert that every token takes, and groups of experts; so has DeepSeek-V3, with latent attention, in which `head_dim`
     is the part of a head that is not rotated and the width of a value. GLM-4.7-Flash, `glm4_moe_lite`, is one with
-    other widths; DeepSeek-V3.2 and GLM-5, `glm_moe_dsa`, have indexers. Mixtral has `hidden` channels in all heads."""
+    other widths; DeepSeek-V3.2 and GLM-5, `glm_moe_dsa`, have indexers. Mixtral has `hidden` channels in all heads.
+    Qwen3-Next and Qwen3.5 (`qwen3_5_text`, which is dense, and `qwen3_5_moe_text`) have linear attention in three of
+    four layers, or of fewer in each second one."""
     groups: int = 4
     """Groups of a sigmoid router's experts, of which a token may go to half; 1 as in Kimi-K2."""
     q_rank: int = 128
@@ -73,7 +75,7 @@ class TinyModel:
 
     @property
     def moe(self) -> bool:
-        return self.experts > 0 and self.family not in ("qwen2", "llama", "mistral")
+        return self.experts > 0 and self.family not in ("qwen2", "qwen3_5_text", "llama", "mistral")
 
 
 def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -> None:

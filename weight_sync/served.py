@@ -139,7 +139,7 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
     modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
     fused = [row.engine.parameter for row in kept if row.engine.together]
-    unread = [f"model.layers.{n}{part}"[:-1] for part in model.sizes.kept for n in range(model.sizes.layers)]
+    unread = [f"model.layers.{n}{part}"[:-1] for part in model.sizes.kept_in_layers for n in range(model.sizes.layers)]
     unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused + unread))
     return config | {"modules_to_not_convert": unquantized}
 
@@ -195,10 +195,11 @@ def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
         for file in source.glob(pattern):
             if file.name != INDEX:
                 (partial / file.name).write_bytes(read_bytes(file, "model.path", "a file to copy"))
-    config = json.loads((partial / "config.json").read_text())
+    model = read_model(source)
+    config = model.architecture.engine_config(json.loads((partial / "config.json").read_text()), model.sizes)
     config.pop("quantization_config", None)
     if spec.quantized:
-        config["quantization_config"] = quantization_config(spec, read_model(source))
+        config["quantization_config"] = quantization_config(spec, model)
     (partial / "config.json").write_text(json.dumps(config, indent=1))
 
 

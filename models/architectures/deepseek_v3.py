@@ -45,7 +45,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
     """Sizes of a model with latent attention and a sigmoid router, whose first layers are dense; factor: of the
     router's probabilities, where the file has none; indexer: an indexer may choose keys."""
     if indexer:
-        config.refuse_variants(VARIANTS, scaled=True, layer_type="deepseek_sparse_attention")
+        config.refuse_variants(VARIANTS, scaled=True, layers=("deepseek_sparse_attention",))
     else:
         config.refuse_variants(VARIANTS | {"index_topk": None}, scaled=True)
     heads, expert_size = config.size("num_attention_heads"), config.size("moe_intermediate_size")

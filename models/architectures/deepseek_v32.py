@@ -37,7 +37,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
     chosen = config.size("index_topk", default=2048)
     if chosen < found.max_positions:
         found = replace(found, max_positions=chosen, limit=LIMIT)
-    return replace(found, kept=(INDEXER,))
+    return replace(found, kept_in_layers=(INDEXER,))
 
 
 def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:

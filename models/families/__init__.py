@@ -8,7 +8,7 @@ and how it is shared. The trainer has a file for it of the same name (`trainer.m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fp8rl.models.sizes import ModelSizes
@@ -66,8 +66,15 @@ class Family:
     """True if a layer, counted from 0, has it."""
     cached: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
     """Elements that a token takes in the cache of one of so many tensor-parallel ranks of an engine, in one layer."""
+    held: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
+    """Bytes that a request holds in one of so many tensor-parallel ranks of an engine, in one layer, however long it
+    is."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
     """Multiplications of one query with one key and its value, in one layer."""
+    recurrent: Callable[[ModelSizes], int] = lambda sizes: 0
+    """FLOPs of a token that are no product of it with a weight, however long its sequence is, in one layer."""
+    divided: Callable[[ModelSizes], Mapping[str, int]] = lambda sizes: {}
+    """Numbers that tensor-parallel ranks have to divide, by their keys in config.json."""
     unshared: Callable[[ModelSizes], Mapping[Ranks, str]] = lambda sizes: {}
     """Why ranks cannot share it, said of a model, for those that cannot."""
     kernels: tuple[tuple[int, int], str] | None = None
@@ -87,13 +94,17 @@ class PartNames:
 
     layer: int
     inside: str
-    """`model.layers.3.self_attn.`, in the checkpoint and in the engine."""
+    """`model.layers.3.self_attn.`, in the checkpoint, and as a rule in the engine."""
     there: str
     """`decoder.layers.3.self_attention.`, in Megatron."""
+    served: str
+    """In the engine, where it has another name than in the checkpoint."""
 
     @classmethod
-    def of(cls, layer: int, inside: str, there: str) -> PartNames:
-        return cls(layer, f"model.layers.{layer}.{inside}", f"decoder.layers.{layer}.{there}")
+    def of(cls, layer: int, inside: str, there: str, served: str | None = None) -> PartNames:
+        before = f"model.layers.{layer}."
+        in_engine = inside if served is None else served
+        return cls(layer, f"{before}{inside}", f"decoder.layers.{layer}.{there}", f"{before}{in_engine}")
 
     def product(
         self,
@@ -107,10 +118,11 @@ class PartNames:
         split: int | None = None,
         together: bool = False,
         layout: Literal["rows", "heads"] = "rows",
+        groups: int | None = None,
         **more: Any,
     ) -> TensorRow:
         """The row of a product's weight. engine: the parameter that holds it, `name` by itself; split, together,
-        layout: as in :class:`models.tensors.Location`."""
+        layout, groups: as in :class:`models.tensors.Location`."""
         return TensorRow(
             name=f"{self.inside}{name}.weight",
             shape=shape,
@@ -118,14 +130,15 @@ class PartNames:
             layer=self.layer,
             kind=kind,
             product=True,
-            engine=Location(f"{self.inside}{engine or name}.weight", split=split, together=together),
-            megatron=Location(f"{self.there}{megatron}.weight", layout=layout),
+            engine=Location(f"{self.served}{engine or name}.weight", split=split, together=together),
+            megatron=Location(f"{self.there}{megatron}.weight", layout=layout, groups=groups),
             **more,
         )
 
     def norm(self, name: str, size: int, *, op: str, megatron: str) -> TensorRow:
         """The row of a norm's weight; megatron: its parameter, whole."""
-        return norm(f"{self.inside}{name}.weight", size, op, self.layer, f"{self.there}{megatron}")
+        row = norm(f"{self.inside}{name}.weight", size, op, self.layer, f"{self.there}{megatron}")
+        return replace(row, engine=Location(f"{self.served}{name}.weight"))
 
 
 def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:

@@ -42,7 +42,13 @@ EXPERTS_AND_SHARED = OpForm(
     part="experts",
 )
 
-_READS, _SHARED = ("x", "residual"), "mlp.shared_experts"
+SHARED_GATE = OpForm(
+    name="shared_gate",
+    shapes="x [T, H], output of shared experts [T, H] -> the output times the sigmoid of the token's gate",
+    definition=ops.token_gate,
+)
+
+_READS, _SHARED = ("x", "residual"), "shared_experts"
 DENSE_OPS = (
     Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "mlp.linear_fc1"),
     Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
@@ -51,24 +57,30 @@ DENSE_OPS = (
 )
 _NORM = Op("post_norm", ADD_NORM, _READS, _READS, "post_attention_layernorm", "pre_mlp_layernorm")
 _EXPERTS = Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp")
-_SHARED_OPS = (
-    Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{_SHARED}.gate_up_proj", f"{_SHARED}.linear_fc1"),
-    Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{_SHARED}.act_fn", f"{_SHARED}.linear_fc2"),
-    Op("shared_down", LINEAR, ("shared",), ("shared",), f"{_SHARED}.down_proj", f"{_SHARED}.linear_fc2"),
-)
 _WITH_SHARED = Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp.experts", "mlp")
 
 
-def moe_ops(sizes: ModelSizes) -> tuple[Op, ...]:
-    """Shared experts, then the choice of the routed ones, by softmax or by sigmoid, and their sum."""
+def moe_ops(sizes: ModelSizes, shared: str = _SHARED) -> tuple[Op, ...]:
+    """Shared experts, then the choice of the routed ones, by softmax or by sigmoid, and their sum. shared: as of
+    `moe_tensors`."""
     logits, choice = (LINEAR, TOPK) if sizes.sigmoid_router is None else (ROUTER, SIGMOID_TOPK)
     return (
         _NORM,
-        *(_SHARED_OPS if sizes.shared_size else ()),
+        *(_shared_ops(f"mlp.{shared}", sizes.shared_gate) if sizes.shared_size else ()),
         Op("router", logits, ("x",), ("logits",), "mlp.gate", "mlp.router"),
         Op("topk", choice, ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
         _WITH_SHARED if sizes.shared_size else _EXPERTS,
     )
+
+
+def _shared_ops(at: str, gated: bool) -> Iterator[Op]:
+    """at: their place in the engine's layer."""
+    there = f"mlp.{_SHARED}"
+    yield Op("shared_gate_up", LINEAR, ("x",), ("shared",), f"{at}.gate_up_proj", f"{there}.linear_fc1")
+    yield Op("shared_swiglu", SWIGLU, ("shared",), ("shared",), f"{at}.act_fn", f"{there}.linear_fc2")
+    yield Op("shared_down", LINEAR, ("shared",), ("shared",), f"{at}.down_proj", f"{there}.linear_fc2")
+    if gated:
+        yield Op("shared_gate", SHARED_GATE, ("x", "shared"), ("shared",), f"{at}_gate", there)
 
 
 def _post_norm(sizes: ModelSizes, layer: int, megatron: str) -> TensorRow:
@@ -96,10 +108,14 @@ def _mlp(at: PartNames, hidden: int, width: int, ops: str = "") -> Iterator[Tens
 
 
 def moe_tensors(
-    sizes: ModelSizes, layer: int, experts: str = "experts", router: torch.dtype | None = None
+    sizes: ModelSizes,
+    layer: int,
+    experts: str = "experts",
+    router: torch.dtype | None = None,
+    shared: str = _SHARED,
 ) -> Iterator[TensorRow]:
-    """Router and experts of a layer, shared ones too. experts: their name in the checkpoint. router: dtype in which the
-    engine holds its weight; by itself FP32 if it takes sigmoids, else BF16."""
+    """Router and experts of a layer, shared ones too. experts, shared: their names in the checkpoint. router: dtype in
+    which the engine holds its weight; by itself FP32 if it takes sigmoids, else BF16."""
     hidden, width, at = sizes.hidden_size, sizes.expert_size, PartNames.of(layer, "mlp.", "mlp.")
     served = router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16)
     yield _post_norm(sizes, layer, "pre_mlp_layernorm.weight")
@@ -132,7 +148,18 @@ def moe_tensors(
                 megatron=Location(f"{at.there}experts.{fc}.weight{expert}"),
             )
     if sizes.shared_size:
-        yield from _mlp(PartNames.of(layer, f"{_SHARED}.", f"{_SHARED}."), hidden, sizes.shared_size, "shared_")
+        of_shared = PartNames.of(layer, f"mlp.{shared}.", f"mlp.{_SHARED}.")
+        yield from _mlp(of_shared, hidden, sizes.shared_size, "shared_")
+    if sizes.shared_gate:
+        yield TensorRow(
+            name=f"{at.inside}{shared}_gate.weight",
+            shape=(1, hidden),
+            op="shared_gate",
+            layer=layer,
+            product=True,
+            engine=Location(f"{at.inside}{shared}_gate.weight"),
+            megatron=Location(f"{at.there}{_SHARED}.gate_weight"),
+        )
 
 
 def _of_experts(sizes: ModelSizes) -> Activations:

@@ -25,6 +25,8 @@ from fp8rl.numerics.ops.experts import (
     route_sigmoid,
     top_experts,
 )
+from fp8rl.numerics.ops.gated_delta import delta_gates, gated_delta_rule, paged_gated_delta_rule
+from fp8rl.numerics.ops.gates import gated_rms_norm, sigmoid_gate, token_gate
 from fp8rl.numerics.ops.latent import (
     head_linear,
     head_term,
@@ -57,5 +59,6 @@ from fp8rl.numerics.ops.low_rank import (
     reaching_term,
     updates,
 )
-from fp8rl.numerics.ops.norm import add_rms_norm, rms_norm, swiglu
+from fp8rl.numerics.ops.norm import add_rms_norm, around_zero, rms_norm, swiglu
 from fp8rl.numerics.ops.rope import rope, rope_pairs
+from fp8rl.numerics.ops.short_conv import causal_conv, paged_causal_conv

@@ -27,6 +27,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def around_zero(weight: Tensor) -> Tensor:
+    """Return what an RMSNorm multiplies by whose weight is stored around zero (Gemma, Qwen3-Next): 1 + weight, FP32."""
+    return 1.0 + weight.float()
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -64,6 +64,9 @@ ARCHITECTURES = {
     "llama-heads-of-64-tied-tp2": Setup("llama", k_splits=2, layout=(("tp", 2),)),
     "mistral": Setup("mistral"),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
+    "next-bf16-ends-tp2-ep2": Setup("qwen3_next", bf16_ends=1, k_splits=2, layout=TP_EP),
+    "qwen3.5-adapters": Setup("qwen3_5_text", adapter=SEPARATE),
+    "qwen3.5-moe-packed": Setup("qwen3_5_moe_text", layout=LESS_MEMORY),
     "latent-bf16-ends": LATENT,
     "glm-5": Setup("glm_moe_dsa", router_replay="record"),
     "deepseek-v3.2": Setup("deepseek_v32", router_replay="record"),
@@ -503,7 +506,7 @@ def served_tensors_of(pipeline: Pipeline) -> set[str]:
         with safe_open(file, "pt") as tensors:
             names |= set(tensors.keys())
     if setup.beside is not None:
-        matrices = [name for name in names if "_proj" in name and name.endswith(".weight")]
+        matrices = [name for name in names if re.search(r"_proj(?!_(?:b|a|ba)\b).*\.weight$", name)]  # not of gates
         names |= {name.replace(".weight", f".lora_{side}.weight") for name in matrices for side in "AB"}
         names.add(ADAPTER_SCALE)
     return names

@@ -77,6 +77,32 @@ def test_heads_are_interleaved_by_group(block: int, ranks: int) -> None:
     assert torch.equal(DENSE.fuse([q, k, v], rows, block, ranks), fused)
 
 
+@pytest.mark.parametrize(("block", "ranks"), [(1, 1), (1, 2), (128, 1), (128, 2)])
+def test_parts_of_tensors_are_interleaved_by_head_and_shared_by_ranks_one_by_one(block: int, ranks: int) -> None:
+    """Two heads: queries and keys of 128 in one tensor, gates of 256 in another; Megatron's rows are q0 k0 z0 q1 k1 z1,
+    and an engine's rank r has qr kr zr."""
+    there, here = Location("fused", layout="heads", heads=2), Location("fused", split=0)
+    rows = [
+        row("qk", 512, megatron=there, engine=here, parts=(256, 256)),
+        row("z", 512, megatron=there, engine=here),
+    ]
+    table, size = TensorTable(rows, kv_heads=7), 128 // block
+    labels = ["q0", "k0", "z0", "z0", "q1", "k1", "z1", "z1"][: 8 // ranks]
+    fused = torch.arange(len(labels) * size)[:, None]
+    cut = table.split(fused, rows, block, ranks)
+
+    def whose(part: torch.Tensor) -> list[str]:
+        return [labels[start // size] for start in part[::size, 0].tolist()]
+
+    of_all, of_one = [["q0", "q1", "k0", "k1"], ["z0", "z0", "z1", "z1"]], [["q0", "k0"], ["z0", "z0"]]
+    assert [whose(part) for part in cut] == (of_all if ranks == 1 else of_one)
+    assert torch.equal(table.fuse(cut, rows, block, ranks), fused)
+    if ranks == 1:
+        first, second = (EngineRank(rank, 2).part(rows[0], cut[0]) for rank in range(2))
+        assert (whose(first), whose(second)) == (["q0", "k0"], ["q1", "k1"])
+        assert torch.equal(rows[0].join([first, second]), cut[0])
+
+
 def test_a_padded_parameter_ends_with_rows_of_no_tensor() -> None:
     ((embedding,),) = DENSE.in_engine["model.embed_tokens.weight"].values()
     (part,) = DENSE.engine_parts(torch.arange(70), [embedding], 1, EngineRank())
@@ -109,7 +135,8 @@ def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(bl
                 assert all(part is whole for part in parts)
                 assert {rank.label(name, one) for rank in ranks} == {name}
                 continue
-            assert torch.equal(torch.cat(parts, one.engine.split), whole)
+            joined = one.join(parts) if one.parts else torch.cat(parts, one.engine.split)
+            assert torch.equal(joined, whole)
             assert [len(part) for part in parts] == [rank.rows(one, block) for rank in ranks]
             assert [rank.label(name, one) for rank in ranks] == [f"{name}#0/2", f"{name}#1/2"]
     assert [[rank.place(expert, 4) for expert in range(8)] for rank in ranks] == [

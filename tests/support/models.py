@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from fp8rl.models import read_model
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 
 VOCAB = 128
@@ -36,13 +39,26 @@ def write_family(path: Path, shape: TinyModel, dtype: torch.dtype = torch.bfloat
     """Write a directory of any family: weights that matter, norms that are not one, biases that are not zero."""
     write_tiny_model(path, shape)
     draw = torch.Generator().manual_seed(0)
-    tensors = load_file(path / "model.safetensors")
+    tensors, around_zero = load_file(path / "model.safetensors"), read_model(path).sizes.norms_around_zero
     for name, tensor in tensors.items():
-        spread, middle = (0.08, 0.0) if tensor.dim() > 1 else (0.2, float("norm" in name))
+        norm_of_one = "linear_attn.norm" in name if around_zero else "norm" in name
+        spread, middle = (0.08, 0.0) if tensor.dim() > 1 else (0.2, float(norm_of_one))
         values = middle + spread * torch.randn(tensor.shape, generator=draw)
         tensors[name] = values.to(tensor.dtype if tensor.dtype == torch.float32 else dtype)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def token_by_token(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model's linear attention go by transformers' rule for single tokens; to be called with use_cache=False."""
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = _recurrent
+    return model
+
+
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **unused: Any) -> tuple[Tensor, None]:
+    return torch_recurrent_gated_delta_rule(q, k, v, g, beta, None, False, True)  # type: ignore[no-any-return]
 
 
 def reference(path: Path) -> PreTrainedModel:

@@ -86,7 +86,7 @@ def build_model(
         if model.output_layer.weight is not None:
             tag_split(model.output_layer.weight, 0)
         if mode == "exact":
-            patches.become(model.output_layer, exact.OutputLinear)
+            patches.become(model.output_layer, exact.PlainColumnLinear)
     return model
 
 

@@ -107,6 +107,12 @@ class Split:
         return next((piece for piece in pieces.items() if piece[1] % self.block), None)
 
     @property
+    def undivided(self) -> tuple[str, int] | None:
+        """Name and value of the first number of a family's that the ranks do not divide."""
+        numbers = (pair for family, _ in self.shape.layers_of() for pair in family.divided(self.sizes).items())
+        return next((pair for pair in numbers if pair[1] % self.tp), None)
+
+    @property
     def leading(self) -> int:
         """The number of layers in front that alone have the broken piece; 0: others have it, too."""
         if self.broken_piece is None:
@@ -153,6 +159,13 @@ SPLIT_RULES: tuple[Rule[Split], ...] = (
     _divides("num_attention_heads", lambda s: s.sizes.heads),
     _divides("num_key_value_heads", lambda s: s.sizes.kv_heads),
     _divides("groups of key-value heads that fill a quantization block", lambda s: s.sizes.kv_heads // s.sizes.joined),
+    Rule(
+        lambda s: s.key,
+        lambda s: s.undivided,
+        lambda s: s.tp,
+        lambda s: f"a divisor of the model's {s.undivided[0]} = {s.undivided[1]}",
+        lambda s: f"Set {s.key} to a divisor of {s.undivided[1]}.",
+    ),
     _divides("vocab_size", lambda s: s.sizes.vocab_size),
     _divides("intermediate_size", lambda s: s.sizes.ffn_size),
     _divides("moe_intermediate_size * n_shared_experts", lambda s: s.sizes.shared_size),

@@ -247,7 +247,7 @@ OVERRIDES: tuple[Override, ...] = (
         )
         for base, ours in (
             ("ColumnParallelLinear", "exact.ColumnLinear"),
-            ("ColumnParallelLinear", "exact.OutputLinear"),  # GPTModel names the class itself
+            ("ColumnParallelLinear", "exact.PlainColumnLinear"),  # GPTModel names the class itself
             ("ColumnParallelLinear", "native.ColumnLinear"),
             ("RowParallelLinear", "native.RowLinear"),
         )

@@ -35,12 +35,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.around_zero = eps, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, ops.around_zero(self.weight) if self.around_zero else self.weight, self.eps)
 
 
 class SwiGLU(MegatronModule):
@@ -85,13 +85,19 @@ class NormColumnLinear(ColumnLinear):
         p, eps = self.precision, self.config.layernorm_epsilon
         if p.quantizes(self.kind) and self.tp_group.size() == 1 and p.used(self.adapter) is None:
             operand = p.operand(self.weight)
-            out = ops.norm_fp8_linear(input_, self.layer_norm_weight, eps, self.weight, operand, p.spec, p.backward)
+            out = ops.norm_fp8_linear(input_, self._norm_weight, eps, self.weight, operand, p.spec, p.backward)
             return ops.add_bias(out, self.bias), None
         return super().forward(self.normalized(input_), *args, **kwargs)
 
     def normalized(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], what the product takes."""
-        return ops.rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
+        return ops.rms_norm(x, self._norm_weight, self.config.layernorm_epsilon)
+
+    @property
+    def _norm_weight(self) -> Tensor:
+        """What the norm multiplies by."""
+        weight = self.layer_norm_weight
+        return ops.around_zero(weight) if self.config.layernorm_zero_centered_gamma else weight
 
 
 class RowLinear(RowParallelLinear):
@@ -134,8 +140,9 @@ class RowLinear(RowParallelLinear):
         return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
 
 
-class OutputLinear(ColumnParallelLinear):
-    """The output projection (lm_head), never quantized. Its logits are gathered from the ranks."""
+class PlainColumnLinear(ColumnParallelLinear):
+    """Output features split over the tensor-parallel ranks, never quantized: the output projection (lm_head), whose
+    logits are gathered from the ranks, and products of a few columns."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         return ops.linear(_whole_sequence(input, context), weight)

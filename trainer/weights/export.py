@@ -240,7 +240,8 @@ class TableBridge(Bridge):
         if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
             return torch.cat(mcore_weights, param.partition_dim)
         parts = [self._table.split(part, rows, self._block, ranks) for part in mcore_weights]
-        return self._table.fuse([torch.cat(shares) for shares in zip(*parts)], rows, self._block)
+        shares = zip(rows, zip(*parts, strict=True), strict=True)
+        return self._table.fuse([row.join(own) for row, own in shares], rows, self._block)
 
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Any, tp_split_size: int
@@ -252,7 +253,7 @@ class TableBridge(Bridge):
         if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
             return mcore_weights.chunk(ranks, param.partition_dim)
         whole = self._table.split(mcore_weights, rows, self._block)
-        shares = zip(*(tensor.chunk(ranks) for tensor in whole))
+        shares = zip(*(row.split(tensor, ranks) for row, tensor in zip(rows, whole, strict=True)))
         return [self._table.fuse(share, rows, self._block, ranks) for share in shares]
 
 

@@ -50,6 +50,8 @@ RECOMPUTING = ("tp2ep2", "pp2", "cp2")
 VALUED = ("dp2", "pp2", "tp2ep2", "cp2")
 """Layouts in which a critic is trained: the head of a value is shared otherwise in each."""
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
+UNSHARED = ("latent", "linear")
+"""Models of which context-parallel ranks cannot share a row yet."""
 CHUNK = 100
 """Tokens that meet the head together, fewer than a micro-batch has."""
 
@@ -78,7 +80,7 @@ class Case:
                 trainer = self._trainer(layout, config, path, precision)
                 out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
         for kind, path in self.families.items():
-            if kind == "latent" and config.cp > 1:  # whose ranks cannot share a row yet
+            if kind in UNSHARED and config.cp > 1:
                 continue
             trainer = self._trainer(layout, config, path, "fp8")
             out[f"{kind}/fp8"] = reported(layout, trainer.score(random_batch(**BATCH)))
@@ -279,9 +281,13 @@ def checkpoint(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_tr
 
 @pytest.fixture(scope="module")
 def families(latent_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models with parts that ranks share in ways of their own: latents; a router of sigmoids with biases."""
+    """Models with parts that ranks share in ways of their own: latents; a router of sigmoids with biases; heads of
+    linear attention, and a gated shared expert."""
     biased = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="glm4_moe")
-    return {"latent": latent_path, "sigmoid": write_family(tmp_path_factory.mktemp("sigmoid") / "model", biased)}
+    linear = replace(biased, family="qwen3_5_moe_text")
+    folder = tmp_path_factory.mktemp("families")
+    written = {"sigmoid": write_family(folder / "sigmoid", biased), "linear": write_family(folder / "linear", linear)}
+    return {"latent": latent_path, **written}
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
@@ -23,7 +23,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, write_family
+from tests.support.models import LENGTH, token_by_token, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 
@@ -43,8 +43,12 @@ FAMILIES = {
     "mixtral": TinyModel(hidden=256, heads=2, kv_heads=2, family="mixtral"),
     "llama": TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, family="llama", tied=True),
     "mistral": TinyModel(hidden=256, heads=2, family="mistral"),
+    "qwen3_next": TinyModel(hidden=256, heads=4, kv_heads=2, experts=8, top_k=3, family="qwen3_next"),
+    "qwen3_5_moe": TinyModel(hidden=256, heads=4, kv_heads=2, experts=8, family="qwen3_5_moe_text"),
+    "qwen3_5": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen3_5_text", tied=True),
     "olmoe": TinyModel(hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
+LINEAR = ("qwen3_next", "qwen3_5_moe", "qwen3_5")
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -66,9 +70,9 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
     tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = trainer.model(tokens, position_ids=None, attention_mask=None)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        expected = choosing(model, tokens.shape[1])(tokens).logits
-        fewer = choosing(model, tokens.shape[1] - 1)(tokens).logits
+        model = theirs(path)
+        expected = choosing(model, tokens.shape[1])(tokens, use_cache=False).logits
+        fewer = choosing(model, tokens.shape[1] - 1)(tokens, use_cache=False).logits
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     assert torch.equal(fewer[:, :-1], expected[:, :-1])
@@ -153,26 +157,29 @@ def test_draft_layers_and_indexers_are_kept_as_they_are(tmp_path: Path, make_tra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "llama", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", *LINEAR]
+)
 def test_gradients_are_those_of_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     """Of every tensor but experts, which transformers holds together."""
     path, batch = write(folder, name, torch.float32), random_batch()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = theirs(path)
     model.model.embed_tokens.padding_idx = None  # whose gradient torch leaves out, and whose token random batches have
-    logprobs = model(batch.tokens, attention_mask=batch.real_tokens().long()).logits.log_softmax(-1)
+    real = batch.real_tokens().long()
+    logprobs = model(batch.tokens, attention_mask=real, use_cache=False).logits.log_softmax(-1)
     chosen = logprobs[:, :-1].gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     (-(chosen * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
     table, compared = read_model(path).tensors, set()
-    theirs = {key: parameter.grad for key, parameter in model.named_parameters()}
+    found = {key: parameter.grad for key, parameter in model.named_parameters()}
     if name == "mixtral":  # whose MLP transformers calls otherwise than its checkpoints do
-        theirs = {key.replace(".mlp.", ".block_sparse_moe."): gradient for key, gradient in theirs.items()}
+        found = {key.replace(".mlp.", ".block_sparse_moe."): gradient for key, gradient in found.items()}
     for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
         rows = table.in_megatron[parameter]
         for row, part in zip(rows, table.split(gradient, rows), strict=True):
             if row.expert is None:
-                torch.testing.assert_close(part, theirs[row.name], rtol=1e-3, atol=1e-6)
+                torch.testing.assert_close(part, found[row.name], rtol=1e-3, atol=1e-6)
                 compared.add(row.name)
-    assert compared == {key for key in theirs if ".experts." not in key}
+    assert compared == {key for key in found if ".experts." not in key}
 
 
 @pytest.mark.slow
@@ -180,7 +187,8 @@ def test_gradients_of_vectors_on_two_ranks_are_those_of_one(
     folder: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """Biases and norms, which ranks share in ways of their own."""
-    paths = {name: write(folder, name, torch.float32) for name in ("qwen2", "olmoe", "glm4_moe", "deepseek_v3")}
+    names = ("qwen2", "olmoe", "glm4_moe", "deepseek_v3", *LINEAR)
+    paths = {name: write(folder, name, torch.float32) for name in names}
     ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(paths))
     for name, path in paths.items():
         for parameter, gradient in gradients(make_trainer(path, dtype=torch.float32)).items():
@@ -198,6 +206,12 @@ def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(folder: 
     stored, exported = load_file(path / "model.safetensors"), ranks[0] | ranks[1]
     assert len(ranks[0]) + len(ranks[1]) == len(stored) and exported.keys() == stored.keys()
     assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
+
+
+def theirs(path: Path) -> PreTrainedModel:
+    """transformers' model in FP32, with its rule of linear attention that goes token by token: that in chunks is up to
+    5e-5 of a logit away from it."""
+    return token_by_token(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
-from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SIGMOID_TOPK, TOPK
+from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SHARED_GATE, SIGMOID_TOPK, TOPK
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
@@ -96,6 +96,15 @@ class MoE(MoELayer):
         return routed if shared_expert_output is None else routed + shared_expert_output
 
 
+class GatedSharedExpert(SharedExpertMLP):
+    """Megatron's shared expert, its output gated by `ops.token_gate`."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[S, B, H] -> the same, of a tensor-parallel rank its part of S"""
+        output, _ = MLP.forward(self, hidden_states)
+        return ops.token_gate(output, hidden_states, self.gate_weight)
+
+
 class WeightedExperts(TEGroupedMLP):
     """Megatron's grouped experts, with the router's probabilities applied to their output.
 
@@ -133,8 +142,10 @@ def _fields(
     router: ModuleSpec,
     experts: ModuleSpec,
     moe: type[MoELayer] = MoELayer,
+    gated: type[SharedExpertMLP] = SharedExpertMLP,
 ) -> Fields:
-    """Routed experts behind a norm, with shared ones beside them where the model has some."""
+    """Routed experts behind a norm, with shared ones beside them where the model has some; gated: the class of those
+    that a gate multiplies."""
     modules, shared = layer.modules, None
     if layer.sizes.shared_size:
         of_shared = MLPSubmodules(
@@ -142,7 +153,7 @@ def _fields(
             linear_fc2=modules.row_linear("down_proj"),
             activation_func=modules.activation,
         )
-        shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared)
+        shared = ModuleSpec(module=gated if layer.sizes.shared_gate else SharedExpertMLP, submodules=of_shared)
     submodules = MoESubmodules(router=router, experts=experts, shared_experts=shared)
     return {"pre_mlp_layernorm": modules.norm, "mlp": ModuleSpec(module=moe, submodules=submodules)}
 
@@ -158,7 +169,7 @@ def _exact(layer: Layer) -> Fields:
         params={"precision": layer.precision},
         submodules=MLPSubmodules(linear_fc1=StackedWeights, linear_fc2=StackedWeights),
     )
-    return _fields(layer, router, experts, MoE)
+    return _fields(layer, router, experts, MoE, GatedSharedExpert)
 
 
 def _native(layer: Layer, products: MLPSubmodules) -> Fields:
@@ -198,6 +209,7 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
         config["moe_layer_freq"] = [int(has) for has in has_experts]
     if sizes.shared_size:
         config["moe_shared_expert_intermediate_size"] = sizes.shared_size
+        config["moe_shared_expert_gate"] = sizes.shared_gate
     if (router := sizes.sigmoid_router) is not None:
         config |= {
             "moe_router_score_function": "sigmoid",
@@ -240,6 +252,7 @@ FAMILY = MegatronFamily(
         ROUTER: MegatronSide(product),
         TOPK: MegatronSide(_topk),
         SIGMOID_TOPK: MegatronSide(_topk),
+        SHARED_GATE: MegatronSide(output),
         EXPERTS: MegatronSide(output, each=_each_expert),
         EXPERTS_AND_SHARED: MegatronSide(output, each=_each_expert),
     },

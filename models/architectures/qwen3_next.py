@@ -1,0 +1,143 @@
+"""Qwen3-Next: gated delta rules in three of four layers, gated attention in the fourth, experts in each.
+
+A gate multiplies what the shared expert puts out. Norms multiply by 1 + their weight, but for the one behind the rule.
+The draft layer (multi-token prediction, `mtp.`) is kept as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.models.architecture import CACHE_SCALES, Architecture
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.families import gated_attention, gated_delta, mlp
+from fp8rl.models.families.gated_delta import GatedDelta
+from fp8rl.models.sizes import ModelSizes, checked, family_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fp8rl.models.tiny import TinyModel
+
+LINEAR, FULL = "linear_attention", "full_attention"
+VARIANTS = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""The only values of these keys that the shared ops define."""
+DRAFTS = "mtp."
+"""What names of the draft layer's tensors begin with."""
+
+
+def sizes(config: ConfigFile) -> ModelSizes:
+    """Absent keys have the defaults of transformers' Qwen3NextConfig."""
+    renormalize = config.flag("norm_topk_prob", default=True)
+    own = hybrid_sizes(config, joined=True) | expert_sizes(config, 512, 10)
+    return checked(config, ModelSizes(**own, renormalize=renormalize))
+
+
+def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
+    """All but the MLPs: the arguments of ModelSizes that this model and its successors read alike; joined: as of
+    GatedDelta."""
+    config.refuse_variants(VARIANTS, rotary_part=True, layers=(LINEAR, FULL), mrope=True)
+    head_dim = config.size("head_dim", default=256)
+    heads = config.size("num_attention_heads", default=16)
+    own = family_sizes(config, heads, config.size("num_key_value_heads", default=2), head_dim)
+    every = config.interval("full_attention_interval", "layer_types", LINEAR, FULL, own["layers"], default=4)
+    key_heads = config.size("linear_num_key_heads", default=16)
+    value_heads = config.size("linear_num_value_heads", default=32)
+    if value_heads % key_heads:
+        expected = f"a multiple of linear_num_key_heads = {key_heads}: each key serves equally many values"
+        raise config.refusal("linear_num_value_heads", value_heads, expected)
+    linear = GatedDelta(
+        layers=tuple(layer for layer in range(own["layers"]) if (layer + 1) % every),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.size("linear_key_head_dim", default=128),
+        value_dim=config.size("linear_value_head_dim", default=128),
+        taps=config.size("linear_conv_kernel_dim", default=4),
+        joined=joined,
+    )
+    rotary_dim = config.rotary_dim(head_dim, default=0.25)
+    return own | {"rotary_dim": rotary_dim, "norms_around_zero": True, "kept": (DRAFTS,), "own": (linear,)}
+
+
+def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]:
+    """The arguments for experts with a gated shared one; experts, top_k: where the file has none."""
+    return {
+        "experts": config.size("num_experts", default=experts),
+        "top_k": config.size("num_experts_per_tok", default=top_k),
+        "expert_size": config.size("moe_intermediate_size", default=512),
+        "shared_size": config.size("shared_expert_intermediate_size", default=512),
+        "shared_gate": True,
+    }
+
+
+def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
+    """SGLang reads at the top what transformers 5 keeps elsewhere or does not write."""
+    linear = sizes.of(GatedDelta).layers
+    every = next((layer + 1 for layer in range(sizes.layers) if layer not in linear), sizes.layers + 1)
+    part = sizes.rotary_dim / sizes.head_dim
+    return config | {"full_attention_interval": every, "rope_theta": sizes.rope_theta, "partial_rotary_factor": part}
+
+
+KEY_DIM, VALUE_DIM = 128, 64
+"""Widths of a tiny model's linear attention: with two values to a key, a key's values are a whole block."""
+
+
+def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:
+    """Attention in each fourth layer, or of fewer layers in each second one."""
+    every = 4 if shape.layers % 4 == 0 else 2
+    return common | {
+        "layer_types": [LINEAR if (layer + 1) % every else FULL for layer in range(shape.layers)],
+        "full_attention_interval": every,  # which transformers 5 does not write by itself, and engines read
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": KEY_DIM,
+        "linear_value_head_dim": VALUE_DIM,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": common["rope_parameters"] | {"partial_rotary_factor": 0.25},
+    }
+
+
+def tiny_experts(shape: TinyModel) -> dict[str, Any]:
+    return {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "moe_intermediate_size": shape.intermediate,
+        "shared_expert_intermediate_size": shape.intermediate,
+    }
+
+
+def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    own = tiny_config(shape, common) | tiny_experts(shape)
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(**own, intermediate_size=shape.intermediate, norm_topk_prob=shape.renormalize)
+    )
+
+
+GATED_ATTENTION = replace(gated_attention.FAMILY, within=lambda sizes, layer: layer not in sizes.of(GatedDelta).layers)
+SHARED_EXPERT = "shared_expert"
+GATED_MOE = replace(
+    mlp.MOE,
+    kinds=(*mlp.MOE.kinds, *mlp.DENSE.kinds),
+    tensors=partial(mlp.moe_tensors, shared=SHARED_EXPERT),
+    ops=partial(mlp.moe_ops, shared=SHARED_EXPERT),
+)
+"""Experts of which checkpoints call the one that every token takes by this name."""
+ARCHITECTURE = Architecture(
+    name="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    sizes=sizes,
+    families=(gated_delta.JOINED, GATED_ATTENTION, GATED_MOE),
+    tiny=tiny,
+    engine_extras=CACHE_SCALES,
+    engine_config=engine_config,
+)

@@ -1,0 +1,62 @@
+"""Grouped-query attention whose output is gated: a gate beside each query, channel by channel, through a sigmoid.
+
+`q_proj` has a head's query and then its gate. In the engine its modules and parameters stand in the layer itself, not
+in `self_attn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fp8rl.models.families import Activations, Family, Widths, attention
+from fp8rl.models.forms import OpForm
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import TensorRow
+from fp8rl.models.trace import Op
+from fp8rl.numerics import ops
+
+GATED_QKV = OpForm(
+    name="gated_qkv",
+    shapes="[T, H] -> q [T, heads, D], its gates [T, heads * D], k and v [T, kv heads, D]",
+    definition=ops.linear,
+)
+OUTPUT_GATE = OpForm(
+    name="output_gate", shapes="[T, heads * D], gates -> [T, heads * D]", definition=ops.sigmoid_gate, part=None
+)
+
+
+def gated_ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    input_norm, qkv, *between, o_proj = attention.attention_ops(sizes)
+    gate = Op("gate", OUTPUT_GATE, ("x", "gate"), ("x",), "self_attn.o_proj", "self_attention.linear_proj")
+    qkv = replace(qkv, form=GATED_QKV, writes=("q", "gate", "k", "v"))
+    return tuple(
+        replace(op, engine=op.engine.removeprefix("self_attn.")) for op in (input_norm, qkv, *between, gate, o_proj)
+    )
+
+
+def gated_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    for row in attention.attention_tensors(sizes, layer):
+        rows, *rest = row.shape
+        wide = (2 * rows, *rest) if row.kind == "q_proj" else row.shape
+        served = replace(row.engine, parameter=row.engine.parameter.replace(".self_attn.", "."))
+        yield replace(row, shape=wide, engine=served)
+
+
+def _activations(sizes: ModelSizes) -> Activations:
+    """The gates, and attention before them, beside all of attention."""
+    plain = attention.FAMILY.activations(sizes)
+    return replace(plain, bf16=plain.bf16 + 4 * sizes.heads * sizes.head_dim)
+
+
+FAMILY = Family(
+    name="gated_attention",
+    part="attention",
+    kinds=attention.FAMILY.kinds,
+    tensors=gated_tensors,
+    ops=gated_ops,
+    activations=_activations,
+    widths=lambda sizes: Widths({"head_dim": sizes.head_dim}),
+    cached=attention.FAMILY.cached,
+    scored=attention.FAMILY.scored,
+)

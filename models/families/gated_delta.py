@@ -1,0 +1,205 @@
+"""Linear attention by the gated delta rule (`numerics.ops.gated_delta`): a state of constant size in place of a cache.
+
+A layer has one product into queries, keys, values and the gates z of its output, one into the gates a and b of its
+state, a short convolution over queries, keys and values, the rule, a norm with the gates z, and the projection out.
+The product of a and b, the convolution, `A_log`, `dt_bias` and norms are never quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fp8rl.models.families import Activations, Family, PartNames, Widths, norm
+from fp8rl.models.forms import ADD_NORM, EPS, LINEAR, OpForm
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import Location, TensorRow
+from fp8rl.models.trace import Op
+from fp8rl.numerics import ops
+
+STATE_BYTES, CONV_BYTES = 4, 2
+"""Bytes of a number in a request's states, and in the rows that its convolutions take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """The sizes of linear attention."""
+
+    layers: Collection[int]
+    """Those that have it, counted from 0; the others have attention."""
+    key_heads: int
+    """Heads of queries and keys, each of which serves equally many heads of values."""
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens that the convolution reads, the token itself among them."""
+    joined: bool
+    """The checkpoint joins queries, keys, values and z in one matrix, and b and a in another, head of keys by head of
+    keys (Qwen3-Next); else queries, keys and values are a matrix, and z, b and a one each (Qwen3.5)."""
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of the values of all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads, in this order."""
+        return 2 * self.keys + self.values
+
+    @property
+    def kind(self) -> str:
+        """The module kind of the product into queries, keys, values and z, the first of them."""
+        return "in_proj_qkvz" if self.joined else "in_proj_qkv"
+
+    @property
+    def shares(self) -> int:
+        """Heads of values that share a key."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def state(self) -> int:
+        """Numbers in a request's state in one layer."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+IN_PROJ = OpForm(
+    name="delta_in_proj",
+    shapes="[T, H] -> queries, keys and values of all heads [T, C], and z [T, heads * value]",
+    definition=ops.linear,
+)
+GATES = OpForm(name="delta_gates", shapes="[T, H] -> b and a [T, heads]", definition=ops.linear)
+CONV = OpForm(name="short_conv", shapes="[T, C] -> [T, C]", definition=ops.causal_conv)
+DELTA = OpForm(
+    name="gated_delta",
+    shapes="queries, keys and values [T, C], b, a [T, heads] -> [T, heads * value]: `ops.delta_gates`, and the rule",
+    definition=ops.gated_delta_rule,
+)
+GATED_NORM = OpForm(
+    name="gated_norm",
+    shapes="[T, heads * value], z -> the same, normed over each head",
+    definition=ops.gated_rms_norm,
+    constants=(EPS,),
+    part="norm",
+)
+
+INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+OPS = (
+    INPUT_NORM,
+    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "linear_attn.in_proj_qkvz", "self_attention"),
+    Op("gates", GATES, ("x",), ("b", "a"), "linear_attn.in_proj_ba", "self_attention"),
+    Op("conv", CONV, ("qkv",), ("qkv",), "linear_attn.conv1d", "self_attention.conv1d"),
+    Op("delta", DELTA, ("qkv", "b", "a"), ("x",), "linear_attn.attn", "self_attention.core_attention"),
+    Op("gated_norm", GATED_NORM, ("x", "z"), ("x",), "linear_attn.norm", "self_attention.out_norm"),
+    Op("out_proj", LINEAR, ("x",), ("x",), "linear_attn.out_proj", "self_attention.out_proj"),
+)
+
+
+def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    """Megatron holds the matrices of both products head of keys by head of keys, so that ranks take whole heads in a
+    row; checkpoints only where they join them."""
+    own, hidden = sizes.of(GatedDelta), sizes.hidden_size
+    at, before = PartNames.of(layer, "linear_attn.", "self_attention."), f"model.layers.{layer}.input_layernorm.weight"
+    parts = own.keys, own.keys, own.values
+    yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
+    into: dict[str, Any] = {"op": "in_proj", "engine": "in_proj_qkvz", "split": 0, "megatron": "in_proj"}
+    gates: dict[str, Any] = {"op": "gates", "engine": "in_proj_ba", "split": 0, "megatron": "gate_proj", "kind": None}
+    if own.joined:
+        yield at.product(own.kind, (2 * (own.keys + own.values), hidden), kind=own.kind, **into)
+        yield at.product("in_proj_ba", (2 * own.value_heads, hidden), **gates)
+    else:
+        by_head: dict[str, Any] = {"layout": "heads", "heads": own.key_heads}
+        yield at.product(own.kind, (own.channels, hidden), kind=own.kind, parts=parts, **into, **by_head)
+        yield at.product("in_proj_z", (own.values, hidden), kind="in_proj_z", **into, **by_head)
+        for name in ("in_proj_b", "in_proj_a"):
+            yield at.product(name, (own.value_heads, hidden), **gates, **by_head)
+    yield TensorRow(
+        name=f"{at.inside}conv1d.weight",
+        shape=(own.channels, 1, own.taps),
+        op="conv",
+        layer=layer,
+        engine=Location(f"{at.served}conv1d.weight", split=0),
+        megatron=Location(f"{at.there}conv1d.weight", layout="heads", groups=own.key_heads),
+        parts=parts,
+    )
+    for name, served in (("A_log", torch.float32), ("dt_bias", torch.bfloat16)):
+        yield TensorRow(
+            name=f"{at.inside}{name}",
+            shape=(own.value_heads,),
+            op="delta",
+            layer=layer,
+            engine=Location(f"{at.served}{name}", split=0),
+            megatron=Location(f"{at.there}{name}"),
+            served=served,
+        )
+    yield at.norm("norm", own.value_dim, op="gated_norm", megatron="out_norm.weight")
+    yield at.product(*("out_proj", (hidden, own.values)), op="out_proj", kind="out_proj", split=1, megatron="out_proj")
+
+
+def _activations(sizes: ModelSizes) -> Activations:
+    """With H hidden, C channels and V the width of all values: both norms and residuals as in attention, 8H; the
+    products' results, 2(C + V) and those of the gates; the convolution's, 2C; decays and beta in FP32; the rule's and
+    the gated norm's, 4V. The recomputed core is all from the convolution to the gated norm's input."""
+    own = sizes.of(GatedDelta)
+    core = 2 * own.channels + 8 * own.value_heads + 2 * own.values
+    return Activations(
+        bf16=8 * sizes.hidden_size + 2 * (own.channels + own.values) + 4 * own.value_heads + core + 2 * own.values,
+        fp8=1.03 * own.values - 0.97 * sizes.hidden_size,
+        core=float(core),
+    )
+
+
+def _widths(sizes: ModelSizes) -> Widths:
+    own = sizes.of(GatedDelta)
+    return Widths(
+        split={
+            "linear_num_key_heads * linear_key_head_dim": own.keys,
+            "linear_num_value_heads * linear_value_head_dim": own.values,
+        }
+    )
+
+
+def _widths_apart(sizes: ModelSizes) -> Widths:
+    """Heads change places on the way to Megatron, with whole blocks alone."""
+    own = sizes.of(GatedDelta)
+    values = "linear_value_head_dim * linear_num_value_heads / linear_num_key_heads"
+    return Widths({"linear_key_head_dim": own.key_dim, values: own.shares * own.value_dim})
+
+
+def _held(sizes: ModelSizes, ranks: int) -> int:
+    own = sizes.of(GatedDelta)
+    return (STATE_BYTES * own.state + CONV_BYTES * (own.taps - 1) * own.channels) // ranks
+
+
+def _recurrent(sizes: ModelSizes) -> int:
+    """The decay, the key's and the query's sums with the state, and its correction; and the convolution's taps."""
+    own = sizes.of(GatedDelta)
+    return 7 * own.state + 2 * own.taps * own.channels
+
+
+JOINED = Family(
+    name="gated_delta",
+    part="attention",
+    kinds=(("in_proj_qkvz",), ("out_proj",)),
+    tensors=gated_delta_tensors,
+    ops=lambda sizes: OPS,
+    activations=_activations,
+    widths=_widths,
+    within=lambda sizes, layer: layer in sizes.of(GatedDelta).layers,
+    held=_held,
+    recurrent=_recurrent,
+    divided=lambda sizes: {"linear_num_key_heads": sizes.of(GatedDelta).key_heads},
+    unshared=lambda sizes: {
+        "context": "with linear attention, whose state goes from token to token: ranks cannot share a row yet"
+    },
+)
+APART = replace(JOINED, kinds=(("in_proj_qkv", "in_proj_z"), ("out_proj",)), widths=_widths_apart)

@@ -1,0 +1,251 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): linear attention whose state forgets, and corrects itself.
+
+The state S [K, V] of a head holds a value for each direction of keys. A token, in FP32 throughout:
+
+1. S = exp(g) S: all of it decays;
+2. u = beta (v - k S): what the state says of the key is compared with the value;
+3. S = S + k u: and corrected;
+4. o = q S.
+
+q and k are divided by their lengths before (with 1e-6 under the root), and q by sqrt(K). Sums over K are each one FP32
+sum, in an order that K alone decides. Tokens go one after the other, in training as in decode: **this recurrence is the
+definition**. A token's bits depend on the tokens before it and on nothing else: not on where a prompt was cut, where a
+cached prefix ended, or what else is in the batch. Only o is rounded, once, to v's dtype.
+
+The gradient needs no fixed bits. It is that of the same function in chunks of 64 tokens (section 3.2 there), a few
+products in FP32 for each instead of 64 states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.ops.experts import sigmoid
+
+LENGTH_EPS = 1e-6
+"""Added to the sum of squares of a query or a key."""
+CHUNK = 64
+"""Tokens of a chunk in the gradient."""
+GRADIENT_TOKENS = 16384
+"""Tokens, padding among them, whose gradient is taken at a time: bounds the memory of a packed batch."""
+
+
+@op
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log decays g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b), FP32 [..., heads].
+
+    a, b [..., heads]; a_log, dt_bias [heads]. FP32 throughout; softplus(x) = max(x, 0) + log1p(exp(-|x|)).
+    """
+    return DeltaGates.apply(a, b, a_log, dt_bias)
+
+
+class DeltaGates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        x = a.float() + dt_bias.float()
+        g = -a_log.float().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
+        beta = sigmoid(b.float())
+        ctx.save_for_backward(a, b, a_log, dt_bias, g, beta)
+        return g, beta
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        a, b, a_log, dt_bias, g, beta = ctx.saved_tensors
+        dg, dbeta = grads
+        da = -dg * a_log.float().exp() * sigmoid(a.float() + dt_bias.float())
+        sums = ((dg * g).flatten(0, -2).sum(0), da.flatten(0, -2).sum(0))
+        of_vectors = (total.to(vector.dtype) for total, vector in zip(sums, (a_log, dt_bias), strict=True))
+        return da.to(a.dtype), (dbeta * beta * (1 - beta)).to(b.dtype), *of_vectors
+
+
+@op
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    lengths: Tensor,
+    states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the rule over sequences that lie end to end, and return their states, too.
+
+    q, k [T, key heads, K], neither normed nor scaled; v [T, heads, V]; g, beta FP32 [T, heads], as `delta_gates` gives
+    them. Each key head serves equally many heads, one after the other. lengths int64 [B], 0 or more each, T together.
+    states FP32 [B, heads, K, V], before each sequence's first token; None: zeros. Returns [T, heads, V] and the states
+    behind the last tokens, FP32, which have no gradient; neither have the first ones.
+    """
+    first = v.new_zeros(len(lengths), *_state_shape(k, v), dtype=torch.float32) if states is None else states
+    return GatedDeltaRule.apply(q, k, v, g, beta, lengths, first)
+
+
+@op
+def paged_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    begun: Tensor,
+) -> Tensor:
+    """Run `gated_delta_rule` over sequences whose states lie in the slots of a cache, and put the new ones there.
+
+    cache FP32 [slots, heads, K, V]; slots int64 [B], each once; begun bool [B]: the sequence had tokens before, so its
+    slot counts; else its state is zero. Returns [T, heads, V].
+    """
+    before = torch.where(begun[:, None, None, None], cache[slots], 0.0)
+    out, cache[slots] = gated_delta_rule(q, k, v, g, beta, lengths, before)
+    return out
+
+
+class GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, g, beta, lengths, states)
+        out, last = _recurrence(*_unit(q, k), v, g, beta, lengths, states)
+        ctx.mark_non_differentiable(last)
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        *inputs, lengths, states = ctx.saved_tensors
+        return *gated_delta_gradients(grads[0], inputs, lengths, states), None, None
+
+
+def _recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q, k FP32, normed. Sequences take their steps together, the longest first, so that those that still have tokens
+    are always the first ones."""
+    count = lengths.tolist()
+    order = sorted(range(len(count)), key=lambda each: -count[each])
+    starts, longest = [0], max(count, default=0)
+    for each in count:
+        starts.append(starts[-1] + each)
+    running = [sum(each > step for each in count) for step in range(longest)]
+    turns = torch.tensor([starts[b] + step for step, active in enumerate(running) for b in order[:active]])
+    turns = turns.to(device=v.device, dtype=torch.int64)
+    places = torch.tensor(order, device=v.device, dtype=torch.int64)
+
+    shares = v.shape[1] // k.shape[1]
+    state = states[places].contiguous()
+    by_step = (each[turns].split(running) for each in (q, k, v.float(), g.exp(), beta))
+    found = []
+    for q_t, k_t, v_t, decay, beta_t in zip(*by_step, strict=True):
+        now = state[: len(v_t)]
+        k_t, q_t = (x.repeat_interleave(shares, 1).unsqueeze(-1) for x in (k_t, q_t))
+        now *= decay[..., None, None]
+        update = (v_t - (now * k_t).sum(-2)) * beta_t[..., None]
+        now += k_t * update.unsqueeze(-2)
+        found.append((now * q_t).sum(-2))
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if found:
+        out[turns] = torch.cat(found).to(v.dtype)
+    return out, torch.empty_like(state).index_copy_(0, places, state)
+
+
+def _unit(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of length one, queries scaled, in FP32 or the dtype that is wider."""
+
+    def normed(x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+    return normed(q) * q.shape[-1] ** -0.5, normed(k)
+
+
+def _state_shape(k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    return v.shape[1], k.shape[2], v.shape[2]
+
+
+def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, g and beta from that of the result, sequences of similar length together.
+
+    Each gets them in its own dtype. A packed batch is worked on in parts of `GRADIENT_TOKENS`.
+    """
+    found = [torch.zeros_like(each) for each in inputs]
+    starts = lengths.cumsum(0) - lengths
+    for some in _parts(lengths):
+        own = lengths[some, None]
+        width = -(-int(own.max()) // CHUNK) * CHUNK
+        steps = torch.arange(width, device=dout.device)
+        real = steps < own
+        tokens = (starts[some, None] + steps)[real]
+
+        def padded(x: Tensor, real: Tensor = real, tokens: Tensor = tokens) -> Tensor:
+            return x.new_zeros(*real.shape, *x.shape[1:]).index_put((real,), x[tokens])
+
+        leaves = [padded(each).requires_grad_() for each in inputs]
+        with torch.enable_grad():
+            out = in_chunks(*leaves, states[some])
+        for whole, part in zip(found, torch.autograd.grad(out, leaves, padded(dout).to(out.dtype)), strict=True):
+            whole[tokens] = part[real]
+    return tuple(found)
+
+
+def _parts(lengths: Tensor) -> Iterator[Tensor]:
+    """Yield the indices of sequences whose gradients are taken together: alike in length to within a factor of two."""
+    groups: dict[int, list[int]] = {}
+    count = lengths.tolist()
+    for each, length in enumerate(count):
+        if length:
+            groups.setdefault(max(length, CHUNK).bit_length(), []).append(each)
+    for _, group in sorted(groups.items()):
+        fit = max(1, GRADIENT_TOKENS // max(count[each] for each in group))
+        for first in range(0, len(group), fit):
+            yield torch.tensor(group[first : first + fit], device=lengths.device)
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Tensor:
+    """Compute the rule of whole rows in chunks of 64 tokens: not the bits of the recurrence, but its derivative.
+
+    q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads]; S a multiple of 64.
+    Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
+    """
+    shares = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(shares, 2) for x in _unit(q, k))
+    # [B, heads, chunks, 64, ...]
+    q, k, v = (x.transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (q, k, v.to(q.dtype)))
+    g, beta = (x.to(q.dtype).transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (g, beta))
+    until = g.cumsum(-1)
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    between = (until[..., :, None] - until[..., None, :]).masked_fill(~causal, -torch.inf).exp()
+    # Updates u of a chunk answer to the state before it, and to each other: (1 + M) u = beta (v - decayed k S).
+    mixed = beta[..., None] * (k @ k.transpose(-1, -2)) * between
+    targets = torch.cat((v, k * until.exp()[..., None]), -1) * beta[..., None]
+    values, keys = torch.linalg.solve_triangular(mixed.tril(-1), targets, upper=False, unitriangular=True).split(
+        (v.shape[-1], k.shape[-1]), -1
+    )
+    seen, asked = (q @ k.transpose(-1, -2)) * between, q * until.exp()[..., None]
+    kept, left = until[..., -1, None, None].exp(), k * (until[..., -1:] - until).exp()[..., None]
+    state, found = states.to(q.dtype), []
+    for chunk in range(q.shape[2]):
+        updates = values[:, :, chunk] - keys[:, :, chunk] @ state
+        found.append(asked[:, :, chunk] @ state + seen[:, :, chunk] @ updates)
+        state = kept[:, :, chunk] * state + left[:, :, chunk].transpose(-1, -2) @ updates
+    return torch.stack(found, 2).flatten(2, 3).transpose(1, 2)
+
+
+def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
+    q, k, v = random(count, 2, 64), random(count, 2, 64), random(count, 4, 32)
+    a, b, a_log, dt_bias = random(count, 4), random(count, 4), random(4), random(4)
+
+    def rule(n: int) -> Tensor:
+        """Return the outputs of one sequence."""
+        g, beta = delta_gates(a[:n], b[:n], a_log, dt_bias)
+        return gated_delta_rule(q[:n], k[:n], v[:n], g, beta, torch.tensor([n], device=q.device))[0]
+
+    return {"gated_delta_rule": rule}
+
+
+PROBES = Probes(rows=_trial)

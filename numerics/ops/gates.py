@@ -1,0 +1,106 @@
+"""Elementwise gates: of attention's output, of an expert that every token takes, of a norm behind linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.ops.experts import sigmoid
+
+
+def silu(x: Tensor) -> Tensor:
+    """Compute x sigmoid(x), of which torch's own takes another exp for the last few elements of a tensor."""
+    return x * sigmoid(x)
+
+
+@op
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute x * sigmoid(gate), both [..., N]. FP32 inside, rounded once to x's dtype."""
+    return SigmoidGate.apply(x, gate)
+
+
+@op
+def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Compute x * sigmoid(hidden · weight), one gate for each token: x [..., N], hidden [..., H], weight [1, H].
+
+    The product is one FP32 sum over H, an order that H alone decides, and is not rounded; the result is rounded once to
+    x's dtype.
+    """
+    return TokenGate.apply(x, hidden, weight)
+
+
+@op
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute rms_norm(x, weight) * silu(gate) over the last dimension: x and gate [..., D], weight [D].
+
+    The mean of squares is one FP32 sum over D. Everything in FP32, rounded once to x's dtype at the end; transformers
+    rounds the normed value once more.
+    """
+    return GatedRmsNorm.apply(x, gate, weight, eps)
+
+
+class SigmoidGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return (x.float() * sigmoid(gate.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        open_, dy = sigmoid(gate.float()), grads[0].float()
+        return (dy * open_).to(x.dtype), (dy * x.float() * open_ * (1 - open_)).to(gate.dtype)
+
+
+class TokenGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        open_ = sigmoid((hidden.float() * weight.float()).sum(-1, keepdim=True))
+        ctx.save_for_backward(x, hidden, weight, open_)
+        return (x.float() * open_).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, hidden, weight, open_ = ctx.saved_tensors
+        dy = grads[0].float()
+        dlogit = (dy * x.float()).sum(-1, keepdim=True) * open_ * (1 - open_)
+        dweight = (dlogit * hidden.float()).flatten(0, -2).sum(0, keepdim=True)
+        return (dy * open_).to(x.dtype), (dlogit * weight.float()).to(hidden.dtype), dweight.to(weight.dtype)
+
+
+class GatedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, gate, weight, inverse_rms)
+        return (wide * inverse_rms * weight.float() * silu(gate.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, gate, weight, inverse_rms = ctx.saved_tensors
+        dy, wide, z = grads[0].float(), x.float() * inverse_rms, gate.float()
+        open_ = sigmoid(z)
+        dscaled = dy * z * open_
+        dweight = (dscaled * wide).flatten(0, -2).sum(0)
+        dnormed = dscaled * weight.float()
+        dx = inverse_rms * (dnormed - wide * (dnormed * wide).mean(-1, keepdim=True))
+        dgate = dy * wide * weight.float() * open_ * (1 + z * (1 - open_))
+        return dx.to(x.dtype), dgate.to(gate.dtype), dweight.to(weight.dtype), None
+
+
+def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
+    x, gate, weight = random(count, 384), random(count, 384), random(1, 384) / 16
+    heads, gates = x.view(count, 3, 128), gate.view(count, 3, 128)
+    return {
+        "sigmoid_gate": lambda n: sigmoid_gate(x[:n], gate[:n]),
+        "token_gate": lambda n: token_gate(x[:n], gate[:n], weight),
+        "gated_rms_norm": lambda n: gated_rms_norm(heads[:n], gates[:n], weight[0, :128], 1e-6),
+    }
+
+
+PROBES = Probes(rows=_trial)

@@ -1,0 +1,109 @@
+"""The short causal convolution before linear attention: each channel over the last few tokens, with SiLU.
+
+A token reads its own row and the W - 1 rows before it in its sequence. So a sequence that goes on needs its last W - 1
+rows of inputs and nothing else, and its bits do not depend on how its tokens were handed over. Taps are multiplied and
+added one after the other, the oldest first, in FP32; SiLU in FP32; rounded once to x's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.backend.dispatch import Probes, op
+from fp8rl.numerics.ops.experts import sigmoid
+from fp8rl.numerics.ops.gates import silu
+
+
+@op
+def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute the convolution of sequences that lie end to end, and return their last rows, too.
+
+    x [T, C]; weight [C, W]; lengths int64 [B], 0 or more each, T together. rows [B, W - 1, C], the inputs before each
+    sequence, the oldest first; None: the sequences begin here, behind zeros. Returns [T, C] and the rows [B, W - 1, C]
+    that a continuation takes, in x's dtype, which have no gradient.
+    """
+    before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
+    return CausalConv.apply(x, weight, lengths, before)
+
+
+@op
+def paged_causal_conv(
+    x: Tensor, weight: Tensor, cache: Tensor, slots: Tensor, lengths: Tensor, begun: Tensor
+) -> Tensor:
+    """Compute `causal_conv` of sequences whose last rows lie in the slots of a cache, and put the new ones there.
+
+    cache [slots, W - 1, C], in x's dtype; slots int64 [B], each once; begun bool [B]: the sequence had tokens before,
+    so its slot counts; else it begins behind zeros. Returns [T, C].
+    """
+    y, cache[slots] = causal_conv(x, weight, lengths, torch.where(begun[:, None, None], cache[slots], 0))
+    return y
+
+
+class CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        own, last = places(lengths, weight.shape[1] - 1, len(x))
+        joined = _joined(x, rows, own)
+        ctx.save_for_backward(x, weight, rows, own)
+        held = joined[last]
+        ctx.mark_non_differentiable(held)
+        return silu(_taps(joined.float(), weight.float()))[own - weight.shape[1] + 1].to(x.dtype), held
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, rows, own = ctx.saved_tensors
+        taps, joined, wide = weight.shape[1], _joined(x, rows, own).float(), weight.float()
+        before = _taps(joined, wide)
+        open_ = sigmoid(before)
+        # Rows behind the end of one sequence and before the next have results, too, which nobody reads.
+        dy = torch.zeros_like(before).index_copy_(0, own - taps + 1, grads[0].float())
+        dsum = dy * open_ * (1 + before * (1 - open_))
+        djoined, dweight = torch.zeros_like(joined), torch.empty_like(wide)
+        for tap in range(taps):
+            djoined[tap : tap + len(dsum)] += dsum * wide[:, tap]
+            dweight[:, tap] = (dsum * joined[tap : tap + len(dsum)]).sum(0)
+        return djoined[own].to(x.dtype), dweight.to(weight.dtype), None, None
+
+
+def places(lengths: Tensor, held: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return where tokens stand once each sequence has `held` rows before it, [T], and each one's last rows, [B,
+    held]."""
+    numbers = torch.arange(1, len(lengths) + 1, device=lengths.device)
+    sequence = numbers.repeat_interleave(lengths, output_size=count)
+    own = torch.arange(count, device=lengths.device) + held * sequence
+    ends = lengths.cumsum(0) + held * numbers
+    return own, ends[:, None] - held + torch.arange(held, device=lengths.device)
+
+
+def _joined(x: Tensor, rows: Tensor, own: Tensor) -> Tensor:
+    """Return x with the rows before each sequence, [T + B * held, C]."""
+    joined = x.new_empty(len(x) + rows.shape[0] * rows.shape[1], x.shape[1])
+    others = torch.ones(len(joined), dtype=torch.bool, device=x.device).index_fill_(0, own, False)
+    joined[own] = x
+    joined[others] = rows.flatten(0, 1)
+    return joined
+
+
+def _taps(joined: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum of each row and those before it, [rows - W + 1, C]."""
+    count = len(joined) - weight.shape[1] + 1
+    total = joined[:count] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        total = total + joined[tap : tap + count] * weight[:, tap]
+    return total
+
+
+def _trial(random: Callable[..., Tensor], count: int) -> dict[str, Callable[[int], Tensor]]:
+    x, weight = random(count, 96), random(96, 4)
+
+    def conv(n: int) -> Tensor:
+        return causal_conv(x[:n], weight, torch.tensor([n], device=x.device))[0]
+
+    return {"causal_conv": conv}
+
+
+PROBES = Probes(rows=_trial)

@@ -1,0 +1,142 @@
+"""Kernels of linear attention against their torch definitions, values and gradients; and one kernel for all callers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8rl.numerics import ops
+from fp8rl.numerics.kernels import gated_delta, gates, short_conv
+from tests.numerics.kernels.test_elementwise import close, gradients
+from tests.support.hopper import compiled_elsewhere
+from tests.support.kernels import DEVICE, random
+
+LENGTHS = [19, 1, 33, 0, 2]
+
+
+def lengths(*values):
+    return torch.tensor(values, device=DEVICE)
+
+
+def tokens(count, values=24):
+    """q, k, v, g and beta of four heads, two of which share a key; widths that fill no block."""
+    q, k, v = random(count, 2, 48), random(count, 2, 48, seed=1), random(count, 4, values, seed=2)
+    a, b = random(count, 4, seed=3), random(count, 4, seed=4)
+    return [q, k, v, *ops.delta_gates(a, b, random(4, seed=5), random(4, seed=6))]
+
+
+def test_the_rule_is_the_definition():
+    rows = tokens(sum(LENGTHS))
+    states = random(len(LENGTHS), 4, 48, 24, seed=7, dtype=torch.float32)
+    for first in (None, states):
+        found, last = gated_delta.gated_delta_rule(*rows, lengths(*LENGTHS), first)
+        expected, state = ops.gated_delta_rule(*rows, lengths(*LENGTHS), first)
+        close(found, expected)
+        torch.testing.assert_close(last, state, rtol=1e-5, atol=1e-6)
+    apart = gradients(lambda *x: gated_delta.gated_delta_rule(*x, lengths(*LENGTHS))[0], *rows)
+    for a, b in zip(apart, gradients(lambda *x: ops.gated_delta_rule(*x, lengths(*LENGTHS))[0], *rows), strict=True):
+        close(a, b)
+
+
+def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens():
+    rows, x, weight = tokens(30), random(30, 200, seed=8), random(200, 4, seed=9)
+    expected, states = gated_delta.gated_delta_rule(*rows, lengths(18, 12))
+    mixed, held = short_conv.causal_conv(x, weight, lengths(18, 12))
+    cache, kept = torch.full((5, 4, 48, 24), torch.nan), torch.full((5, 200, 3), torch.nan).bfloat16()
+    cache, kept, slots = cache.to(DEVICE), kept.to(DEVICE).transpose(1, 2), lengths(3, 1)
+    found, convolved = torch.zeros_like(expected), torch.zeros_like(mixed)
+    for first, last in ((0, 1), (1, 3), (3, 12)):
+        here = torch.cat([torch.arange(first, last), 18 + torch.arange(first, last)]).to(DEVICE)
+        where = slots, lengths(last - first, last - first), torch.full((2,), first > 0, device=DEVICE)
+        found[here] = gated_delta.paged_gated_delta_rule(*(y[here] for y in rows), cache, *where)
+        convolved[here] = short_conv.paged_causal_conv(x[here], weight, kept, *where)
+    here, alone = torch.arange(12, 18).to(DEVICE), (slots[:1], lengths(6), lengths(1).bool())
+    found[here] = gated_delta.paged_gated_delta_rule(*(y[here] for y in rows), cache, *alone)
+    convolved[here] = short_conv.paged_causal_conv(x[here], weight, kept, *alone)
+    assert torch.equal(found, expected) and torch.equal(cache[slots], states)
+    assert torch.equal(convolved, mixed) and torch.equal(kept[slots], held)
+    assert cache[[0, 2, 4]].isnan().all() and kept[[0, 2, 4]].isnan().all()
+
+
+def test_a_cache_whose_states_do_not_lie_in_one_piece_is_refused():
+    rows, cache = tokens(1), torch.zeros(2, 4, 24, 48, device=DEVICE).transpose(2, 3)
+    with pytest.raises(ValueError, match=r"strides \(4608, 1152, 1, 48\), expected each in one piece"):
+        gated_delta.paged_gated_delta_rule(*rows, cache, lengths(1), lengths(1), lengths(1).bool())
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_convolution_is_the_definition(given):
+    x, weight = random(sum(LENGTHS), 200), random(200, 4, seed=1)
+    rows = random(len(LENGTHS), 3, 200, seed=2) if given else None
+    found, held = short_conv.causal_conv(x, weight, lengths(*LENGTHS), rows)
+    expected, last = ops.causal_conv(x, weight, lengths(*LENGTHS), rows)
+    close(found, expected)
+    assert torch.equal(held, last)
+    both = [
+        gradients(lambda x, w, conv=conv: conv(x, w, lengths(*LENGTHS), rows)[0], x, weight)
+        for conv in (short_conv.causal_conv, ops.causal_conv)
+    ]
+    for a, b in zip(*both, strict=True):
+        close(a, b)
+
+
+ELEMENTWISE = {
+    "sigmoid_gate": ((11, 300), (11, 300)),
+    "token_gate": ((5, 300), (5, 200), (1, 200)),
+    "gated_rms_norm": ((5, 3, 96), (5, 3, 96), (96,)),
+    "delta_gates": ((9, 6), (9, 6), (6,), (6,)),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_gate_is_its_definition(name):
+    kernel = getattr(gated_delta if name == "delta_gates" else gates, name)
+    more = (1e-6,) if name == "gated_rms_norm" else ()
+    inputs = [random(*shape, seed=seed, scale=3) for seed, shape in enumerate(ELEMENTWISE[name])]
+    both = [gradients(lambda *x, op=op: op(*x, *more), *inputs) for op in (kernel, getattr(ops, name))]
+    for a, b in zip(*both, strict=True):
+        close(a, b)
+
+
+def test_small_decays_are_not_lost():
+    a = torch.tensor([[-30.0, -15.0, 0.0, 15.0, 80.0, 3e4]], device=DEVICE)
+    found, expected = (op(a, a, a[0] * 0, a[0] * 0)[0] for op in (gated_delta.delta_gates, ops.delta_gates))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+SCRIPT = """
+import torch
+from fp8rl.numerics.kernels import gated_delta, gates, short_conv
+from tests.support.hopper import compiled_only
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+def run(tokens, sequences):
+    lengths = torch.full((sequences,), tokens // sequences)
+    q, v, g = tensor(tokens, 16, 128), tensor(tokens, 32, 128), tensor(tokens, 32, dtype=torch.float32)
+    where = torch.arange(sequences), lengths, torch.ones(sequences, dtype=torch.bool)
+    gated_delta.gated_delta_rule(q, q, v, g, g, lengths)
+    gated_delta.paged_gated_delta_rule(q, q, v, g, g, tensor(300, 32, 128, 128, dtype=torch.float32), *where)
+    short_conv.paged_causal_conv(tensor(tokens, 8192), tensor(8192, 4), tensor(300, 8192, 3).transpose(1, 2), *where)
+    gated_delta.delta_gates(g, g, g[0], g[0])
+    gates.gated_rms_norm(v, v, v[0, 0], 1e-6)
+    gates.sigmoid_gate(tensor(tokens, 4096), tensor(tokens, 4096))
+    gates.token_gate(tensor(tokens, 2048), tensor(tokens, 2048), tensor(1, 2048))
+
+with compiled_only() as found:
+    run(8192, 1)
+    run(1, 1)
+    run(257, 257)
+"""
+
+
+@pytest.mark.slow
+def test_on_an_h200_all_stays_in_registers_and_every_caller_of_the_rule_runs_one_kernel():
+    """Qwen3.5-35B-A3B: rows of 8,192 tokens, and decode of one and of 257 requests."""
+    kernels = compiled_elsewhere(SCRIPT)
+    rule = [kernel for kernel in kernels if kernel["name"] == "_rule_kernel"]
+    assert len(rule) == 6 and {kernel["blocks"] for kernel in rule} == {32 * 16, 257 * 32 * 16}
+    assert len({str({**kernel, "blocks": 0}) for kernel in rule}) == 1
+    for kernel in kernels:
+        assert not kernel["spilled"] and kernel["shared"] <= 32 * 1024, kernel

@@ -1,0 +1,176 @@
+"""Linear attention's ops: the same bits however tokens are handed over, and the gradients of the definition in FP64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next import modeling_qwen3_next as transformers
+
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.gated_delta import in_chunks
+
+LENGTHS = [330, 5, 96, 1, 1150]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """q, k, v, g and beta of four heads, two of which share a key."""
+    q, k, v = (random(count, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(((2, 64), (2, 64), (4, 64))))
+    a, b = random(count, 4, seed=3, dtype=dtype), random(count, 4, seed=4, dtype=dtype)
+    return [q, k, v, *ops.delta_gates(a, b, random(4, seed=5, dtype=dtype), random(4, seed=6, dtype=dtype))]
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int]) -> Tensor:
+    """The rule of the paper, token by token, in the precision of what it is given."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q / q.shape[-1] ** 0.5, k))
+    found = []
+    for some in zip(*(x.split(lengths) for x in (q, k, v, g, beta)), strict=True):
+        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
+        for q_t, k_t, v_t, g_t, beta_t in zip(*some, strict=True):
+            state = state * g_t.exp()[:, None, None]
+            update = beta_t[:, None] * (v_t - torch.einsum("hkv,hk->hv", state, k_t))
+            state = state + torch.einsum("hk,hv->hkv", k_t, update)
+            found.append(torch.einsum("hkv,hk->hv", state, q_t))
+    return torch.stack(found)
+
+
+def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_of_96_and_one_by_one() -> None:
+    rows = tokens(sum(LENGTHS))
+    together, states = ops.gated_delta_rule(*rows, torch.tensor(LENGTHS))
+    assert together.numel() > 250_000
+    sequences = zip(*(x.split(LENGTHS) for x in (*rows, together)), states.unbind(), strict=True)
+    for *own, expected, state in sequences:
+        for piece in (len(expected), 96, 1):
+            last, found = None, []
+            for some in zip(*(x.split(piece) for x in own), strict=True):
+                out, last = ops.gated_delta_rule(*some, torch.tensor([len(some[0])]), last)
+                found.append(out)
+            assert torch.equal(torch.cat(found), expected) and last is not None and torch.equal(last[0], state)
+
+
+def test_a_head_does_not_depend_on_the_others() -> None:
+    q, k, v, g, beta = tokens(200)
+    lengths = torch.tensor([120, 80])
+    whole, states = ops.gated_delta_rule(q, k, v, g, beta, lengths)
+    half, of_half = ops.gated_delta_rule(q[:, 1:], k[:, 1:], v[:, 2:], g[:, 2:], beta[:, 2:], lengths)
+    assert torch.equal(half, whole[:, 2:]) and torch.equal(of_half, states[:, 2:])
+
+
+def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothing_of_its_slot() -> None:
+    rows, lengths = tokens(70), torch.tensor([40, 30])
+    x, weight = random(70, 96, seed=7), random(96, 4, seed=8)
+    expected, states = ops.gated_delta_rule(*rows, lengths)
+    mixed, held = ops.causal_conv(x, weight, lengths)
+    cache, rows_cache = torch.full((5, 4, 64, 64), torch.nan), torch.full((5, 3, 96), torch.nan).bfloat16()
+    slots, found, convolved = torch.tensor([3, 1]), torch.empty_like(expected), torch.empty_like(mixed)
+    for first, last in ((0, 2), (2, 3), (3, 30)):
+        here = torch.cat([torch.arange(first, last), 40 + torch.arange(first, last)])
+        count, begun = torch.full((2,), last - first), torch.full((2,), first > 0)
+        found[here] = ops.paged_gated_delta_rule(*(y[here] for y in rows), cache, slots, count, begun)
+        convolved[here] = ops.paged_causal_conv(x[here], weight, rows_cache, slots, count, begun)
+    here, alone = torch.arange(30, 40), (slots[:1], torch.tensor([10]), torch.tensor([True]))
+    found[here] = ops.paged_gated_delta_rule(*(y[here] for y in rows), cache, *alone)
+    convolved[here] = ops.paged_causal_conv(x[here], weight, rows_cache, *alone)
+    assert torch.equal(found, expected) and torch.equal(cache[slots], states)
+    assert torch.equal(convolved, mixed) and torch.equal(rows_cache[slots], held)
+    assert cache[[0, 2, 4]].isnan().all() and rows_cache[[0, 2, 4]].isnan().all()
+
+
+def test_values_and_gradients_are_those_of_the_recurrence_in_float64() -> None:
+    """More tokens than one chunk of the gradient, a sequence of one token, and one of none."""
+    lengths = [150, 1, 49, 0]
+    rows = [x.requires_grad_() for x in tokens(200, torch.float32)]
+    weight = random(200, 4, 64, seed=9, dtype=torch.float64)
+    out = ops.gated_delta_rule(*rows, torch.tensor(lengths))[0]
+    exact = [x.detach().double().requires_grad_() for x in rows]
+    right = recurrence(*exact, lengths)
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-6)
+    theirs = torch.autograd.grad((right * weight).sum(), exact)
+    for mine, their in zip(torch.autograd.grad((out * weight).sum(), rows), theirs, strict=True):
+        assert (mine - their).norm() < 2e-6 * their.norm()
+
+
+def test_chunks_behind_a_state_are_the_recurrence() -> None:
+    """The gradient's form, with a state before the first token, against the forward."""
+    rows = tokens(256, torch.float32)
+    _, state = ops.gated_delta_rule(*(x[:128] for x in rows), torch.tensor([128]))
+    expected, _ = ops.gated_delta_rule(*(x[128:] for x in rows), torch.tensor([128]), state)
+    torch.testing.assert_close(in_chunks(*(x[None, 128:] for x in rows), state)[0], expected, rtol=0, atol=1e-6)
+
+
+def test_the_rule_is_that_of_transformers() -> None:
+    q, k, v, g, beta = (x[None].float() for x in tokens(130))
+    q, k = (x.repeat_interleave(2, 2) for x in (q, k))
+    their, last = transformers.torch_recurrent_gated_delta_rule(q, k, v, g, beta, None, True, True)
+    ours, state = ops.gated_delta_rule(*(x[0] for x in (q, k, v, g, beta)), torch.tensor([130]))
+    torch.testing.assert_close(ours, their[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(state, last, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 96])
+def test_a_convolution_in_pieces_has_the_bits_of_the_whole_and_the_values_of_torch(piece: int) -> None:
+    lengths = [200, 3, 97]
+    x, weight = random(300, 96), random(96, 4, seed=1)
+    together, held = ops.causal_conv(x, weight, torch.tensor(lengths))
+    for own, expected, last in zip(x.split(lengths), together.split(lengths), held, strict=True):
+        rows, found = None, []
+        for some in own.split(piece):
+            out, rows = ops.causal_conv(some, weight, torch.tensor([len(some)]), rows)
+            found.append(out)
+        assert torch.equal(torch.cat(found), expected) and rows is not None and torch.equal(rows[0], last)
+        theirs = F.conv1d(own.t()[None].double(), weight[:, None].double(), padding=3, groups=96)[0, :, : len(own)]
+        torch.testing.assert_close(expected, F.silu(theirs).t().bfloat16(), rtol=1e-2, atol=1e-6)
+
+
+def _conv(x: Tensor, weight: Tensor) -> Tensor:
+    parts = [
+        F.conv1d(own.t()[None], weight[:, None], padding=3, groups=96)[0, :, : len(own)] for own in x.split([5, 2])
+    ]
+    return F.silu(torch.cat(parts, 1)).t()
+
+
+def _normed(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6) * F.silu(gate)
+
+
+def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    return torch.stack((-a_log.exp() * F.softplus(a + dt_bias), b.sigmoid()))
+
+
+GRADIENTS = {
+    "causal_conv": (lambda x, w: ops.causal_conv(x, w, torch.tensor([5, 2]))[0], _conv, ((7, 96), (96, 4))),
+    "gated_rms_norm": (lambda x, z, w: ops.gated_rms_norm(x, z, w, 1e-6), _normed, ((7, 3, 32), (7, 3, 32), (32,))),
+    "sigmoid_gate": (ops.sigmoid_gate, lambda x, gate: x * gate.sigmoid(), ((7, 96), (7, 96))),
+    "token_gate": (ops.token_gate, lambda x, h, w: x * (h @ w.t()).sigmoid(), ((7, 96), (7, 64), (1, 64))),
+    "delta_gates": (lambda *x: torch.stack(ops.delta_gates(*x)), _gates, ((7, 4), (7, 4), (4,), (4,))),
+    "around_zero": (
+        lambda x, w: ops.rms_norm(x, ops.around_zero(w), 1e-6),
+        lambda x, w: F.rms_norm(x, w.shape, 1 + w, 1e-6),
+        ((7, 96), (96,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_values_and_gradients_are_those_of_torch_in_float64(name: str) -> None:
+    op, reference, shapes = GRADIENTS[name]
+    inputs = [random(*shape, seed=seed, dtype=torch.float32).requires_grad_() for seed, shape in enumerate(shapes)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, right = op(*inputs), reference(*exact)
+    torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=1e-6)
+    weight = random(*out.shape, seed=9, dtype=torch.float64)
+    theirs = torch.autograd.grad((right * weight).sum(), exact)
+    for mine, their in zip(torch.autograd.grad((out * weight).sum(), inputs), theirs, strict=True):
+        torch.testing.assert_close(mine.double(), their, rtol=2e-5, atol=2e-6)
+
+
+def test_gates_do_not_lose_small_decays() -> None:
+    a = torch.tensor([[-30.0, -15.0, 0.0, 15.0, 80.0, 3e4]])
+    g, _ = ops.delta_gates(a, a, torch.zeros(6), torch.zeros(6))
+    torch.testing.assert_close(-g.double(), torch.logaddexp(a.double(), torch.zeros(())), rtol=1e-6, atol=0)

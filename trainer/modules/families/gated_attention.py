@@ -1,0 +1,86 @@
+"""Gated attention in Megatron: its own output gate, with each head's gate beside its query, as checkpoints have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+
+from fp8rl.models.families.gated_attention import GATED_QKV, OUTPUT_GATE
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, attention, output, rows_of
+
+
+def heads_of(mixed: Tensor, groups: int, size: int) -> tuple[Tensor, ...]:
+    """Cut [..., N] of some groups of heads, of width `size`: q [..., heads, D], its gates, k and v [..., groups, D]."""
+    grouped = mixed.unflatten(-1, (groups, -1, size))
+    pairs, key, value = grouped.split((grouped.shape[-2] - 2, 1, 1), -2)
+    query, gate = pairs.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
+    return query, gate, key.squeeze(-2), value.squeeze(-2)
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention; it would have the gates of a group of heads behind all of its queries."""
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """[S, B, H] -> q [S, B, heads, D], k and v [S, B, kv heads, D], and the gates of q"""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        query, gate, key, value = heads_of(mixed, groups, size)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Megatron's formula, which it would have torch compile."""
+        return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
+
+
+class ExactGatedAttention(GatedAttention):
+    """The same, gated by `ops.sigmoid_gate`."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return ops.sigmoid_gate(x, gate.reshape(x.shape))
+
+
+def _exact(layer: Layer) -> Fields:
+    rotation = {"rope_theta": layer.sizes.rope_theta, "rotary_dim": layer.sizes.rotary_dim}
+    core = ModuleSpec(module=attention.CoreAttention, params=rotation)
+    return {"self_attention": attention.attention_spec(layer, core, ExactGatedAttention)}
+
+
+def _transformer_engine(layer: Layer) -> Fields:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
+
+    return {"self_attention": attention.attention_spec(layer, TESpecProvider().core_attention(), GatedAttention)}
+
+
+def _config(sizes: ModelSizes) -> Mapping[str, Any]:
+    return {**attention.FAMILY.config(sizes), "attention_output_gate": True}
+
+
+def _qkv(call: Call) -> tuple[Tensor, ...]:
+    (fused,), config = output(call), call[0].config
+    query, gate, key, value = heads_of(fused, config.num_query_groups, config.kv_channels)
+    return query, gate.flatten(1), key, value
+
+
+FAMILY = MegatronFamily(
+    sides={
+        **attention.FAMILY.sides,
+        GATED_QKV: MegatronSide(_qkv),
+        OUTPUT_GATE: MegatronSide(lambda call: (rows_of(call[1][0]),)),  # the input of the product behind it
+    },
+    layer={
+        "exact": _exact,
+        "megatron": lambda layer: {
+            "self_attention": attention.attention_spec(layer, DotProductAttention, GatedAttention)
+        },
+        "transformer_engine": _transformer_engine,
+    },
+    config=_config,
+)

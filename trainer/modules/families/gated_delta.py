@@ -1,0 +1,274 @@
+"""Linear attention in Megatron: in exact mode by the shared ops, in native mode by Megatron's own rule in torch.
+
+Parameters have the names of Megatron's GatedDeltaNet. Products and convolution have their rows head of keys by head of
+keys, so that a tensor-parallel rank has whole heads in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor, nn
+
+from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ, GatedDelta
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics import ops
+from fp8rl.trainer.modules.exact import PlainColumnLinear
+from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, rows_of
+from fp8rl.trainer.modules.weights import norm_weight, tag_split
+from fp8rl.trainer.step.microbatches import PackedRows
+
+
+class ShortConv(nn.Module):
+    """`ops.causal_conv` on this rank's channels."""
+
+    def __init__(self, config: TransformerConfig, sizes: GatedDelta, ranks: int) -> None:
+        super().__init__()
+        self.sizes, self.weight = sizes, _split(config, sizes.channels // ranks, sizes.taps)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """[T, C] of rows end to end -> the same"""
+        return ops.causal_conv(x, self.weight, lengths)[0]
+
+
+class DeltaRule(nn.Module):
+    """`ops.delta_gates`, then `ops.gated_delta_rule`, each row from an empty state on."""
+
+    def __init__(self, sizes: GatedDelta) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, mixed: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, lengths: Tensor) -> Tensor:
+        """mixed [T, C], b and a [T, heads] -> [T, heads * value]"""
+        q, k, v = heads_of(mixed, self.sizes)
+        g, beta = ops.delta_gates(a, b, a_log, dt_bias)
+        return ops.gated_delta_rule(q, k, v, g, beta, lengths)[0].flatten(1)
+
+
+def heads_of(mixed: Tensor, sizes: GatedDelta) -> tuple[Tensor, ...]:
+    """Cut channels by head of keys [T, C] into queries, keys [T, key heads, K] and values [T, heads, V]."""
+    of_keys = sizes.key_dim, sizes.key_dim, sizes.shares * sizes.value_dim
+    q, k, v = mixed.unflatten(1, (-1, sum(of_keys))).split(of_keys, -1)
+    return q, k, v.unflatten(-1, (sizes.shares, -1)).flatten(1, 2)
+
+
+class GatedNorm(nn.Module):
+    """`ops.gated_rms_norm` of each head."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[T, heads * value] -> the same"""
+        heads, gates = (y.unflatten(1, (-1, len(self.weight))) for y in (x, gate))
+        return ops.gated_rms_norm(heads, gates, self.weight, self.eps).flatten(1)
+
+
+class NativeConv(ShortConv):
+    """torch's convolution of rows of one length, and SiLU."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        rows, (channels, taps) = x.unflatten(0, (len(lengths), -1)).transpose(1, 2), self.weight.shape
+        mixed = F.conv1d(rows, self.weight[:, None], padding=taps - 1, groups=channels)[..., : rows.shape[2]]
+        return F.silu(mixed).transpose(1, 2).flatten(0, 1)
+
+
+class NativeRule(DeltaRule):
+    """Megatron's rule in chunks of 64, of rows of one length; its lines around it, but for the norm's library."""
+
+    def forward(self, mixed: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, lengths: Tensor) -> Tensor:
+        rows = len(lengths)
+        q, k, v = (x.unflatten(0, (rows, -1)) for x in heads_of(mixed, self.sizes))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (x.repeat_interleave(self.sizes.shares, 2) for x in (q, k))
+        g = (-a_log.exp() * F.softplus(a.float() + dt_bias)).unflatten(0, (rows, -1))
+        out, _ = torch_chunk_gated_delta_rule(
+            q, k, v, g=g, beta=b.sigmoid().unflatten(0, (rows, -1)), use_qk_l2norm_in_kernel=False
+        )
+        return out.flatten(2).flatten(0, 1)
+
+
+class NativeNorm(GatedNorm):
+    """torch's norm, and the gate as Megatron has it."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = F.rms_norm(x.unflatten(1, (-1, len(self.weight))), self.weight.shape, self.weight, self.eps)
+        return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """The layer over whole rows, which are right-padded, or lie end to end."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        sizes: GatedDelta,
+        in_proj: ModuleSpec,
+        gate_proj: type[nn.Module],
+        out_proj: ModuleSpec,
+        conv: type[ShortConv],
+        rule: type[DeltaRule],
+        out_norm: type[GatedNorm],
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        self.sizes, self.tp_group = sizes, pg_collection.tp
+        ranks = self.tp_group.size()
+        self.in_proj = self._product(in_proj, config.hidden_size, 2 * (sizes.keys + sizes.values), gather_output=False)
+        self.gate_proj = self._product(gate_proj, config.hidden_size, 2 * sizes.value_heads, gather_output=False)
+        tag_split(self.gate_proj.weight, 0)
+        self.conv1d = conv(config, sizes, ranks)
+        self.A_log = _split(config, sizes.value_heads // ranks)
+        self.dt_bias = _split(config, sizes.value_heads // ranks)
+        self.core_attention = rule(sizes)
+        self.out_norm = out_norm(config, sizes.value_dim)
+        self.out_proj = self._product(out_proj, sizes.values, config.hidden_size, input_is_parallel=True)
+        recomputed = config.recompute_modules or ()
+        self.checkpoints_core = config.recompute_granularity == "selective" and "core_attn" in recomputed
+
+    def _product(self, spec: ModuleSpec | type[nn.Module], inputs: int, outputs: int, **more: bool) -> nn.Module:
+        return build_module(
+            *(spec, inputs, outputs),
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+            **more,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        packed_seq_params: PackedRows | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
+        mixed, z = self.conv_and_gates(self.in_proj(hidden_states)[0])
+        b, a = self.b_and_a(self.gate_proj(hidden_states)[0])
+        length, batch = mixed.shape[:2]
+        lengths = torch.full((batch,), length, device=mixed.device)
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.lengths
+
+        def core(mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
+            mixed = self.conv1d(mixed, lengths)
+            return self.core_attention(mixed, b, a, self.A_log, self.dt_bias, lengths)
+
+        rows = [x.transpose(0, 1).flatten(0, 1) for x in (mixed, b, a)]
+        recompute = self.checkpoints_core and self.training
+        out = tensor_parallel.checkpoint(core, False, *rows) if recompute else core(*rows)
+        out = self.out_norm(out, z.transpose(0, 1).flatten(0, 1))
+        return self.out_proj(out.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
+
+    def conv_and_gates(self, qkvz: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut what the product puts out into the convolution's channels and z, both by head of keys."""
+        own = self.sizes
+        values = own.shares * own.value_dim
+        mixed, z = qkvz.unflatten(-1, (-1, 2 * (own.key_dim + values))).split((2 * own.key_dim + values, values), -1)
+        return mixed.flatten(-2), z.flatten(-2)
+
+    def b_and_a(self, ba: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut what the product of the gates puts out, by head of keys too."""
+        b, a = ba.unflatten(-1, (-1, 2, self.sizes.shares)).unbind(-2)
+        return b.flatten(-2), a.flatten(-2)
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Nothing: the norm before the layer is a module of its own."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Every tensor with the axis that tensor-parallel ranks share."""
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+
+        def split(tensors: dict[str, Tensor], prefix: str) -> ShardedStateDict:
+            axes = dict.fromkeys(tensors, 0)
+            return make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
+
+        sharded = split({"A_log": self.A_log, "dt_bias": self.dt_bias}, prefix)
+        sharded |= split({"weight": self.conv1d.weight}, f"{prefix}conv1d.")
+        for name in ("in_proj", "gate_proj", "out_norm", "out_proj"):
+            module, place = getattr(self, name), f"{prefix}{name}."
+            sharded |= sharded_state_dict_default(module, place, sharded_offsets, metadata, tp_group=self.tp_group)
+        return sharded
+
+
+def _split(config: TransformerConfig, *shape: int) -> nn.Parameter:
+    """A parameter of this rank's heads."""
+    parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    tag_split(parameter, 0)
+    return parameter
+
+
+def _layer(**classes: type[nn.Module]) -> Callable[[Layer], Fields]:
+    def fields(layer: Layer) -> Fields:
+        modules, own = layer.modules, layer.sizes.of(GatedDelta)
+        products = {"in_proj": modules.column_linear(own.kind), "out_proj": modules.row_linear("out_proj")}
+        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **products, **classes})
+        return {"input_layernorm": modules.norm, "self_attention": net}
+
+    return fields
+
+
+def _config(sizes: ModelSizes) -> Mapping[str, Any]:
+    """Checkpoints have a key for each layer where layers are not alike."""
+    linear = sizes.of(GatedDelta).layers
+    return {"linear_attention_freq": [int(layer in linear) for layer in range(sizes.layers)]}
+
+
+def _in_proj(call: Call) -> tuple[Tensor, ...]:
+    """Return what the product puts out, taken again, channels in the order of checkpoints: all queries first."""
+    module, (x, *_), _ = call
+    mixed, z = (rows_of(y) for y in module.conv_and_gates(module.in_proj(x)[0]))
+    return _channels(mixed, module.sizes), z
+
+
+def _gates(call: Call) -> tuple[Tensor, ...]:
+    module, (x, *_), _ = call
+    return tuple(rows_of(y) for y in module.b_and_a(module.gate_proj(x)[0]))
+
+
+def _conv(call: Call) -> tuple[Tensor, ...]:
+    return (_channels(call[2], call[0].sizes),)
+
+
+def _channels(mixed: Tensor, sizes: GatedDelta) -> Tensor:
+    return torch.cat([part.flatten(1) for part in heads_of(mixed, sizes)], 1)
+
+
+def _rows(call: Call) -> tuple[Tensor, ...]:
+    return (call[2],)
+
+
+FAMILY = MegatronFamily(
+    sides={
+        IN_PROJ: MegatronSide(_in_proj),
+        GATES: MegatronSide(_gates),
+        CONV: MegatronSide(_conv),
+        DELTA: MegatronSide(_rows),
+        GATED_NORM: MegatronSide(_rows, constants=epsilon),
+    },
+    layer={
+        "exact": _layer(gate_proj=PlainColumnLinear, conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
+        "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
+    },
+    config=_config,
+)
