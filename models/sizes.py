@@ -115,6 +115,11 @@ class ModelSizes:
         drafts = name.startswith(tuple(f"model.layers.{number}." for number in numbers))
         return drafts or self.keeps_in_layer(name)
 
+    @property
+    def kept_modules(self) -> list[str]:
+        """Return the names of the modules that hold `kept` in the layers."""
+        return [f"model.layers.{n}{part}".rstrip(".") for n in range(self.layers) for part in self.kept]
+
     def keeps_in_layer(self, name: str) -> bool:
         """Return whether a tensor is kept that a layer has beside what is computed here."""
         return any(part in name for part in self.kept)
