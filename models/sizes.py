@@ -115,10 +115,15 @@ class ModelSizes:
         return self.moe and layer >= self.dense_layers
 
     def keeps(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is only kept: one of a draft layer, of `kept`, or within a layer."""
+        """Return whether a tensor of the checkpoint is only kept: of a draft layer, or by its name."""
         numbers = range(self.layers, self.layers + self.draft_layers)
         beginnings = (*self.kept, *(f"model.layers.{number}." for number in numbers))
         return name.startswith(beginnings) or self.keeps_in_layer(name)
+
+    @property
+    def kept_modules(self) -> list[str]:
+        """Return the names of the modules that hold `kept_in_layers`."""
+        return [f"model.layers.{n}{part}".rstrip(".") for n in range(self.layers) for part in self.kept_in_layers]
 
     def keeps_in_layer(self, name: str) -> bool:
         """Return whether a tensor is kept that a layer has beside what is computed here."""

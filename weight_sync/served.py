@@ -139,9 +139,8 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
     modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
     fused = [row.engine.parameter for row in kept if row.engine.together]
-    unread = [f"model.layers.{n}{part}"[:-1] for part in model.sizes.kept_in_layers for n in range(model.sizes.layers)]
-    unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused + unread))
-    return config | {"modules_to_not_convert": unquantized}
+    unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
+    return config | {"modules_to_not_convert": unquantized + model.sizes.kept_modules}
 
 
 def convert_checkpoint(

@@ -117,7 +117,7 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         yield at.product(own.kind, (2 * (own.keys + own.values), hidden), kind=own.kind, **into)
         yield at.product("in_proj_ba", (2 * own.value_heads, hidden), **gates)
     else:
-        by_head: dict[str, Any] = {"layout": "heads", "heads": own.key_heads}
+        by_head: dict[str, Any] = {"layout": "heads", "groups": own.key_heads}
         yield at.product(own.kind, (own.channels, hidden), kind=own.kind, parts=parts, **into, **by_head)
         yield at.product("in_proj_z", (own.values, hidden), kind="in_proj_z", **into, **by_head)
         for name in ("in_proj_b", "in_proj_a"):
