@@ -187,7 +187,8 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
         leaves = [padded(each).requires_grad_() for each in inputs]
         with torch.enable_grad():
-            out = in_chunks(*leaves, states[some])
+            q, k, v, g, beta = leaves
+            out = in_chunks(q, k, v, g, beta, states[some])
         for whole, part in zip(found, torch.autograd.grad(out, leaves, padded(dout).to(out.dtype)), strict=True):
             whole[tokens] = part[real]
     return tuple(found)
