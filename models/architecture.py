@@ -61,6 +61,8 @@ class Architecture:
     """Make transformers' model, with random weights, of a `models.tiny.TinyModel` and what all configs have alike."""
     engine_extras: frozenset[str] = frozenset()
     """Last parts of names of the engine's parameters that are no weights of the checkpoint."""
+    engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
+    """Return a config.json as SGLang reads it."""
     aliases: tuple[str, ...] = ()
     """Other words for `model_type`, which older versions of transformers do not know."""
 

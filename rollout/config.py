@@ -54,6 +54,10 @@ def check_drafts(speculation: SpeculationSection | None, cuda: bool) -> None:
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Numbers of answers that CUDA graphs are captured for, unless the spec names them."""
 CPU_CACHE_TOKENS = 32768
+CPU_RUNNING = 64
+"""Answers that an engine on a CPU works on at a time, of a model that keeps a state for each."""
+STATES_PER_ANSWER = 3
+"""States that SGLang (0.5.19) wants for each of them with a prefix cache: the answer's, and two of prefixes."""
 
 
 class RolloutSection(Section):
@@ -102,7 +106,8 @@ class RolloutSection(Section):
     `graph_batches`."""
     max_running_requests: int | None = Field(default=None, ge=1)
     """Answers that one engine works on at a time; on a GPU at most the largest of `graph_batches`, since a larger batch
-    would run kernel by kernel. Null: that many there; on a CPU SGLang's own number, which follows from the cache."""
+    would run kernel by kernel. Null: that many there; on a CPU SGLang's own number, which follows from the cache, or 64
+    of a model with linear attention. Each answer of such a model takes a state, and prefixes take two more."""
     # Strictness would refuse the list that YAML gives.
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
     """Numbers of answers for which a decode step is captured as a CUDA graph, on a GPU; 2 MiB for each answer of the
@@ -177,6 +182,16 @@ class RolloutSection(Section):
     def cache_tokens(self) -> int:
         """`max_total_tokens`, or an engine's own default."""
         return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.row_tokens)
+
+    def running(self, cuda: bool) -> int | None:
+        """Return the number of answers that an engine works on at a time; None: SGLang's own."""
+        return (
+            min(self.max_running_requests or max(self.graphs), max(self.graphs)) if cuda else self.max_running_requests
+        )
+
+    def states(self, cuda: bool) -> int:
+        """Return the number of sequences whose states an engine holds, of a model that has states beside a KV cache."""
+        return (self.running(cuda) or CPU_RUNNING) * (STATES_PER_ANSWER if self.prefix_cache else 1)
 
     @property
     def row_tokens(self) -> int:

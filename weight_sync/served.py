@@ -183,10 +183,11 @@ def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
         for file in source.glob(pattern):
             if file.name != INDEX:
                 (partial / file.name).write_bytes(read_bytes(file, "model.path", "a file to copy"))
-    config = json.loads((partial / "config.json").read_text())
+    model = read_model(source)
+    config = model.architecture.engine_config(json.loads((partial / "config.json").read_text()), model.sizes)
     config.pop("quantization_config", None)
     if spec.quantized:
-        config["quantization_config"] = quantization_config(spec, read_model(source))
+        config["quantization_config"] = quantization_config(spec, model)
     (partial / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -41,6 +41,8 @@ class Plan(Report):
     """Those that a token takes."""
     kv_bytes: int
     """Of a token in the engine's cache."""
+    state_bytes: int
+    """Of a sequence there, beside its tokens."""
     training_flops: float
     """Of a token, forward and backward."""
     memory: Mapping[str, Memory]
@@ -218,6 +220,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
         parameters=shape.parameters,
         active_parameters=shape.active_parameters,
         kv_bytes=shape.kv_bytes(),
+        state_bytes=shape.request_bytes(),
         training_flops=shape.training_flops(job.length),
         memory=memory,
         decides=decides,

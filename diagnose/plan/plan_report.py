@@ -29,9 +29,12 @@ def rendered(plan: Plan) -> RenderableType:
     numerics = f"{job.numerics.mode} mode, trainer {job.numerics.trainer}, rollout {job.numerics.rollout}"
     cp = f" cp {layout.cp}" if layout.cp > 1 else ""
     engines = f"; engines of {job.engine_tp}" if job.engines else ""
+    cache = f"{plan.kv_bytes:,} bytes in a cache"
+    if plan.state_bytes:
+        cache += f", and {plan.state_bytes:,} of each sequence"
     model = [
         f"{plan.subject}: {plan.parameters:,} parameters, {plan.active_parameters:,} of them multiply a token",
-        f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {plan.kv_bytes:,} bytes in a cache",
+        f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {cache}",
         f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}{cp}, {numerics}",
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
         f"{job.micro_batch:,}{engines}",

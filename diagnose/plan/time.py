@@ -251,7 +251,7 @@ def decode_step(
         for weight in shape.weights
         if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
     )
-    cache = batch * context * shape.kv_bytes()
+    cache = batch * (context * shape.kv_bytes() + 2 * shape.request_bytes())  # a state is read and written
     memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)
     fp8 = spec.quantized
     flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
-from fp8rl.models.architectures.qwen3_next import GATED_ATTENTION, hybrid_sizes, tiny_config
+from fp8rl.models.architectures.qwen3_next import GATED_ATTENTION, engine_config, hybrid_sizes, tiny_config
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_delta, mlp
 from fp8rl.models.sizes import ModelSizes, checked
@@ -37,4 +37,5 @@ ARCHITECTURE = Architecture(
     families=(gated_delta.APART, GATED_ATTENTION, mlp.DENSE),
     tiny=tiny,
     engine_extras=CACHE_SCALES,
+    engine_config=engine_config,
 )

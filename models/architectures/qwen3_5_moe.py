@@ -8,6 +8,7 @@ from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.architectures.qwen3_next import (
     GATED_ATTENTION,
     GATED_MOE,
+    engine_config,
     expert_sizes,
     hybrid_sizes,
     tiny_config,
@@ -41,4 +42,5 @@ ARCHITECTURE = Architecture(
     families=(gated_delta.APART, GATED_ATTENTION, GATED_MOE),
     tiny=tiny,
     engine_extras=CACHE_SCALES,
+    engine_config=engine_config,
 )

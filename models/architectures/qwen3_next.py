@@ -78,6 +78,14 @@ def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]
     }
 
 
+def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
+    """SGLang reads at the top what transformers 5 keeps elsewhere or does not write."""
+    linear = sizes.of(GatedDelta).layers
+    every = next((layer + 1 for layer in range(sizes.layers) if layer not in linear), sizes.layers + 1)
+    part = sizes.rotary_dim / sizes.head_dim
+    return config | {"full_attention_interval": every, "rope_theta": sizes.rope_theta, "partial_rotary_factor": part}
+
+
 KEY_DIM, VALUE_DIM = 128, 64
 """Widths of a tiny model's linear attention: with two values to a key, a key's values are a whole block."""
 
@@ -131,4 +139,5 @@ ARCHITECTURE = Architecture(
     families=(gated_delta.JOINED, GATED_ATTENTION, GATED_MOE),
     tiny=tiny,
     engine_extras=CACHE_SCALES,
+    engine_config=engine_config,
 )

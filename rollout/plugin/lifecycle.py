@@ -72,7 +72,13 @@ def after_load_model(self: Any) -> None:
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """`adjust_config_with_unaligned_cpu_tp`, which makes experts wider, though no rank has less than a whole one."""
+    """`adjust_config_with_unaligned_cpu_tp`, which makes experts wider, though no rank has less than a whole one.
+
+    Some models read numbers of heads on a CPU that are noted there.
+    """
+    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
+
+    adjust_tp_num_heads_if_necessary(model_config.hf_text_config, tp_size, True)
     return model_config
 
 

@@ -63,7 +63,7 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     if CACHE in recv_req.tags:
         runner = self.tp_worker.model_runner
         runner.req_to_token_pool.req_to_token.zero_()
-        for _, buffer in cache_buffers(runner.token_to_kv_pool):
+        for _, buffer in cache_buffers(runner):
             buffer.zero_()
     if WEIGHTS in recv_req.tags:
         state().weights.occupy()
@@ -113,7 +113,7 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
     if tag == WEIGHTS:
         yield from state().weights.everything()
     elif tag == CACHE:
-        yield from (buffer for _, buffer in cache_buffers(runner.token_to_kv_pool))
+        yield from (buffer for _, buffer in cache_buffers(runner))
 
 
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.

@@ -18,6 +18,7 @@ from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
 from fp8rl.numerics.core.memory import Holding, format_of, holding
+from fp8rl.rollout.plugin.families import families
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 
@@ -103,15 +104,18 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
         # An operand may be the weights themselves, as kernels take them.
         if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own]:
             found.append(holding(name, DERIVED, *made))
-    pool = runner.token_to_kv_pool
-    for name, buffer in cache_buffers(pool):
+    kept_in = runner.token_to_kv_pool.dtype
+    for name, buffer in cache_buffers(runner):
         # The pool's own dtype: where it is an FP8 one, its buffers are uint8.
-        found.append(Holding(name, KV_CACHE, format_of(pool.dtype), tuple(buffer.shape), buffer.nbytes))
+        dtype = kept_in if buffer.dtype == torch.uint8 else buffer.dtype
+        found.append(Holding(name, KV_CACHE, format_of(dtype), tuple(buffer.shape), buffer.nbytes))
     return tuple(found)
 
 
-def cache_buffers(pool: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that hold keys and values, with their names."""
+def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold what sequences leave behind, with their names."""
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
-        for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
+        for layer, buffer in enumerate(getattr(runner.token_to_kv_pool, f"{kind}_buffer", None) or ()):
             yield f"{kind} of layer {layer}", buffer
+    for family in families():
+        yield from family.caches(runner)

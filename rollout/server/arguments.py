@@ -134,11 +134,10 @@ def server_arguments(
         arguments += ["--load-format", "dummy"]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
-    running = config.max_running_requests
-    if cuda:
-        running = min(running or max(config.graphs), max(config.graphs))
-    if running is not None:
+    if (running := config.running(cuda)) is not None:
         arguments += ["--max-running-requests", str(running)]
+    # For models that keep a state for each sequence: others have none.
+    arguments += ["--max-mamba-cache-size", str(config.states(cuda)), "--mamba-ssm-dtype", "float32"]
     check_drafts(config.speculation, cuda)
     if config.speculation is not None:
         # A chain of drafts by the plugin's algorithm; SGLang counts the last token among them.

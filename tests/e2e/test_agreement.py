@@ -62,6 +62,9 @@ ARCHITECTURES = {
         "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
     ),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
+    "next-bf16-ends-tp2-ep2": Setup("qwen3_next", bf16_ends=1, k_splits=2, layout=TP_EP),
+    "qwen3.5-adapters": Setup("qwen3_5_text", adapter=SEPARATE),
+    "qwen3.5-moe-packed": Setup("qwen3_5_moe_text", layout=LESS_MEMORY),
     "latent-bf16-ends": LATENT,
 }
 """A covering set: each architecture, preset and way of the trainer, not every pair. Trainers of several ranks give the
@@ -494,7 +497,7 @@ def served_tensors_of(pipeline: Pipeline) -> set[str]:
         with safe_open(file, "pt") as tensors:
             names |= set(tensors.keys())
     if setup.beside is not None:
-        matrices = [name for name in names if "_proj" in name and name.endswith(".weight")]
+        matrices = [name for name in names if re.search(r"_proj(?!_(?:b|a|ba)\b).*\.weight$", name)]  # not of gates
         names |= {name.replace(".weight", f".lora_{side}.weight") for name in matrices for side in "AB"}
         names.add(ADAPTER_SCALE)
     return names

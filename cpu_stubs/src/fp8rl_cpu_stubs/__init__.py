@@ -25,13 +25,22 @@ def missing_names(module: str) -> Callable[[str], Any]:
         # Private and dunder names stay absent: Python and inspection tools probe for them.
         if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-        def missing(*args: Any, **kwargs: Any) -> NoReturn:
-            raise NotImplementedError(f"{module}.{name} does not exist on the CPU: {DISTRIBUTION} holds its name only.")
-
-        missing.__name__ = name
-        missing.__qualname__ = name
-        missing.__module__ = module
-        return missing
+        return _missing(module, name)
 
     return __getattr__
+
+
+def define_missing_ops(namespace: str, *names: str) -> None:
+    """Give torch.ops these names, with functions that raise when called, whatever their arguments are."""
+    for name in names:
+        setattr(getattr(torch.ops, namespace), name, _missing(f"torch.ops.{namespace}", name))
+
+
+def _missing(module: str, name: str) -> Callable[..., NoReturn]:
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{module}.{name} does not exist on the CPU: {DISTRIBUTION} holds its name only.")
+
+    missing.__name__ = name
+    missing.__qualname__ = name
+    missing.__module__ = module
+    return missing

@@ -1,12 +1,20 @@
 """CPU stand-in for sgl_kernel: the function that SGLang 0.5's CPU engine calls, and names that raise for the rest."""
 
 import torch
-from fp8rl_cpu_stubs import missing_names, refuse_with_cuda
+from fp8rl_cpu_stubs import define_missing_ops, missing_names, refuse_with_cuda
 
 refuse_with_cuda("sgl_kernel", "sglang-kernel")
 
 __version__ = "0.0.0+cpustub"
 __getattr__ = missing_names(__name__)
+# What SGLang's models with linear attention look up in torch.ops when they are imported. Every other name stays absent:
+# SGLang asks for some of them to find out what this package can do.
+define_missing_ops(
+    __name__,
+    *("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu", "fused_sigmoid_mul_cpu"),
+    *("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 
 
 def assign_req_to_token_pool_cpu(

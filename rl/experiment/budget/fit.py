@@ -149,6 +149,8 @@ def _cure(job: Job, held: Held, gpu_memory: float) -> Cure | None:
             return Cure("sync.transport", remedy, dear=True)
         case "cache":
             return Cure("rollout.max_total_tokens", "Lower rollout.max_total_tokens.")
+        case "states":
+            return Cure("rollout.max_running_requests", "Lower rollout.max_running_requests.")
         case "graphs":
             return Cure("rollout.graph_batches", "Name fewer answers for a graph in rollout.graph_batches.")
         case "workspace":

@@ -45,6 +45,8 @@ class Job:
     """Ranks of an engine."""
     kv_tokens: int = 32768
     """Tokens that the KV cache of an engine holds."""
+    states: int = 0
+    """Sequences whose states an engine holds beside it, where the model has some."""
     bucket_bytes: int = 256 << 20
     """Bytes of a sync's bucket."""
     maps: bool = False
@@ -125,6 +127,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         engines=rollout.engines if experiment.needs_engines else 0,
         engine_tp=rollout.tp,
         kv_tokens=rollout.max_total_tokens or 0,
+        states=rollout.states(cuda=True),
         bucket_bytes=experiment.sync.bucket_mib << 20,
         maps=experiment.sync.transport == "tensor",
         graph_bytes=room.graphs,
@@ -145,8 +148,9 @@ def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> Te
     if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
         return None
     spec = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits).rollout_spec
-    room = engine_room(teacher.engine(experiment.rollout), gpu_memory)
-    cache = float(teacher.max_total_tokens * shape.kv_bytes(BF16_BYTES))
+    engine = teacher.engine(experiment.rollout)
+    room = engine_room(engine, gpu_memory)
+    cache = float(teacher.max_total_tokens * shape.kv_bytes(BF16_BYTES) + engine.states(True) * shape.request_bytes())
     return TeacherBytes(served_bytes(shape, spec), cache, room.graphs, room.working)
 
 

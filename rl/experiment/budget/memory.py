@@ -34,7 +34,7 @@ BUCKETS = 2
 
 
 Kind = Literal[
-    "state", "masters", "moments", "base", "activations", "logits", "weights", "cache", "graphs", "workspace",
+    "state", "masters", "moments", "base", "activations", "logits", "weights", "cache", "states", "graphs", "workspace",
     "buckets", "contexts", "teacher", "teacher's cache", "rest",
 ]  # fmt: skip
 """What a class of bytes is, as far as keys of a spec make it smaller (`fit.check_fits`). `state`: parameters, operands
@@ -122,7 +122,8 @@ def colocated_memory(job: Job) -> Memory:
         trainer = tuple(each.without("rollout", "sync") if each.leaves else each for each in trainer)
         # Weights wake first, and the rest once they are there.
         engine = tuple(
-            each.without("train", "update", *(("sync",) if each.kind in ("cache", "graphs") else ())) for each in engine
+            each.without("train", "update", *(("sync",) if each.kind in ("cache", "states", "graphs") else ()))
+            for each in engine
         )
     runtimes = [Held.through("runtime", RUNTIME_BYTES), Held.through("engine runtime", RUNTIME_BYTES)]
     if job.maps:
@@ -280,6 +281,7 @@ def _engine(job: Job) -> tuple[Held, ...]:
     return (
         Held.through("engine weights", adapters + own, "weights"),
         Held.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
+        Held.through("states of sequences", job.states * job.shape.request_bytes(job.engine_tp), "states"),
         Held.through("CUDA graphs", job.graph_bytes, "graphs"),
         Held("engine workspace", {"rollout": job.working_bytes}, "workspace"),
     )

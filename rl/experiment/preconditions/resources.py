@@ -17,7 +17,6 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import moved_bytes
-from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import state_bytes
@@ -32,9 +31,11 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
 
-def kv_cache_bytes(shape: Shape, engines: RolloutSection | TeacherSection) -> int:
-    """Bytes of all these engines' BF16 key and value caches."""
-    return engines.engines * engines.cache_tokens * shape.kv_bytes()
+def kv_cache_bytes(shape: Shape, engines: RolloutSection) -> int:
+    """Bytes of all these engines' BF16 key and value caches, and of the states beside them, on a CPU."""
+    return engines.engines * (
+        engines.cache_tokens * shape.kv_bytes() + engines.states(cuda=False) * shape.request_bytes()
+    )
 
 
 def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
@@ -62,7 +63,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
-        taken = kv_cache_bytes(teacher, experiment.teacher)
+        taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout))
         if taken > left:
             raise user_error(
                 "teacher.max_total_tokens",
@@ -75,12 +76,21 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     rollout = experiment.rollout
     caches = kv_cache_bytes(shape, rollout)
     if caches > left:
-        most = left // (rollout.engines * shape.kv_bytes())
+        expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
+        expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left beside the processes"
+        beside = rollout.engines * rollout.states(cuda=False) * shape.request_bytes()
+        if 2 * beside > caches:
+            raise user_error(
+                "rollout.max_running_requests",
+                found=rollout.max_running_requests,
+                expected=expected,
+                remedy=f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory.",
+            )
+        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes())
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.cache_tokens,
-            expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
-            f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left beside the processes",
+            expected=expected,
             remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
         )
 

@@ -315,6 +315,16 @@ CONTEXT: tuple[Rule[Case], ...] = (
     ),
 )
 
+STATES: tuple[Rule[Case], ...] = (
+    Rule(
+        "rollout.speculation",
+        lambda c: c.experiment.rollout.speculation is not None and c.shape.request_bytes() > 0,
+        "given, with a model that keeps a state for each sequence",
+        "null: a state that has read a draft cannot give it back",
+        "Remove rollout.speculation.",
+    ),
+)
+
 
 def _behind(experiment: Experiment) -> str:
     drafts = experiment.rollout.speculation
@@ -360,6 +370,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     _check_optimizer,
     _check_rows,
     partial(check_rules, CONTEXT),
+    partial(check_rules, STATES),
 )
 """Each raises `UserError` for the first of its rules that a spec breaks; they do not rely on each other."""
 

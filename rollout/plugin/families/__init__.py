@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Protocol
@@ -106,6 +106,8 @@ class EngineFamily:
     """Hooked with these numerics, on a GPU (True) or a CPU."""
     copies: Callable[[nn.Module], Mapping[Tensor, Copies]] = lambda model: {}
     """Copies that SGLang's model has of its weights, by weight."""
+    caches: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
+    """What a ModelRunner of SGLang keeps of sequences beside its pool of keys and values, by name."""
 
 
 _registered: list[EngineFamily] = []

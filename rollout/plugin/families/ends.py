@@ -26,6 +26,7 @@ _PLAIN = "layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
 _FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
+_AROUND_ZERO = "x residual post_residual_addition"
 _HEAD = "layers.logits_processor.LogitsProcessor._compute_lm_head"
 _SGLANGS = TensorSpec(scale="fp32")
 """SGLang's activations: its scales are FP32 below Blackwell, whatever the checkpoint's scale_fmt says."""
@@ -37,6 +38,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
         norms = (ops.rms_norm, ops.add_rms_norm)
         return (
             Hook(f"layers.layernorm.RMSNorm.{forward}", "replace", rms_norm, _NORM, norms),
+            Hook(f"layers.layernorm.GemmaRMSNorm.{forward}", "replace", norm_around_zero, _AROUND_ZERO, norms),
             Hook(_PLAIN, "replace", linear, "layer x bias", (ops.linear,)),
             Hook(_FP8, "replace", fp8_linear, "layer x bias", (ops.linear,)),
             Hook(_HEAD, "replace", lm_head, "hidden_states lm_head embedding_bias", (ops.linear,)),
@@ -65,11 +67,21 @@ def rms_norm(
     post_residual_addition: Tensor | None = None,
     quant_linear: Any = None,
 ) -> Any:
-    if post_residual_addition is not None:
+    return _rms_norm(self, x, self.weight, residual, post_residual_addition)
+
+
+def norm_around_zero(
+    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
+) -> Any:
+    return _rms_norm(self, x, ops.around_zero(self.weight), residual, post_residual_addition)
+
+
+def _rms_norm(module: Any, x: Tensor, weight: Tensor, residual: Tensor | None, addition: Tensor | None) -> Any:
+    if addition is not None:
         raise NotImplementedError("exact mode: found a second residual in RMSNorm, expected none; use another model")
     if residual is None:
-        return ops.rms_norm(x, self.weight, self.variance_epsilon)
-    return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+        return ops.rms_norm(x, weight, module.variance_epsilon)
+    return ops.add_rms_norm(x, residual, weight, module.variance_epsilon)
 
 
 def linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

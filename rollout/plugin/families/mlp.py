@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SIGMOID_TOPK, SWIGLU, TOPK
+from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SHARED_GATE, SIGMOID_TOPK, SWIGLU, TOPK
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import ExpertWeights
@@ -25,14 +26,17 @@ _GROUPED = "hidden_states gating_output correction_bias topk renormalize num_exp
 _GROUPED += "num_fused_shared_experts routed_scaling_factor apply_routed_scaling_factor_on_output"
 _FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_shared_experts packed_out "
 _FUSED += "num_token_non_padded"
+_GATED, _TOKEN = "models.qwen2_moe.fused_gate_sigmoid_mul_add", (ops.token_gate,)
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    gated = Hook(_GATED, "replace", add_gated, "hidden_states gate_weight shared_output final_hidden_states", _TOKEN)
     if numerics.mode == "native":
-        # SGLang has FP8 products for CPUs with AMX only.
-        return (
-            () if cuda or not numerics.rollout_spec.quantized else (Hook(_FP8, "replace", native_fp8_moe, _ARGUMENTS),)
-        )
+        if cuda:
+            return ()
+        # SGLang has FP8 products for CPUs with AMX only, and the gate of a shared expert as a Triton kernel.
+        products = (Hook(_FP8, "replace", native_fp8_moe, _ARGUMENTS),) if numerics.rollout_spec.quantized else ()
+        return (*products, replace(gated, provides=()))
     forward, choice = ("forward_cuda", "fused_topk") if cuda else ("forward_native", "fused_topk_native")
     router, rows = (ops.linear_partial,), "hidden_states"
     deepseek = "hidden_states gemm_output_zero_allocator forward_batch"
@@ -45,7 +49,13 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
         Hook("models.glm4_moe.Glm4MoeGate.forward", "replace", router_logits, rows, router),
         Hook("models.glm4_moe_lite.Glm4MoeLiteGate.forward", "replace", router_logits, rows, router),
         Hook("models.deepseek_v2.MoEGate.forward", "replace", router_logits, deepseek, router),
+        gated,
     )
+
+
+def add_gated(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:
+    """`fused_gate_sigmoid_mul_add`: the shared expert's output, times its gate, is added to the routed experts'."""
+    final_hidden_states += ops.token_gate(shared_output, hidden_states, gate_weight[None])
 
 
 def fused_topk(
@@ -230,6 +240,7 @@ FAMILY = EngineFamily(
         ROUTER: EngineSide(lambda _, module, x: (module(x),)),
         SIGMOID_TOPK: EngineSide(_sigmoid_top_k),
         EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert),
+        SHARED_GATE: EngineSide(lambda _, gate, x, shared: (ops.token_gate(shared, x, gate.weight),)),
     },
     hooks=_hooks,
 )

@@ -73,6 +73,22 @@ CONTRACTS = {
         "if self.split_tile_size is not None: self.max_kv_splits = ("
         " self.max_context_len + self.split_tile_size - 1 ) // self.split_tile_size",
     ),
+    "states of sequences are in the region of the KV cache": (
+        "mem_cache.memory_pool.MambaPool.__init__",
+        "self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE),",
+    ),
+    "sequences that pad a graph's batch have no slot": (
+        "layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._replay_metadata",
+        "mamba_indices[bs - num_padding :] = -1",
+    ),
+    "states that are not taken out of SGLang's kernels are copied between batches, which do not overlap": (
+        "arg_groups.overrides._mamba_radix_cache_resolution",
+        'declared["mamba_radix_cache_strategy"] = "no_buffer" declared["disable_overlap_schedule"] = True',
+    ),
+    "a slot is cleared or copied before the forward of its sequence": (
+        "model_executor.model_runner.ModelRunner._maybe_execute_deferred_mamba_cow_and_clear",
+        "pool.mamba_pool.clear_slots(",
+    ),
     "its workspace is of the splits": (
         "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state",
         "(max_num_tokens, self.num_head, self.max_kv_splits, self.v_head_dim),",

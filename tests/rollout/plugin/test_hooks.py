@@ -84,6 +84,9 @@ PRODUCTS = {FP8_LAYER.format(kind) + "apply" for kind in ("Linear", "MoE")}
 LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
 DRAW = {"layers.sampler.Sampler._sample_from_probs"}
 ROPE_ON_CPU = "layers.rotary_embedding.factory.get_rope_cpu"
+OF_QWEN3_5 = {
+    f"models.qwen3_5.Qwen3_5{name}" for name in ("GatedDeltaNet.forward", "AttentionDecoderLayer.self_attention")
+}
 QUANTIZERS = {
     f"kernels.ops.quantization.fp8_kernel.{name}"
     for name in ("_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8")
@@ -108,8 +111,9 @@ def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
     return {target for target in targets if target.startswith(("layers.", "kernels.", "models."))}
 
 
-def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_latents_lack() -> None:
-    lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"}
+def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_a_cpu_lacks() -> None:
+    lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method", *OF_QWEN3_5}
+    lacking |= {"models.qwen2_moe.fused_gate_sigmoid_mul_add", "models.qwen3_next.Qwen3GatedDeltaNet.forward"}
     copies = {"models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant"}
     assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | lacking | copies
     assert ops_hooked(False, mode="native", rollout="bf16") == DRAW | lacking
@@ -127,7 +131,7 @@ def test_exact_mode_replaces_the_same_ops_on_both_devices() -> None:
     """On a GPU under their other names, and with it what would fuse two of them."""
     cpu, gpu = ops_hooked(False, mode="exact") - {ROPE_ON_CPU}, ops_hooked(True, mode="exact")
     renamed = {target.replace("forward_native", "forward_cuda") for target in cpu - gpu}
-    attention = {target for target in cpu | gpu if "attention" in target}
+    attention = {target for target in cpu ^ gpu if "attention" in target}
     fusions = {"models.utils.can_use_fused_inplace_qknorm", "models.utils.enable_fused_set_kv_buffer"}
     assert len(attention) == 4
     assert renamed - attention - {"layers.moe.topk.fused_topk_native"} == gpu - cpu - attention - fusions - {

@@ -23,6 +23,7 @@ CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --sleep-on-idle "
     "--disable-overlap-schedule"
 )
+STATES = "--max-mamba-cache-size {} --mamba-ssm-dtype float32"
 GRAPHS = "--cuda-graph-bs-decode 1 2 4 8 16 32 64 96 128 192 256"
 EXACT = (
     "--attention-backend triton --sampling-backend pytorch --moe-runner-backend triton "
@@ -42,27 +43,27 @@ def arguments_for(
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
 def test_by_hand(cuda: bool, mode: str, extra: str) -> None:
     split = " --triton-attention-split-tile-size 1024" * (mode == "exact")
-    graphs = f"--max-running-requests 256 {GRAPHS}{split} " if cuda else ""
-    assert " ".join(arguments_for(RolloutSection(), cuda=cuda, mode=mode)) == f"{COMMON} {graphs}{extra}"
+    own = f"--max-running-requests 256 {STATES.format(768)} {GRAPHS}{split}" if cuda else STATES.format(192)
+    assert " ".join(arguments_for(RolloutSection(), cuda=cuda, mode=mode)) == f"{COMMON} {own} {extra}"
 
 
 def test_what_the_config_asks_for() -> None:
     config = RolloutSection(context_length=300, max_total_tokens=4096, chunked_prefill_size=96, prefix_cache=False)
     line = " ".join(arguments_for(config, routes=True))
-    asked = "--chunked-prefill-size 96 --disable-radix-cache --enable-return-routed-experts"
+    asked = f"--chunked-prefill-size 96 {STATES.format(64)} --disable-radix-cache --enable-return-routed-experts"
     expected = COMMON.replace("1024", "300").replace("32768", "4096")
     assert line == f"{expected} {asked} {CPU}"
 
 
 def test_an_engine_without_weights_makes_some_up() -> None:
     line = server_arguments(Path("m"), RolloutSection(), port=4000, weight_version=2, cuda=False, dummy=True)
-    assert " ".join(line) == f"{COMMON} --load-format dummy {CPU}"
+    assert " ".join(line) == f"{COMMON} --load-format dummy {STATES.format(192)} {CPU}"
 
 
 def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
     config = RolloutSection(memory_fraction=0.6, max_running_requests=32, graph_batches=(1, 8, 32))
-    assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {CPU}"
-    keys = "--max-running-requests 32 --mem-fraction-static 0.6 --cuda-graph-bs-decode 1 8 32"
+    assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {STATES.format(96)} {CPU}"
+    keys = f"--max-running-requests 32 {STATES.format(96)} --mem-fraction-static 0.6 --cuda-graph-bs-decode 1 8 32"
     keys += " --triton-attention-split-tile-size 1024"
     assert " ".join(arguments_for(config, cuda=True)) == f"{COMMON} {keys} {EXACT}"
 
@@ -90,7 +91,7 @@ def test_a_graph_of_a_batch_that_never_runs_is_refused() -> None:
 
 def test_an_engine_that_drafts_asks_for_our_algorithm_and_no_gpu_does() -> None:
     config = RolloutSection(speculation=SpeculationSection(drafts=3))
-    asked = "--speculative-algorithm FP8RL --speculative-eagle-topk 1 --speculative-num-steps 3"
+    asked = f"{STATES.format(192)} --speculative-algorithm FP8RL --speculative-eagle-topk 1 --speculative-num-steps 3"
     assert " ".join(arguments_for(config)) == f"{COMMON} {asked} --speculative-num-draft-tokens 4 {CPU}"
     with pytest.raises(UserError, match="rollout.speculation"):
         arguments_for(config, cuda=True)
