@@ -38,6 +38,11 @@ _HOW_TO_ADD = (
     "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
     "says what stands in it."
 )
+_WITH_PICTURES, _TEXT_ALONE = "ForConditionalGeneration", "ForCausalLM"
+_SAVE_TEXT = (
+    "It has a tower for pictures, which nothing here trains. Save the model of its text with transformers: "
+    "AutoModelForCausalLM.from_pretrained(FROM, dtype='bfloat16').save_pretrained(TO), and the tokenizer beside it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +169,8 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     choice = " or ".join(known)
     name = config.architecture(choice)
     if name not in known:
-        raise config.refusal("architectures", name, choice, _HOW_TO_ADD)
+        text = name.replace(_WITH_PICTURES, _TEXT_ALONE)
+        raise config.refusal("architectures", name, choice, _SAVE_TEXT if text in known else _HOW_TO_ADD)
     architecture = known[name]
     if config.model_type() in architecture.aliases:
         config.refuse_unknown_alias(architecture.model_type)

@@ -140,6 +140,8 @@ class _Watcher(TorchDispatchMode):
             if func.__name__.partition(".")[0] == CAST and out.is_floating_point() and out.dtype.itemsize < 4:
                 self._cast = format_of(out.dtype)
         elif self._phase != UPDATE:
+            if torch.is_grad_enabled() and self._node() is not None:  # a backward that takes gradients of its own
+                self._places.append((torch.autograd._get_sequence_nr() - 1, self._place()))
             if func.__name__.partition(".")[0] in COPIES and self._from_adapter(args):
                 self._adapters[_storage(out)] = out  # kept, so that nothing else comes to lie there
             self._computed(func.__name__.partition(".")[0], args, out)

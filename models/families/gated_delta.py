@@ -95,8 +95,8 @@ GATED_NORM = OpForm(
 INPUT_NORM = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
 OPS = (
     INPUT_NORM,
-    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "linear_attn.in_proj_qkvz", "self_attention"),
-    Op("gates", GATES, ("x",), ("b", "a"), "linear_attn.in_proj_ba", "self_attention"),
+    Op("in_proj", IN_PROJ, ("x",), ("qkv", "z"), "linear_attn.in_proj_qkvz", "self_attention.in_proj"),
+    Op("gates", GATES, ("x",), ("b", "a"), "linear_attn.in_proj_ba", "self_attention.gate_proj"),
     Op("conv", CONV, ("qkv",), ("qkv",), "linear_attn.conv1d", "self_attention.conv1d"),
     Op("delta", DELTA, ("qkv", "b", "a"), ("x",), "linear_attn.attn", "self_attention.core_attention"),
     Op("gated_norm", GATED_NORM, ("x", "z"), ("x",), "linear_attn.norm", "self_attention.out_norm"),

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from fp8rl.models import ModelSizes, read_model
+from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.ops.rope import Llama3
 from tests.support.paths import EXAMPLES
@@ -69,6 +70,9 @@ GLM_5 = {
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+NEXT = {**COMMON, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 8}
+QWEN35_MOE = NEXT | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+QWEN35 = NEXT | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_key_value_heads": 4}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -128,6 +132,70 @@ def test_values_and_defaults_of_olmoe_are_those_of_transformers(changes: dict[st
     assert sizes.expert_size == theirs.intermediate_size and sizes.renormalize == theirs.norm_topk_prob
     assert sizes.kv_heads == theirs.num_key_value_heads and sizes.head_dim == 256 // 64
     assert sizes.norm_eps == theirs.rms_norm_eps and sizes.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("base", [NEXT, QWEN35_MOE, QWEN35])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"full_attention_interval": 3, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 128},
+        {"layer_types": ["linear_attention", "full_attention"] * 4, "linear_key_head_dim": 64, "top_k": 2},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": True,
+            }
+        },
+    ],
+)
+def test_values_and_defaults_of_linear_attention_are_those_of_transformers(
+    base: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = read_sizes(write(tmp_path, base | changes))
+    theirs, own = AutoConfig.from_pretrained(tmp_path), sizes.of(GatedDelta)
+    kinds = ["linear_attention" if layer in own.layers else "full_attention" for layer in range(sizes.layers)]
+    assert kinds == theirs.layer_types and sizes.head_dim == theirs.head_dim
+    assert (own.key_heads, own.value_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
+    assert (own.key_dim, own.value_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
+    assert own.taps == theirs.linear_conv_kernel_dim and sizes.kv_heads == theirs.num_key_value_heads
+    assert sizes.rotary_dim == sizes.head_dim * theirs.rope_parameters["partial_rotary_factor"]
+    assert sizes.rope_theta == theirs.rope_parameters["rope_theta"] and sizes.norm_eps == theirs.rms_norm_eps
+    if base is QWEN35:
+        assert sizes.ffn_size == theirs.intermediate_size and not sizes.moe
+    else:
+        assert (sizes.experts, sizes.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert sizes.expert_size == theirs.moe_intermediate_size
+        assert sizes.shared_size == theirs.shared_expert_intermediate_size and sizes.renormalize
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads in .*: found 24, expected a multiple of .* = 16"),
+        ({"full_attention_interval": 0}, "full_attention_interval in .*: found 0, expected a positive integer"),
+        (
+            {"full_attention_interval": 2, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
+            "full_attention_interval in .*: found 2, expected 4, as layer_types has it",
+        ),
+        (
+            {"layer_types": ["full_attention"] + ["linear_attention"] * 7},
+            "layer_types in .*'full_attention' in each layer of a fixed number",
+        ),
+        ({"layer_types": ["sliding_attention"] * 8}, "expected .*'linear_attention' or 'full_attention' in every"),
+        ({"attn_output_gate": False}, "attn_output_gate in .*: found False, expected True"),
+        ({"partial_rotary_factor": 0.001}, "partial_rotary_factor in .*expected one part of head_dim = 256"),
+        (
+            {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+            r"found 'Qwen3_5MoeForConditionalGeneration'.*tower for pictures.*AutoModelForCausalLM",
+        ),
+    ],
+)
+def test_linear_attention_that_is_not_defined_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert re.search(message, refusal(tmp_path, NEXT | changes))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 64, "num_experts_per_tok": 4}, {"rope_theta": 5e5}])

@@ -34,6 +34,12 @@ def latent_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def linear_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="qwen3_5_moe_text")
+    return write_family(tmp_path_factory.mktemp("models") / "linear", shape)
+
+
+@pytest.fixture(scope="session")
 def make_trainer(layout: Layout) -> MakeTrainer:
     def make(
         path: Path,

@@ -1,24 +1,30 @@
-"""Show that Qwen3-Next's linear attention can be an op whose rows have the same bits in prefill, chunks and decode.
+"""The gated delta rule in exact chunks of 64 tokens: the definition that was not taken, and what it would cost.
 
-`python -m lab.studies.prototypes.gated_delta` takes a tiny Qwen3-Next of transformers and compares, on what its layers
-feed the op: a whole prompt, chunks of 96, single tokens after a prompt, and sequences in one batch, bit for bit; values
-and gradients with the recurrence in float64; and the model's logits, with this op in place of transformers' own.
+Chunks begin at multiples of 64 of a sequence's own positions, so that a token's bits do not depend on how its tokens
+are handed over; decode keeps the rows since the last multiple beside the state. The rule that is taken goes token by
+token (`numerics.ops.gated_delta`). `python -m lab.studies.prototypes.gated_delta` prints counts of both for a layer of
+Qwen3.5-35B-A3B, and their time on one CPU thread, beside that of chunks in matrix products, which are not exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.ops.experts import sigmoid
+from fp8rl.numerics import ops
+from fp8rl.numerics.ops.gated_delta import in_chunks
 
 CHUNK = 64
-LENGTH, PIECE, PROMPT = 330, 96, 301
-"""Tokens of a sequence, of a prefill chunk (no multiple of CHUNK), and those before single ones."""
+LAYERS, HEADS, KEY_HEADS, WIDTH, ROW = 30, 32, 16, 128, 8192
+"""Linear layers of Qwen3.5-35B-A3B, heads of values and of keys, the width of each; tokens of a row in training."""
+CONV_ROW = (2 * KEY_HEADS + HEADS) * WIDTH * 2
+CASES = {"35B-A3B, 256 tokens": (1, 256, 16, 32, 128), "tiny, 16 rows of 64": (16, 64, 2, 4, 64)}
+CASES["tiny, one row of 1,024"] = (1, 1024, 2, 4, 64)
 
 
 class Rows(NamedTuple):
@@ -112,180 +118,58 @@ def _placed(held: Tensor, rows: Tensor, begin: int, dim: int) -> Tensor:
     return torch.cat((before, rows, after), dim)
 
 
-def causal_conv(x: Tensor, weight: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution before it, with SiLU: x [T, C], weight [C, W], held: the last W - 1 rows before. A row's taps are
-    added one after the other, the oldest first."""
-    rows, taps = torch.cat((held, x)), weight.shape[1]
-    total = rows[: len(x)] * weight[:, 0]
-    for tap in range(1, taps):
-        total = total + rows[tap : tap + len(x)] * weight[:, tap]
-    return silu(total), rows[len(rows) - taps + 1 :]
-
-
-def silu(x: Tensor) -> Tensor:
-    """x sigmoid(x), of which torch's own takes another exp for the last few elements of a tensor."""
-    return x * sigmoid(x)
-
-
-def recurrence(tokens: Rows) -> Tensor:
-    """The rule as it is defined, token by token, in the precision of what it is given."""
-    q, k, v, g, beta = tokens
-    whole, outputs = q.new_zeros(len(q), v.shape[-1], k.shape[-1]), []
-    for t in range(q.shape[1]):
-        whole = whole * g[:, t, None, None].exp()
-        update = beta[:, t, None] * (v[:, t] - torch.einsum("hvk,hk->hv", whole, k[:, t]))
-        whole = whole + update[..., None] * k[:, t, None]
-        outputs.append(torch.einsum("hvk,hk->hv", whole, q[:, t]))
-    return torch.stack(outputs, 1)
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    model = tiny_model()
-    tokens = torch.randint(0, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        theirs, recorded = _with_rule(model, tokens, None)
-        ours, _ = _with_rule(model, tokens, _as_transformers_calls_it)
-    print(f"logits of {tokens.numel()} tokens, this op in place of transformers' (FP32): {_worst(ours, theirs)}")
-    for layer, batch in enumerate(recorded):
-        _compare_op(layer, batch)
-    _compare_conv()
+    state = HEADS * WIDTH * WIDTH
+    # Decay, key times state, correction, query times state; in chunks, the triangle's solve and four products of 64.
+    once = 7 * state
+    chunked = 6 * state + HEADS * CHUNK * 2 * 5 * WIDTH
+    ring = CHUNK * (KEY_HEADS * WIDTH + HEADS * WIDTH + HEADS)
+    print(f"FLOPs of a token and layer, FP32: recurrence {once / 1e6:.2f} M, chunks {chunked / 1e6:.2f} M")
+    print(f"serial steps of a row of {ROW}: recurrence {ROW}, chunks {ROW // CHUNK}")
+    held = LAYERS * (4 * state + 3 * CONV_ROW)
+    with_rows = held + LAYERS * 4 * ring
+    print(f"a request holds {held / 1e6:.1f} MB, with the rows of a chunk in FP32 {with_rows / 1e6:.1f} MB")
+    half = 4 * (state + ring / 2)
+    print(f"a token's decode moves {8 * state / 1e6:.1f} MB in a layer, with half a chunk of rows {half / 1e6:.1f} MB")
+    for name, sizes in CASES.items():
+        for rule, call in _rules(*sizes).items():
+            print(f"{name}: {rule}: forward {_ms(call, False)} ms, with gradients {_ms(call, True)} ms")
 
 
-def _compare_op(layer: int, batch: list[Rows]) -> None:
-    heads, key_dim, value_dim = len(batch[0].q), batch[0].k.shape[-1], batch[0].v.shape[-1]
-    empty = State.empty(heads, key_dim, value_dim)
-    for sequence, rows in enumerate(batch):
-        whole, _ = gated_delta(rows, empty)
-        exact, fp32 = recurrence(_doubled(rows)), recurrence(rows)
-        print(f"layer {layer}, sequence {sequence}: {LENGTH} tokens, {heads} heads of {key_dim} and {value_dim}")
-        cuts = {f"chunks of {PIECE}": [PIECE] * 4, f"{PROMPT}, then single tokens": [PROMPT] + [1] * LENGTH}
-        cuts["single tokens"] = [1] * LENGTH
-        for name, lengths in cuts.items():
-            pieces, state = [], empty
-            for piece in _pieces(rows, lengths):
-                output, state = gated_delta(piece, state)
-                pieces.append(output)
-            print(f"  {name}: {_differing(torch.cat(pieces, 1), whole)} of {whole.numel()} differ from one prefill")
-        print(f"  transformers' own in chunks of {PIECE}: {_theirs_in_pieces(rows)} differ from its one prefill")
-        print(f"  error to float64: {_worst(whole, exact)}; of the recurrence in FP32: {_worst(fp32, exact)}")
-        weight = torch.randn(whole.shape, generator=torch.Generator().manual_seed(2))
-        mine = _gradients(lambda rows: gated_delta(rows, empty)[0], rows, weight)
-        right = _gradients(recurrence, _doubled(rows), weight.double())
-        errors = (float((a - b).norm() / b.norm()) for a, b in zip(mine, right, strict=True))
-        print("  gradients of q, k, v, g, beta, error to float64: " + ", ".join(f"{error:.1e}" for error in errors))
-    together = Rows(*(torch.cat(parts) for parts in zip(*batch, strict=True)))
-    output, _ = gated_delta(together, State.empty(len(batch) * heads, key_dim, value_dim))
-    alone = torch.cat([gated_delta(rows, empty)[0] for rows in batch])
-    print(f"  {len(batch)} sequences in one batch: {_differing(output, alone)} of {alone.numel()} values differ")
+def _rules(batch: int, length: int, keys: int, heads: int, width: int) -> dict[str, Callable[[], Tensor]]:
+    """Each form of the rule over rows of one length, of random tokens."""
+    q, k = torch.randn(2, batch, length, keys, width).requires_grad_()
+    v = torch.randn(batch, length, heads, width, requires_grad=True)
+    g, beta = -torch.rand(batch, length, heads), torch.rand(batch, length, heads)
+    lengths = torch.full((batch,), length)
+
+    def recurrence() -> Tensor:
+        q_, k_, v_, g_, beta_ = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+        return ops.gated_delta_rule(q_, k_, v_, g_, beta_, lengths)[0]
+
+    def exact_chunks() -> Tensor:
+        """Heads of all rows in one, as `gated_delta` takes them."""
+        by_head = [x.repeat_interleave(heads // keys, 2) / width for x in (q, k)]
+        flat = Rows(*(x.transpose(1, 2).flatten(0, 1) for x in (*by_head, v, g, beta)))
+        return gated_delta(flat, State.empty(len(flat.q), width, width))[0]
+
+    def products() -> Tensor:
+        return in_chunks(q, k, v, g, beta, torch.zeros(batch, heads, width, width))
+
+    return {"recurrence": recurrence, "exact chunks": exact_chunks, "products": products}
 
 
-def _compare_conv() -> None:
-    draw = torch.Generator().manual_seed(3)
-    x, weight = torch.randn(LENGTH, 256, generator=draw), torch.randn(256, 4, generator=draw)
-    whole, _ = causal_conv(x, weight, x.new_zeros(3, 256))
-    outputs, held = [], x.new_zeros(3, 256)
-    for piece in x.split([PIECE, 1, 1, LENGTH - PIECE - 2]):
-        output, held = causal_conv(piece, weight, held)
-        outputs.append(output)
-    reference = torch.nn.functional.conv1d(x.T[None].double(), weight[:, None].double(), padding=3, groups=256)
-    exact = torch.nn.functional.silu(reference[0, :, :LENGTH].T)
-    differing = _differing(torch.cat(outputs), whole)
-    print(f"convolution in pieces: {differing} differ; error to float64: {_worst(whole, exact)}")
-
-
-def _theirs_in_pieces(rows: Rows) -> int:
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as rule
-
-    def called(rows: Rows, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = (x.transpose(0, 1)[None] for x in rows)
-        output, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
-        return output[0], state
-
-    outputs: list[Tensor] = []
-    state: Tensor | None = None
-    for piece in _pieces(rows, [PIECE] * 4):
-        output, state = called(piece, state)
-        outputs.append(output)
-    return _differing(torch.cat(outputs), called(rows, None)[0])
-
-
-def _pieces(rows: Rows, lengths: list[int]) -> Iterator[Rows]:
-    first = 0
-    for length in lengths:
-        if first < rows.g.shape[1]:
-            yield rows.part(first, first + length)
-        first += length
-
-
-def _doubled(rows: Rows) -> Rows:
-    return Rows(*(x.double() for x in rows))
-
-
-def _gradients(rule: Callable[[Rows], Tensor], rows: Rows, weight: Tensor) -> tuple[Tensor, ...]:
-    leaves = Rows(*(x.detach().clone().requires_grad_() for x in rows))
-    return torch.autograd.grad((rule(leaves) * weight).sum(), leaves)
-
-
-def _differing(one: Tensor, other: Tensor) -> int:
-    return int((one != other).sum())
-
-
-def _worst(one: Tensor, other: Tensor) -> str:
-    return f"{float((one - other).abs().max()):.1e} at most, of values up to {float(other.abs().max()):.2g}"
-
-
-def tiny_model() -> Any:
-    """Linear attention in three layers of four, as in Qwen3-Next-80B-A3B, with weights that matter."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    sizes = {"vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
-    sizes |= {"num_key_value_heads": 1, "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 4}
-    sizes |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2}
-    sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, pad_token_id=0)).eval()
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.08)
-    return model
-
-
-def _with_rule(model: Any, tokens: Tensor, rule: Callable[..., Any] | None) -> tuple[Tensor, list[list[Rows]]]:
-    """The logits, with `rule` in place of transformers' where one is given, and what each layer's rule was given."""
-    found: list[list[Rows]] = []
-    modules = [layer.linear_attn for layer in model.model.layers if layer.layer_type == "linear_attention"]
-    own = [module.chunk_gated_delta_rule for module in modules]
-
-    def recording(usual: Callable[..., Any]) -> Callable[..., Any]:
-        def called(query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Any:
-            found.append(_inputs(query, key, value, keywords["g"], keywords["beta"]))
-            return (rule or usual)(query, key, value, **keywords)
-
-        return called
-
-    try:
-        for module, usual in zip(modules, own, strict=True):
-            module.chunk_gated_delta_rule = recording(usual)
-        return model(tokens, use_cache=False).logits, found
-    finally:
-        for module, usual in zip(modules, own, strict=True):
-            module.chunk_gated_delta_rule = usual
-
-
-def _as_transformers_calls_it(query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> tuple[Tensor, None]:
-    batch = _inputs(query, key, value, keywords["g"], keywords["beta"])
-    empty = State.empty(query.shape[2], key.shape[-1], value.shape[-1])
-    return torch.stack([gated_delta(rows, empty)[0].transpose(0, 1) for rows in batch]), None
-
-
-def _inputs(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> list[Rows]:
-    """The rows of each sequence, heads first, queries and keys normed as transformers norms them."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
-
-    q, k = l2norm(query, eps=1e-6) / query.shape[-1] ** 0.5, l2norm(key, eps=1e-6)
-    return [Rows(*(x.transpose(0, 1).float() for x in each)) for each in zip(q, k, value, g, beta, strict=True)]
+def _ms(call: Callable[[], Tensor], backward: bool) -> str:
+    best = float("inf")
+    for _ in range(3):
+        begun = time.perf_counter()
+        with torch.set_grad_enabled(backward):
+            out = call()
+            if backward:
+                out.sum().backward()
+        best = min(best, time.perf_counter() - begun)
+    return f"{best * 1e3:.0f}"
 
 
 if __name__ == "__main__":

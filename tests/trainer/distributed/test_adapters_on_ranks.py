@@ -29,11 +29,12 @@ CONFIGS = {
     "shared": AdapterSection(rank=8, experts="shared"),
     "latent": AdapterSection(rank=8),
     "latent-merged": AdapterSection(rank=8, mode="merged"),
+    "linear": AdapterSection(rank=8),
 }
-"""What is trained, by what is special about it; `latent`: a model with latent attention."""
+"""What is trained, by what is special about it; `latent`, `linear`: a model with latent or linear attention."""
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "shared", "latent", "latent-merged")),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "shared", "latent", "latent-merged", "linear")),
     "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")),
     "pp2": ({"pp": 2}, ("merged", "separate")),
 }
@@ -101,9 +102,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def paths(moe_path: Path, latent_path: Path) -> dict[str, Path]:
+def paths(moe_path: Path, latent_path: Path, linear_path: Path) -> dict[str, Path]:
     """The model of each config."""
-    return {name: latent_path if name.startswith("latent") else moe_path for name in CONFIGS}
+    special = {"latent": latent_path, "linear": linear_path}
+    return {name: special.get(name.partition("-")[0], moe_path) for name in CONFIGS}
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,8 @@ class Case:
             out["with less memory"] = self._with_less_memory(layout, config)
         if config.cp == 1:
             out["packed"] = self._packed(layout, config)
+            linear = self._trainer(layout, config, self.families["linear"], "bf16", torch.float32)
+            out["linear gradients"] = gradients(linear)
         out["extra"] = trainer.load(self.checkpoint)
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
@@ -280,14 +282,12 @@ def checkpoint(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_tr
 
 
 @pytest.fixture(scope="module")
-def families(latent_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def families(latent_path: Path, linear_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models with parts that ranks share in ways of their own: latents; a router of sigmoids with biases; heads of
     linear attention, and a gated shared expert."""
     biased = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="glm4_moe")
-    linear = replace(biased, family="qwen3_5_moe_text")
-    folder = tmp_path_factory.mktemp("families")
-    written = {"sigmoid": write_family(folder / "sigmoid", biased), "linear": write_family(folder / "linear", linear)}
-    return {"latent": latent_path, **written}
+    sigmoid = write_family(tmp_path_factory.mktemp("sigmoid") / "model", biased)
+    return {"latent": latent_path, "linear": linear_path, "sigmoid": sigmoid}
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
@@ -341,9 +341,9 @@ class OneRank:
         config = TrainerSection(**SETTINGS)
         return self._once(("critic", k_splits), lambda: valued(self.layout, config, self.paths["moe"], k_splits))
 
-    def gradients(self, k_splits: int) -> dict[str, Tensor]:
-        trainer = functools.partial(self.trainer, "moe", "bf16", k_splits, dtype=torch.float32)
-        return self._once(("gradients", k_splits), lambda: gradients(trainer()))
+    def gradients(self, kind: str, k_splits: int) -> dict[str, Tensor]:
+        trainer = functools.partial(self.trainer, kind, "bf16", k_splits, dtype=torch.float32)
+        return self._once(("gradients", kind, k_splits), lambda: gradients(trainer()))
 
     def resumed(self, k_splits: int) -> tuple[Any, list[tuple[float, float]]]:
         """A trainer that has gone on from the checkpoint, and its two steps."""
@@ -433,12 +433,15 @@ def test_what_is_computed_once_more_changes_no_bit_but_of_the_head_s_gradient(ou
 
 
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: OneRank) -> None:
-    expected, found = one_rank.gradients(outcome.config.tp), outcome.union("gradients")
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        if outcome.config.cp > 1:
-            assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
+    for kind, key in (("moe", "gradients"), ("linear", "linear gradients")):
+        if kind in UNSHARED and outcome.config.cp > 1:
+            continue
+        expected, found = one_rank.gradients(kind, outcome.config.tp), outcome.union(key)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            if outcome.config.cp > 1:
+                assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
 def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path, families: dict[str, Path]) -> None:

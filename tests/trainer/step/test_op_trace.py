@@ -17,19 +17,22 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.op_trace import trace_ops
 from tests.support.batches import random_batch
-from tests.support.models import LAYERS
+from tests.support.models import LAYERS, token_by_token
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("kind", ["moe", "dense", "linear"])
 def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, request: Any, make_trainer: Any) -> None:
     path: Path = request.getfixturevalue(f"{kind}_path")
     trainer = make_trainer(path, dtype=torch.float32, mode=mode)
     batch = random_batch(rows=3, longest=20, temperature=0.7)
     record = trace_ops(trainer, batch).tensors
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rows = [reference(row[None, :n], output_hidden_states=True) for row, n in zip(batch.tokens, batch.lengths.tolist())]
+    reference = token_by_token(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    rows = [
+        reference(row[None, :n], output_hidden_states=True, use_cache=False)
+        for row, n in zip(batch.tokens, batch.lengths.tolist())
+    ]
     for place in read_model(path).forward.places():
         assert len(output(record, place)) == int(batch.lengths.sum()), place
     for layer in range(LAYERS):

@@ -26,9 +26,12 @@ from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.trainer.modules.exact import PlainColumnLinear
-from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, rows_of
+from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 from fp8rl.trainer.step.microbatches import PackedRows
+
+SIZES = "sizes"
+"""The attribute of products by which those who see a call of one know its heads."""
 
 
 class ShortConv(nn.Module):
@@ -55,6 +58,19 @@ class DeltaRule(nn.Module):
         q, k, v = heads_of(mixed, self.sizes)
         g, beta = ops.delta_gates(a, b, a_log, dt_bias)
         return ops.gated_delta_rule(q, k, v, g, beta, lengths)[0].flatten(1)
+
+
+def channels_and_gates(qkvz: Tensor, sizes: GatedDelta) -> tuple[Tensor, Tensor]:
+    """Cut what the product puts out, [..., N] by head of keys, into the convolution's channels and z, likewise."""
+    values = sizes.shares * sizes.value_dim
+    mixed, z = qkvz.unflatten(-1, (-1, 2 * (sizes.key_dim + values))).split((2 * sizes.key_dim + values, values), -1)
+    return mixed.flatten(-2), z.flatten(-2)
+
+
+def b_and_a(ba: Tensor, sizes: GatedDelta) -> tuple[Tensor, Tensor]:
+    """Cut what the product of the gates puts out, by head of keys too."""
+    b, a = ba.unflatten(-1, (-1, 2, sizes.shares)).unbind(-2)
+    return b.flatten(-2), a.flatten(-2)
 
 
 def heads_of(mixed: Tensor, sizes: GatedDelta) -> tuple[Tensor, ...]:
@@ -131,7 +147,9 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.tp_group.size()
         self.in_proj = self._product(in_proj, config.hidden_size, 2 * (sizes.keys + sizes.values), gather_output=False)
         self.gate_proj = self._product(gate_proj, config.hidden_size, 2 * sizes.value_heads, gather_output=False)
-        tag_split(self.gate_proj.weight, 0)
+        tag_split(self.gate_proj.get_parameter("weight"), 0)
+        for product in (self.in_proj, self.gate_proj):
+            setattr(product, SIZES, sizes)
         self.conv1d = conv(config, sizes, ranks)
         self.A_log = _split(config, sizes.value_heads // ranks)
         self.dt_bias = _split(config, sizes.value_heads // ranks)
@@ -161,8 +179,8 @@ class GatedDeltaNet(MegatronModule):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
-        mixed, z = self.conv_and_gates(self.in_proj(hidden_states)[0])
-        b, a = self.b_and_a(self.gate_proj(hidden_states)[0])
+        mixed, z = channels_and_gates(self.in_proj(hidden_states)[0], self.sizes)
+        b, a = b_and_a(self.gate_proj(hidden_states)[0], self.sizes)
         length, batch = mixed.shape[:2]
         lengths = torch.full((batch,), length, device=mixed.device)
         if packed_seq_params is not None:
@@ -177,18 +195,6 @@ class GatedDeltaNet(MegatronModule):
         out = tensor_parallel.checkpoint(core, False, *rows) if recompute else core(*rows)
         out = self.out_norm(out, z.transpose(0, 1).flatten(0, 1))
         return self.out_proj(out.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
-
-    def conv_and_gates(self, qkvz: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut what the product puts out into the convolution's channels and z, both by head of keys."""
-        own = self.sizes
-        values = own.shares * own.value_dim
-        mixed, z = qkvz.unflatten(-1, (-1, 2 * (own.key_dim + values))).split((2 * own.key_dim + values, values), -1)
-        return mixed.flatten(-2), z.flatten(-2)
-
-    def b_and_a(self, ba: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut what the product of the gates puts out, by head of keys too."""
-        b, a = ba.unflatten(-1, (-1, 2, self.sizes.shares)).unbind(-2)
-        return b.flatten(-2), a.flatten(-2)
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Nothing: the norm before the layer is a module of its own."""
@@ -235,15 +241,14 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
 
 
 def _in_proj(call: Call) -> tuple[Tensor, ...]:
-    """Return what the product puts out, taken again, channels in the order of checkpoints: all queries first."""
-    module, (x, *_), _ = call
-    mixed, z = (rows_of(y) for y in module.conv_and_gates(module.in_proj(x)[0]))
-    return _channels(mixed, module.sizes), z
+    """Return channels in the order of checkpoints, all queries first, and z."""
+    sizes = call[0].sizes
+    mixed, z = channels_and_gates(output(call)[0], sizes)
+    return _channels(mixed, sizes), z
 
 
 def _gates(call: Call) -> tuple[Tensor, ...]:
-    module, (x, *_), _ = call
-    return tuple(rows_of(y) for y in module.b_and_a(module.gate_proj(x)[0]))
+    return b_and_a(output(call)[0], call[0].sizes)
 
 
 def _conv(call: Call) -> tuple[Tensor, ...]:

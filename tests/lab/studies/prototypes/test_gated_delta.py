@@ -1,35 +1,26 @@
-"""The prototype of linear attention: one definition of a row, however the tokens come."""
+"""The chunks that were not taken are exact, too, and compute the same function."""
+
+from __future__ import annotations
 
 import torch
 
-from lab.studies.prototypes.gated_delta import Rows, State, gated_delta, recurrence, tiny_model
-from lab.studies.prototypes.gated_delta_layer import GatedDeltaNet, Held, linear_attention, of_transformers
+from fp8rl.numerics import ops
+from lab.studies.prototypes.gated_delta import Rows, State, gated_delta
 
 
-def test_chunks_and_single_tokens_have_the_bits_of_one_prefill() -> None:
-    draw, heads, tokens = torch.Generator().manual_seed(0), 2, 150
-    q, k, v = (torch.randn(heads, tokens, 32, generator=draw) for _ in range(3))
-    q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-    g, beta = -torch.rand(heads, tokens, generator=draw), torch.rand(heads, tokens, generator=draw)
-    rows, empty = Rows(q, k, v, g, beta), State.empty(heads, 32, 32)
-    whole, _ = gated_delta(rows, empty)
-    for lengths in ([96, 54], [64, *[1] * 86], [1] * 150):
-        outputs, state = [], empty
-        for piece in zip(*(x.split(lengths, 1) for x in rows), strict=True):
-            output, state = gated_delta(Rows(*piece), state)
-            outputs.append(output)
-        assert torch.equal(torch.cat(outputs, 1), whole)
-    exact = recurrence(Rows(*(x.double() for x in rows)))
-    torch.testing.assert_close(whole.double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
-
-
-def test_a_layer_in_pieces_has_the_bits_of_the_whole_and_is_transformers_own_to_their_rounding() -> None:
-    theirs = tiny_model().model.layers[0].linear_attn
-    weights, sizes = of_transformers(theirs)
-    x = torch.randn(150, 128, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(GatedDeltaNet(weights, sizes)(x), theirs(x[None])[0], rtol=1e-4, atol=1e-6)
-    whole, held, outputs = GatedDeltaNet(weights, sizes)(x), Held.empty(weights, sizes), []
-    for piece in x.split([96, 40, *[1] * 14]):
-        output, held = linear_attention(piece, weights, sizes, held)
-        outputs.append(output)
-    assert torch.equal(torch.cat(outputs), whole)
+def test_chunks_give_the_same_bits_in_pieces_and_one_by_one_and_the_values_of_the_rule() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 150, 2, 16, generator=draw)
+    v, decays = torch.randn(150, 2, 8, generator=draw), -torch.rand(150, 2, generator=draw)
+    beta = torch.rand(150, 2, generator=draw)
+    unit = [x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)]
+    rows = Rows(*(x.transpose(0, 1) for x in (unit[0] / 4, unit[1], v, decays, beta)))
+    whole, _ = gated_delta(rows, State.empty(2, 16, 8))
+    for size in (41, 1):
+        state, found = State.empty(2, 16, 8), []
+        for first in range(0, 150, size):
+            out, state = gated_delta(rows.part(first, min(first + size, 150)), state)
+            found.append(out)
+        assert torch.equal(torch.cat(found, 1), whole)
+    expected, _ = ops.gated_delta_rule(q, k, v, decays, beta, torch.tensor([150]))
+    torch.testing.assert_close(whole.transpose(0, 1), expected, rtol=0, atol=1e-6)
