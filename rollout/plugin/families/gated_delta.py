@@ -89,11 +89,11 @@ def projected(net: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tenso
     return torch.cat([each.flatten(1) for each in (query, key, value)], -1), z, b, a
 
 
-def rule_of(attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+def rule_of(attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, v, g and beta of the rule. attn: SGLang's RadixLinearAttention, of one rank."""
     q, k, v = qkv.split((attn.q_dim, attn.k_dim, attn.v_dim), -1)
-    heads = q.unflatten(-1, (attn.num_q_heads, -1)), k.unflatten(-1, (attn.num_k_heads, -1))
-    return *heads, v.unflatten(-1, (attn.num_v_heads, -1)), *ops.delta_gates(a, b, attn.A_log, attn.dt_bias)
+    q, k = q.unflatten(-1, (attn.num_q_heads, -1)), k.unflatten(-1, (attn.num_k_heads, -1))
+    return q, k, v.unflatten(-1, (attn.num_v_heads, -1)), *ops.delta_gates(a, b, attn.A_log, attn.dt_bias)
 
 
 def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
@@ -142,8 +142,8 @@ def _delta(engine: Probed, attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tupl
 
 def _gated_norm(_: Probed, module: Any, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     _check_mode(x)
-    heads = (each.unflatten(-1, (-1, len(module.weight))) for each in (x, z))
-    return (ops.gated_rms_norm(*heads, module.weight, module.eps).flatten(1),)
+    heads = (-1, len(module.weight))
+    return (ops.gated_rms_norm(x.unflatten(-1, heads), z.unflatten(-1, heads), module.weight, module.eps).flatten(1),)
 
 
 def _check_mode(x: Tensor) -> None:
