@@ -80,10 +80,12 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Name the kind of processor, by what chooses the instructions of torch's and our sums."""
-    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
-    return "-".join([torch.backends.cpu.get_cpu_capability(), *wide]).lower()
+    """Name the kind of processor, by what chooses the instructions of torch's and our sums: MKL's depend on the maker,
+    too."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    known = {key.strip(): value.split() for key, _, value in lines}
+    wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in known["flags"]]
+    return "-".join([*known["vendor_id"], torch.backends.cpu.get_cpu_capability(), *wide]).lower()
 
 
 def _digest(files: Iterable[Path]) -> str:
