@@ -104,10 +104,10 @@ def _rule_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
-    first = 0
+    first = tl.full((), 0, tl.int64)
     for start in range(0, sequence, _LENGTHS):
         index = start + tl.arange(0, _LENGTHS)
-        first += tl.sum(tl.load(lengths_ptr + index, mask=index < sequence, other=0).to(tl.int32), 0)
+        first += tl.sum(tl.load(lengths_ptr + index, mask=index < sequence, other=0).to(tl.int64), 0)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     key, value = tl.arange(0, KEY_BLOCK), tl.program_id(2) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     inside = (key < KEYS)[:, None] & (value < VALUES)[None, :]
@@ -115,7 +115,7 @@ def _rule_kernel(
     place = cache_ptr + slot * slot_stride + (head * KEYS + key)[:, None] * VALUES + value[None, :]
     state = tl.load(place, mask=inside & (tl.load(begun_ptr + sequence) != 0), other=0.0)
     for step in range(length):
-        token = (first + step).to(tl.int64)
+        token = first + step
         of_key, of_value = (token * (heads // shares) + head // shares) * KEYS + key, token * heads + head
         q = tl.load(q_ptr + of_key, mask=key < KEYS, other=0.0).to(tl.float32)
         k = tl.load(k_ptr + of_key, mask=key < KEYS, other=0.0).to(tl.float32)

@@ -40,7 +40,7 @@ class _SigmoidGate(gates.SigmoidGate):
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         if out.numel():
             block = _rows_and_columns(rows.shape[1])
-            _sigmoid_kernel[_grid(*rows.shape, block)](
+            _sigmoid_kernel[_grid(out.shape[0], out.shape[1], block)](
                 *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)), **block, **_EXACT
             )
         return out.view(x.shape)

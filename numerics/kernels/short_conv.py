@@ -19,8 +19,8 @@ _SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel 
 
 def causal_conv(x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`numerics.ops.causal_conv`."""
-    held = x.new_empty(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
-    return _CausalConv.apply(x, weight, lengths, held, rows is not None)
+    before = x.new_zeros(len(lengths), weight.shape[1] - 1, x.shape[1]) if rows is None else rows.to(x.dtype)
+    return _CausalConv.apply(x, weight, lengths, before)
 
 
 def paged_causal_conv(
@@ -46,20 +46,13 @@ def paged_causal_conv(
 
 class _CausalConv(short_conv.CausalConv):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor, begun: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lengths: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         count, own = len(lengths), short_conv.places(lengths, weight.shape[1] - 1, len(x))[0]
-        before = rows if begun else torch.zeros_like(rows)
-        ctx.save_for_backward(x, weight, before, own)
-        held, slots = before.clone(), torch.arange(count, device=x.device)
+        ctx.save_for_backward(x, weight, rows, own)
+        held, slots = rows.clone(), torch.arange(count, device=x.device)
         ctx.mark_non_differentiable(held)
-        at_work = torch.ones(count, dtype=torch.bool, device=x.device)
-        return paged_causal_conv(x, weight, held, slots, lengths, at_work), held
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return *short_conv.CausalConv.backward(ctx, *grads), None
+        begun = torch.ones(count, dtype=torch.bool, device=x.device)
+        return paged_causal_conv(x, weight, held, slots, lengths, begun), held
 
 
 @triton.jit(do_not_specialize=["sequences"])

@@ -12,8 +12,8 @@ sum, in an order that K alone decides. Tokens go one after the other, in trainin
 definition**. A token's bits depend on the tokens before it and on nothing else: not on where a prompt was cut, where a
 cached prefix ended, or what else is in the batch. Only o is rounded, once, to v's dtype.
 
-The gradient needs no fixed bits. It is that of the same function in chunks of 64 tokens (section 3.2 there), a few
-products in FP32 for each instead of 64 states.
+The gradient needs no fixed bits. It is that of the same function in chunks of up to 64 tokens (section 3.2 there), a
+few products in FP32 for each instead of 64 states.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fp8rl.numerics.ops.experts import sigmoid
 
 LENGTH_EPS = 1e-6
 """Added to the sum of squares of a query or a key."""
-CHUNK = 64
-"""Tokens of a chunk in the gradient."""
+CHUNK, SHORTEST = 64, 16
+"""Tokens of a chunk in the gradient, of long sequences and of the shortest."""
 GRADIENT_TOKENS = 16384
 """Tokens, padding among them, whose gradient is taken at a time: bounds the memory of a packed batch."""
 
@@ -177,7 +177,8 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
     starts = lengths.cumsum(0) - lengths
     for some in _parts(lengths):
         own = lengths[some, None]
-        width = -(-int(own.max()) // CHUNK) * CHUNK
+        chunk = _chunk(int(own.max()))
+        width = -(-int(own.max()) // chunk) * chunk
         steps = torch.arange(width, device=dout.device)
         real = steps < own
         tokens = (starts[some, None] + steps)[real]
@@ -187,7 +188,8 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
         leaves = [padded(each).requires_grad_() for each in inputs]
         with torch.enable_grad():
-            out = in_chunks(*leaves, states[some])
+            q, k, v, g, beta = leaves
+            out = in_chunks(q, k, v, g, beta, states[some], chunk)
         for whole, part in zip(found, torch.autograd.grad(out, leaves, padded(dout).to(out.dtype)), strict=True):
             whole[tokens] = part[real]
     return tuple(found)
@@ -199,26 +201,31 @@ def _parts(lengths: Tensor) -> Iterator[Tensor]:
     count = lengths.tolist()
     for each, length in enumerate(count):
         if length:
-            groups.setdefault(max(length, CHUNK).bit_length(), []).append(each)
+            groups.setdefault(max(length - 1, SHORTEST - 1).bit_length(), []).append(each)
     for _, group in sorted(groups.items()):
         fit = max(1, GRADIENT_TOKENS // max(count[each] for each in group))
         for first in range(0, len(group), fit):
             yield torch.tensor(group[first : first + fit], device=lengths.device)
 
 
-def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> Tensor:
-    """Compute the rule of whole rows in chunks of 64 tokens: not the bits of the recurrence, but its derivative.
+def _chunk(longest: int) -> int:
+    """Return the tokens of a chunk for sequences of up to so many: no more padding than a factor of two."""
+    return min(CHUNK, max(SHORTEST, 1 << (longest - 1).bit_length()))
 
-    q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads]; S a multiple of 64.
-    Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Compute the rule of whole rows in chunks of tokens: not the bits of the recurrence, but its derivative.
+
+    q, k [B, S, key heads, K], neither normed nor scaled; v [B, S, heads, V]; g, beta [B, S, heads]; S a multiple of
+    `chunk`. Padding is zeros behind a row. Returns [B, S, heads, V], FP32 or the wider dtype.
     """
     shares = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(shares, 2) for x in _unit(q, k))
-    # [B, heads, chunks, 64, ...]
-    q, k, v = (x.transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (q, k, v.to(q.dtype)))
-    g, beta = (x.to(q.dtype).transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (g, beta))
+    # [B, heads, chunks, chunk, ...]
+    q, k, v = (x.transpose(1, 2).unflatten(2, (-1, chunk)) for x in (q, k, v.to(q.dtype)))
+    g, beta = (x.to(q.dtype).transpose(1, 2).unflatten(2, (-1, chunk)) for x in (g, beta))
     until = g.cumsum(-1)
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     between = (until[..., :, None] - until[..., None, :]).masked_fill(~causal, -torch.inf).exp()
     # Updates u of a chunk answer to the state before it, and to each other: (1 + M) u = beta (v - decayed k S).
     mixed = beta[..., None] * (k @ k.transpose(-1, -2)) * between
@@ -229,10 +236,10 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: 
     seen, asked = (q @ k.transpose(-1, -2)) * between, q * until.exp()[..., None]
     kept, left = until[..., -1, None, None].exp(), k * (until[..., -1:] - until).exp()[..., None]
     state, found = states.to(q.dtype), []
-    for chunk in range(q.shape[2]):
-        updates = values[:, :, chunk] - keys[:, :, chunk] @ state
-        found.append(asked[:, :, chunk] @ state + seen[:, :, chunk] @ updates)
-        state = kept[:, :, chunk] * state + left[:, :, chunk].transpose(-1, -2) @ updates
+    for at in range(q.shape[2]):
+        updates = values[:, :, at] - keys[:, :, at] @ state
+        found.append(asked[:, :, at] @ state + seen[:, :, at] @ updates)
+        state = kept[:, :, at] * state + left[:, :, at].transpose(-1, -2) @ updates
     return torch.stack(found, 2).flatten(2, 3).transpose(1, 2)
 
 

@@ -16,6 +16,8 @@ REAL_SPECS = {
     "glm_4_7_flash": "h200",
     "moonlight_16b_a3b": "h100",
     "deepseek_v3": "h200",
+    "qwen3_5_35b_a3b": "h200",
+    "qwen3_5_35b_a3b_lora_one_gpu": "h100",
 }
 """Examples for models that people train, and the GPU that each is written for."""
 

@@ -132,29 +132,32 @@ def main() -> None:
     print(f"a request holds {held / 1e6:.1f} MB, with the rows of a chunk in FP32 {with_rows / 1e6:.1f} MB")
     half = 4 * (state + ring / 2)
     print(f"a token's decode moves {8 * state / 1e6:.1f} MB in a layer, with half a chunk of rows {half / 1e6:.1f} MB")
-    for name, (batch, length, keys, heads, width) in CASES.items():
-        q, k = torch.randn(2, batch * length, keys, width)
-        v, g = torch.randn(batch * length, heads, width), -torch.rand(batch * length, heads)
-        beta, lengths = torch.rand(batch * length, heads), torch.full((batch,), length)
-        rows = [x.requires_grad_() for x in (q, k, v, g, beta)]
-
-        def recurrence(rows: list[Tensor] = rows, lengths: Tensor = lengths) -> Tensor:
-            return ops.gated_delta_rule(*rows, lengths)[0]
-
-        def exact_chunks(rows: list[Tensor] = rows, batch: int = batch) -> Tensor:
-            """Heads of all rows in one, as the prototype takes them."""
-            own = [x.unflatten(0, (batch, -1)).transpose(1, 2) for x in rows]
-            shares = own[2].shape[1] // own[0].shape[1]
-            own[:2] = (x.repeat_interleave(shares, 1) / x.shape[-1] for x in own[:2])
-            flat = Rows(*(x.flatten(0, 1) for x in own))
-            return gated_delta(flat, State.empty(len(flat.q), flat.k.shape[-1], flat.v.shape[-1]))[0]
-
-        def in_products(rows: list[Tensor] = rows, batch: int = batch) -> Tensor:
-            first = torch.zeros(batch, rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
-            return in_chunks(*(x.unflatten(0, (batch, -1)) for x in rows), first)
-
-        for rule, call in (("recurrence", recurrence), ("exact chunks", exact_chunks), ("products", in_products)):
+    for name, sizes in CASES.items():
+        for rule, call in _rules(*sizes).items():
             print(f"{name}: {rule}: forward {_ms(call, False)} ms, with gradients {_ms(call, True)} ms")
+
+
+def _rules(batch: int, length: int, keys: int, heads: int, width: int) -> dict[str, Callable[[], Tensor]]:
+    """Each form of the rule over rows of one length, of random tokens."""
+    q, k = torch.randn(2, batch, length, keys, width).requires_grad_()
+    v = torch.randn(batch, length, heads, width, requires_grad=True)
+    g, beta = -torch.rand(batch, length, heads), torch.rand(batch, length, heads)
+    lengths = torch.full((batch,), length)
+
+    def recurrence() -> Tensor:
+        q_, k_, v_, g_, beta_ = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+        return ops.gated_delta_rule(q_, k_, v_, g_, beta_, lengths)[0]
+
+    def exact_chunks() -> Tensor:
+        """Heads of all rows in one, as `gated_delta` takes them."""
+        by_head = [x.repeat_interleave(heads // keys, 2) / width for x in (q, k)]
+        flat = Rows(*(x.transpose(1, 2).flatten(0, 1) for x in (*by_head, v, g, beta)))
+        return gated_delta(flat, State.empty(len(flat.q), width, width))[0]
+
+    def products() -> Tensor:
+        return in_chunks(q, k, v, g, beta, torch.zeros(batch, heads, width, width))
+
+    return {"recurrence": recurrence, "exact chunks": exact_chunks, "products": products}
 
 
 def _ms(call: Callable[[], Tensor], backward: bool) -> str:

@@ -83,8 +83,8 @@ def test_a_cache_gives_the_bits_of_whole_sequences_and_a_new_request_reads_nothi
 
 
 def test_values_and_gradients_are_those_of_the_recurrence_in_float64() -> None:
-    """More tokens than one chunk of the gradient, a sequence of one token, and one of none."""
-    lengths = [150, 1, 49, 0]
+    """More tokens than one chunk of the gradient, chunks of all sizes, a sequence of one token, and one of none."""
+    lengths = [135, 1, 32, 17, 15, 0]
     rows = [x.requires_grad_() for x in tokens(200, torch.float32)]
     weight = random(200, 4, 64, seed=9, dtype=torch.float64)
     out = ops.gated_delta_rule(*rows, torch.tensor(lengths))[0]

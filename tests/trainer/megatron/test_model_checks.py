@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fp8rl.models import ModelSizes
-from fp8rl.models.families import latent, mlp
+from fp8rl.models.families import gated_delta, latent, mlp
+from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import UserError, check_rules
@@ -53,6 +54,9 @@ def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> 
 LATENT = dataclasses.replace(
     MOE, own=(latent.Latent(q_rank=256, kv_rank=256, rope_dim=64, value_dim=128),), head_dim=192, rotary_dim=64
 )
+LINEAR = dataclasses.replace(
+    MOE, own=(GatedDelta(layers=(0,), key_heads=2, value_heads=8, key_dim=128, value_dim=64, taps=4, joined=True),)
+)
 OLMOE = dataclasses.replace(MOE, head_norms="together")
 TENSOR = SPEC.override({"weight": {"granularity": "tensor"}})
 FP32 = QuantSpec.preset("fp8_block_fp32")
@@ -71,10 +75,15 @@ def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Rows:
     return Rows(TrainerSection(**config), mode, False, length)
 
 
+def linear(tp: int) -> Split:
+    return Split(Shape(LINEAR, (gated_delta.JOINED, mlp.MOE)), tp, SPEC, "trainer.tp")
+
+
 # Of each rule, in its order: what breaks it, what the message begins with, and what its remedy makes of that.
 SPLITS = [
     (split(tp=3), "trainer.tp: found 3, expected a divisor of the model's num_attention_heads = 8", split(tp=1)),
     (split(tp=8), "trainer.tp: found 8, expected a divisor of the model's num_key_value_heads = 4", split(tp=4)),
+    (linear(4), "trainer.tp: found 4, expected a divisor of the model's linear_num_key_heads = 2", linear(2)),
     (
         split(dataclasses.replace(MOE, vocab_size=4097), 2),
         "trainer.tp: found 2, expected a divisor of the model's vocab_size = 4097",
@@ -169,6 +178,14 @@ TABLES = [
     (TRAINING_RULES, TRAINING),
     (ROW_RULES, ROWS),
 ]
+
+
+def test_ranks_that_would_share_a_row_of_linear_attention_are_refused() -> None:
+    shape = Shape(LINEAR, (gated_delta.JOINED, mlp.MOE))
+    with pytest.raises(
+        UserError, match="trainer.cp: found 2, expected 1 for a model with linear attention, whose state"
+    ):
+        check_layout(shape, TrainerSection(cp=2), SPEC)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, 
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 from fp8rl.trainer.step.microbatches import PackedRows
 
+SIZES = "sizes"
+"""The attribute of products by which those who see a call of one know its heads."""
+
 
 class ShortConv(nn.Module):
     """`ops.causal_conv` on this rank's channels."""
@@ -144,8 +147,9 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.tp_group.size()
         self.in_proj = self._product(in_proj, config.hidden_size, 2 * (sizes.keys + sizes.values), gather_output=False)
         self.gate_proj = self._product(gate_proj, config.hidden_size, 2 * sizes.value_heads, gather_output=False)
-        tag_split(self.gate_proj.weight, 0)
-        self.in_proj.sizes = self.gate_proj.sizes = sizes  # for those that see a call of them by itself
+        tag_split(self.gate_proj.get_parameter("weight"), 0)
+        for product in (self.in_proj, self.gate_proj):
+            setattr(product, SIZES, sizes)
         self.conv1d = conv(config, sizes, ranks)
         self.A_log = _split(config, sizes.value_heads // ranks)
         self.dt_bias = _split(config, sizes.value_heads // ranks)
