@@ -285,11 +285,14 @@ def test_stub_refuses_cuda(package: str, tmp_path: Path) -> None:
 @cpu_install
 def test_stub_names_import_and_raise_when_called() -> None:
     from sgl_kernel import merge_state_v2
+    from sgl_kernel.mamba import causal_conv1d_fn_cpu
     from torchvision.io import decode_jpeg
     from torchvision.transforms.v2.functional import resize
 
     for function, name in [
         (merge_state_v2, "sgl_kernel.merge_state_v2"),
+        (causal_conv1d_fn_cpu, "sgl_kernel.mamba.causal_conv1d_fn_cpu"),
+        (torch.ops.sgl_kernel.fused_gdn_gating_cpu, "torch.ops.sgl_kernel.fused_gdn_gating_cpu"),
         (decode_jpeg, "torchvision.io.decode_jpeg"),
         (resize, "torchvision.transforms.v2.functional.resize"),
     ]:

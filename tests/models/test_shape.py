@@ -27,6 +27,7 @@ PUBLISHED = {
     "deepseek_v3": (671_026_419_200, 70_272),
     "glm_4_7_flash": (29_943_393_920, 54_144),
     "moonlight_16b_a3b": (15_960_110_208, 31_104),
+    "qwen3_5_35b_a3b": (34_660_610_688, 20_480),
 }
 """Parameters, and bytes of a token in a BF16 KV cache."""
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -37,6 +38,13 @@ YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, 
 def test_parameters_and_cache_are_the_published_ones(name: str) -> None:
     shape = read_shape(CONFIGS / name)
     assert (shape.parameters, shape.kv_bytes()) == PUBLISHED[name]
+
+
+def test_a_request_of_qwen3_5_holds_its_states_worked_by_hand() -> None:
+    """30 layers: 32 heads of 128 x 128 in FP32, and three rows of 8,192 channels in BF16; shared by two ranks."""
+    shape = read_shape(CONFIGS / "qwen3_5_35b_a3b")
+    assert shape.request_bytes() == 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) == 2 * shape.request_bytes(2)
+    assert read_shape(CONFIGS / "qwen3_8b").request_bytes() == 0
 
 
 def test_every_shipped_config_is_one_of_them() -> None:

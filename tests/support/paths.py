@@ -17,6 +17,8 @@ REAL_SPECS = {
     "moonlight_16b_a3b": "h100",
     "llama_3_1_8b": "h100",
     "deepseek_v3": "h200",
+    "qwen3_5_35b_a3b": "h200",
+    "qwen3_5_35b_a3b_lora_one_gpu": "h100",
 }
 """Examples for models that people train, and the GPU that each is written for."""
 

@@ -79,7 +79,8 @@ def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Te
     where = states.slots, states.lengths, states.begun
     qkv, z, b, a = projected(self, self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0])
     qkv = ops.paged_causal_conv(qkv, self.conv1d.weight.flatten(1), states.rows, *where)
-    out = ops.paged_gated_delta_rule(*rule_of(self.attn, qkv, b, a), states.rule, *where)
+    q, k, v, g, beta = rule_of(self.attn, qkv, b, a)
+    out = ops.paged_gated_delta_rule(q, k, v, g, beta, states.rule, *where)
     return self.out_proj(ops.gated_rms_norm(out, z, self.norm.weight, self.layer_norm_epsilon).flatten(1))[0]
 
 
@@ -93,7 +94,8 @@ def rule_of(attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tenso
     """Return q, k, v, g and beta of the rule. attn: SGLang's RadixLinearAttention, of one rank."""
     q, k, v = qkv.split((attn.q_dim, attn.k_dim, attn.v_dim), -1)
     q, k = q.unflatten(-1, (attn.num_q_heads, -1)), k.unflatten(-1, (attn.num_k_heads, -1))
-    return q, k, v.unflatten(-1, (attn.num_v_heads, -1)), *ops.delta_gates(a, b, attn.A_log, attn.dt_bias)
+    g, beta = ops.delta_gates(a, b, attn.A_log, attn.dt_bias)
+    return q, k, v.unflatten(-1, (attn.num_v_heads, -1)), g, beta
 
 
 def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
@@ -137,13 +139,14 @@ def _conv(engine: Probed, module: Any, qkv: Tensor) -> tuple[Tensor, ...]:
 
 def _delta(engine: Probed, attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
     _check_mode(qkv)
-    return (ops.gated_delta_rule(*rule_of(attn, qkv, b, a), engine.lengths)[0].flatten(1),)
+    q, k, v, g, beta = rule_of(attn, qkv, b, a)
+    return (ops.gated_delta_rule(q, k, v, g, beta, engine.lengths)[0].flatten(1),)
 
 
 def _gated_norm(_: Probed, module: Any, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     _check_mode(x)
-    heads = (-1, len(module.weight))
-    return (ops.gated_rms_norm(x.unflatten(-1, heads), z.unflatten(-1, heads), module.weight, module.eps).flatten(1),)
+    heads, gates = (each.unflatten(-1, (-1, len(module.weight))) for each in (x, z))
+    return (ops.gated_rms_norm(heads, gates, module.weight, module.eps).flatten(1),)
 
 
 def _check_mode(x: Tensor) -> None:

@@ -6,11 +6,12 @@ from collections import namedtuple
 import pytest
 import torch
 
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.budget.fit import with_cache
 from fp8rl.rl.experiment.budget.job import job_of
-from fp8rl.rl.experiment.budget.memory import colocated_memory
+from fp8rl.rl.experiment.budget.memory import colocated_memory, engine_memory
 from fp8rl.rl.experiment.preconditions import check, resources
 from fp8rl.rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, check_memory, kv_cache_bytes
 from fp8rl.trainer.state_bytes import state_bytes
@@ -36,6 +37,29 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
         check(spec)
     assert "2047" in str(error.value), "the message says how many tokens would fit"
     check(parse_experiment(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
+
+
+def test_states_of_sequences_are_counted_and_drafts_beside_them_refused(values, tmp_path, monkeypatch):
+    """Of three linear layers in four: 4 heads of 128 x 64 in FP32, and 3 rows of 2 x 2 x 128 + 4 x 64 channels in BF16.
+    SGLang wants three for each answer."""
+    memory, model = namedtuple("memory", "available"), tmp_path / "next"
+    write_tiny_model(model, TinyModel(layers=4, hidden=256, heads=2, kv_heads=2, family="qwen3_next"))
+    values = merged(values, model={"path": str(model)}, rollout={"max_total_tokens": 2048, "max_running_requests": 50})
+    spec, state = parse_experiment(values), 3 * (4 * 128 * 64 * 4 + 3 * 768 * 2)
+    shape = check(spec).shape
+    assert shape.request_bytes() == state and shape.kv_bytes() == 2 * 2 * 128 * 2
+    assert kv_cache_bytes(shape, spec.rollout) == 2048 * shape.kv_bytes() + 150 * state
+    job = job_of(spec, shape, "kernels", 80e9)
+    assert engine_memory(job).held["states of sequences"]["rollout"] == 150 * state
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trained = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
+    processes = RANK_BYTES + trained + ENGINE_BYTES + served_bytes(shape, spec.numerics.quant_spec())
+    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(processes + 100 * state))
+    with pytest.raises(UserError, match="rollout.max_running_requests: found 50.*states of sequences alone"):
+        check(spec)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="rollout.speculation: found 'given, with a model that keeps a state"):
+        check(parse_experiment(merged(values, rollout={"speculation": {"drafts": 2}})))
 
 
 def test_a_gpu_that_does_not_hold_all_that_a_plan_adds_up_is_refused(values, monkeypatch):
