@@ -34,7 +34,6 @@ REMOVALS = {
         "rmtree",
     },  # our scratch, and shared memory of its note
     "lab/studies/model_scale.py": {"rmtree"},  # a model that it has made
-    "lab/studies/prototypes/gated_delta_engine.py": {"TemporaryDirectory"},
     "lab/studies/run.py": {"TemporaryDirectory"},
     "trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
 }
@@ -94,7 +93,6 @@ CODE = {
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
-    "lab/studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
     "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
     "trainer/checkpoint/checkpoint.py": {"Unpickler"},  # which knows a few classes
     "trainer/megatron/patches.py": {"import_module"},  # our own modules
@@ -151,7 +149,6 @@ PRINTS = {
     "rollout/named_functions.py": "a line of ours",
     "rollout/rewards/workers.py": "JSON",
     "lab/studies/prototypes/gated_delta.py": "numbers",
-    "lab/studies/prototypes/gated_delta_engine.py": "numbers",
 }
 """Each file that prints by itself, and what. All other lines go through `numerics.core.terminal` or `PlainConsole`."""
 
