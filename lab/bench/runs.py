@@ -304,6 +304,8 @@ MODELS = {
     "Mistral": TinyModel(layers=4, intermediate=256, kv_heads=2, family="mistral"),
     "DeepSeek-V3.2": replace(_LATENT, yarn=True, family="deepseek_v32"),
     "GLM-5": replace(_LATENT, groups=1, family="glm_moe_dsa"),
+    "Qwen3-Next": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_next"),
+    "Qwen3.5-MoE": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_5_moe_text"),
     "Mixtral": TinyModel(layers=4, intermediate=256, hidden=256, kv_heads=2, family="mixtral"),
 }
 LAYOUTS: dict[str, dict[str, object]] = {
