@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
@@ -74,6 +75,20 @@ class _Ops(TorchDispatchMode):
         if not func.is_view and func.overloadpacket not in _NOTHING:
             self.counted[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Made(TorchDispatchMode):
+    """The shapes of the tensors that ops make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
+        return out
 
 
 @contextlib.contextmanager
