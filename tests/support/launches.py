@@ -13,12 +13,11 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from triton.runtime import driver
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 import tests.support.interpreter  # noqa: F401
-from tests.support.hopper import NoDevice
+from fp8rl.numerics.kernels.ahead import address, no_device
 
 aten = torch.ops.aten
 _NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
@@ -49,21 +48,13 @@ def launches() -> Iterator[Launches]:
         found.kernels[name] += 1
         found.variants[name].add(key)
 
-    driver.set_active(NoDevice())
-    try:
-        with (
-            mock.patch.object(JITFunction, "_do_compile", count),
-            mock.patch.object(torch.Tensor, "data_ptr", _address),
-            _Ops(found.torch),
-        ):
-            yield found
-    finally:
-        driver.set_active(None)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """A meta tensor's, if its storage begins at a multiple of 512 bytes, as CUDA's allocator has it."""
-    return tensor.storage_offset() * tensor.element_size()
+    with (
+        no_device(),
+        mock.patch.object(JITFunction, "_do_compile", count),
+        mock.patch.object(torch.Tensor, "data_ptr", address),
+        _Ops(found.torch),
+    ):
+        yield found
 
 
 class _Ops(TorchDispatchMode):

@@ -39,7 +39,7 @@ def on_their_ranks(
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     arriving = arriving.view(ranks, -1)  # by the rank that sends, and the expert here
-    leave, arrive = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()  # the one wait
+    leave, arrive = on_host(torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))), len(rows))
     here: Tensor = all_to_all(group, rows, arrive, leave)
     each = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks)
     order = each.repeat_interleave(arriving.flatten(), output_size=sum(arrive)).argsort(stable=True)
@@ -47,6 +47,14 @@ def on_their_ranks(
     made = experts(_Reordered.apply(here, order, place), arriving.sum(0))
     back: Tensor = all_to_all(group, _Reordered.apply(made, place, order), leave, arrive)
     return back
+
+
+def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
+    """Wait for the numbers of rows that go to each rank, and come from it: int64 [2, ranks].
+
+    rows: the sum of the first ones, which the host knows.
+    """
+    return sizes.tolist()  # type: ignore[no-any-return]
 
 
 class _Rows(torch.autograd.Function):
