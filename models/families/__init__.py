@@ -66,6 +66,8 @@ class Family:
     """True if a layer, counted from 0, has it."""
     cached: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
     """Elements that a token takes in the cache of one of so many tensor-parallel ranks of an engine, in one layer."""
+    value: Callable[[ModelSizes], int] = lambda sizes: 0
+    """Width of a head's value in an engine's decode attention; 0: it attends to no keys."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
     """Multiplications of one query with one key and its value, in one layer."""
     unshared: Callable[[ModelSizes], Mapping[Ranks, str]] = lambda sizes: {}

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -178,7 +178,8 @@ def compile_all(
 
 def _compile_lines(capability: Sequence[int]) -> None:
     """Compile the variants of the standard input, one a line; answer with the seconds of each, null: it was cached."""
-    import_module("fp8rl.numerics.kernels.kernels")  # which settles their keys
+    from fp8rl.numerics.kernels import kernels  # noqa: F401, it settles their keys
+
     answers, sys.stdout = sys.stdout, sys.stderr
     seconds: list[float | None] = []
 
@@ -189,9 +190,8 @@ def _compile_lines(capability: Sequence[int]) -> None:
     with no_device((capability[0], capability[1])):
         for line in sys.stdin:
             kernel, data = json.loads(line)
-            module, _, function = kernel.partition(":")
             seconds.clear()
-            getattr(import_module(module), function).preload(data)
+            pkgutil.resolve_name(kernel).preload(data)
             print(json.dumps(seconds[-1] if seconds else None), file=answers, flush=True)
 
 
