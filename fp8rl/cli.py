@@ -42,7 +42,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
-    "Before a run": (diagnosis.doctor, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
+    "Before a run": (diagnosis.doctor, diagnosis.warm, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
     "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
     "Besides": (diagnosis.certify, models.convert, runs.study),
 }

@@ -140,11 +140,11 @@ def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterSection, 
         return torch.full((row.shape[0], 1), adapted.index(row.name) if row.name in adapted else -1)
 
     split = SimpleNamespace(tensor_model_parallel=axis == 0, partition_dim=0)
-    part = weights.part(name, number, split).flatten().to(held.device)
+    part = weights.part(name, number, split).flatten()
     if len(weights.rows_of(name)) == 1:
         return None
     rows = (part >= 0).nonzero().flatten()
-    return Fused.of(rows, part[rows], len(part), len(adapted), config.rank)
+    return Fused.of(rows, part[rows], len(part), len(adapted), config.rank).to(held.device)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -41,10 +42,14 @@ def doctor(
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.contents import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
+        from fp8rl.rl.run.cluster.placement import own_capability
+        from fp8rl.rl.run.kernels import warm_once
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
         say = progress()
+        if not quick:
+            warm_once(None, own_capability(), say)
         diagnosis = judge(gather(numerics, say, quick=quick), numerics)
         if loaded:
             say("checking model, data and sizes of the spec")
@@ -54,6 +59,37 @@ def doctor(
                 diagnosis = with_conditions(diagnosis, loaded)
     print(diagnosis.to_json()) if as_json else show(rendered(diagnosis))
     end(diagnosis.ok)
+
+
+def warm(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="As of `plan`; by default the one that is here, or h100 where there is none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the kernels that a spec's trainer and engines launch into Triton's cache, with or without a GPU.
+
+    TRITON_CACHE_DIR names the cache, which can be carried to machines with the same Triton. Exit code 0, 2 for bad
+    input.
+    """
+    with user_errors():
+        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.rl.experiment.budget.job import gpu_named
+        from fp8rl.rl.experiment.contents import fetched
+        from fp8rl.rl.run.cluster.placement import own_capability
+        from fp8rl.rl.run.kernels import warm as compile_kernels
+
+        capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
+        found = compile_kernels(fetched(load_experiment(spec, overrides or [])), capability, progress())
+    if as_json:
+        print(json.dumps(None if found is None else asdict(found)))
+    elif found is None:
+        show("nothing to compile: this spec runs no kernels of ours on such GPUs")
+    else:
+        later = f"; ops of {', '.join(found.unknown)} are compiled when they first run" if found.unknown else ""
+        show(f"{found.kernels} kernels in {found.directory}, of which {found.compiled} were compiled now{later}")
 
 
 def plan(

@@ -69,6 +69,8 @@ class Family:
     held: Callable[[ModelSizes, int], int] = lambda sizes, ranks: 0
     """Bytes that a request holds in one of so many tensor-parallel ranks of an engine, in one layer, however long it
     is."""
+    value: Callable[[ModelSizes], int] = lambda sizes: 0
+    """Width of a head's value in an engine's decode attention; 0: it attends to no keys."""
     scored: Callable[[ModelSizes], int] = lambda sizes: 0
     """Multiplications of one query with one key and its value, in one layer."""
     recurrent: Callable[[ModelSizes], int] = lambda sizes: 0

@@ -117,5 +117,6 @@ FAMILY = Family(
     widths=_widths,
     unshared=_unshared,
     cached=lambda sizes, ranks: 2 * sizes.head_dim * sizes.kv_heads // min(ranks, sizes.kv_heads),
+    value=lambda sizes: sizes.head_dim,
     scored=lambda sizes: sizes.heads * 2 * sizes.head_dim,
 )

@@ -121,6 +121,7 @@ FAMILY = Family(
     activations=_activations,
     widths=_widths,
     cached=lambda sizes, ranks: sizes.of(Latent).kv_rank + sizes.of(Latent).rope_dim,
+    value=lambda sizes: sizes.of(Latent).kv_rank,
     scored=lambda sizes: sizes.heads * (sizes.head_dim + sizes.of(Latent).value_dim),
     unshared=lambda sizes: {"context": "with latent attention, whose ranks cannot share a row yet"},
     kernels=((9, 0), "its kernels need 170 KiB of shared memory, and these GPUs have 99"),

@@ -56,6 +56,14 @@ def fitting(cuda: str | None) -> Toolkit | None:
     return next((toolkit for toolkit in installed() if toolkit.release == cuda), None)
 
 
+def other_compilers(cuda: str | None) -> str | None:
+    """Return the compilers that are installed where none is of a CUDA release, or `none`; None if one is."""
+    found = list(installed())
+    if any(toolkit.release == cuda for toolkit in found):
+        return None
+    return ", ".join(f"{each.nvcc} of CUDA {each.release}" for each in found) or "none"
+
+
 def installed() -> Iterator[Toolkit]:
     """Yield all toolkits: those that the environment names, the one on PATH, the system's, the wheels'."""
     named = [Path(os.environ[name]) for name in _VARIABLES if os.environ.get(name)]

@@ -35,6 +35,10 @@ def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
     # cuBLAS may add the parts of a long sum in BF16 otherwise; gradients are sums in FP32 that are rounded once.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     _install(implementation)
+    if implementation == "triton":
+        from fp8rl.numerics.kernels.cache import watch
+
+        watch()
     return implementation
 
 

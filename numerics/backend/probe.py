@@ -45,6 +45,14 @@ _ATTENTION = AttentionProbe(
 )
 
 
+_OF_EXPERTS = (70, 0, _MANY - 70)
+"""Rows of each of three experts."""
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b)
+
+
 def _probes() -> Iterator[Probes]:
     """Yield the trials of ops that only some models have: those of our files, and a user's."""
     for file in pkgutil.iter_modules(ops.__path__):
@@ -103,21 +111,21 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         rowwise |= probes.rows(random, _MANY)
     attentions = (_ATTENTION, *(probes.attention for probes in own if probes.attention is not None))
     with torch.no_grad():
-        variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
-        if any(not torch.equal(of_experts(n), of_experts(0)) for n in _FEW):
+        variant = [name for name, op in rowwise.items() if any(not _same(op(n), op(_MANY)[:n]) for n in _FEW)]
+        if any(not _same(of_experts(n), of_experts(0)) for n in _FEW):
             variant.append("grouped_linear")
-        if any(not torch.equal(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
+        if any(not _same(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
             variant.append("adapted grouped_linear")
         large = x.repeat(-(-_MICRO_BATCH // _MANY), 1)
-        if not torch.equal(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):
+        if not _same(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):
             variant.append("bf16 product of a micro-batch")
-        if not torch.equal(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
+        if not _same(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
             variant.append("fp8_linear of a micro-batch")
         for newest, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
             for each in attentions:
                 if not _attention_is_invariant(each, random(2, newest, *each.queries), random(2, keys, *each.keys)):
                     variant.append(f"{each.name} over {keys} keys")
-        variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
+        variant += [name for name, (one, several) in _forms(random, spec).items() if not _same(one, several)]
     return variant
 
 
@@ -135,7 +143,7 @@ def choose_tiles(device: torch.device | str) -> dict[str, bool]:
         allow(False)
         before = results()
         allow(True)
-        equal = all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
+        equal = all(_same(a, b) for a, b in zip(before, results(), strict=True))
         allow(equal)
         if not equal:
             logger.warning(
@@ -165,7 +173,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
     ours = _products(device)
     deepgemm.allow(deepgemm.installed())
     theirs = _products(device)
-    if different := [name for name, bits in ours.items() if not torch.equal(bits, theirs[name])]:
+    if different := [name for name, bits in ours.items() if not _same(bits, theirs[name])]:
         deepgemm.allow(None)
         return f"other bits than those of the Triton kernel, in {', '.join(different)}"
     return None
@@ -243,7 +251,7 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
     """Return the result of each op in one step, and in several."""
     x, residual, norm, w = random(_MANY, 512), random(_MANY, 512), random(512), random(384, 512) / 16
     first, second = (random(3, *shape) / 16 for shape in ((384, 512), (512, 192)))
-    counts = torch.tensor([70, 0, _MANY - 70], device=x.device)
+    counts = torch.tensor(_OF_EXPERTS, device=x.device)
 
     def operand(weight: Tensor) -> Any:
         return ops.weight_operand(quantize(weight, spec.weight))
@@ -296,7 +304,7 @@ def _adapted_forms(
     terms = ops.grouped_low_rank_term(h, counts, of_each.b, of_each.scale, of_each.parts)
     alone = [
         ops.low_rank_term(rows, b, of_each.scale, of_each.parts)
-        for rows, b in zip(h.split(counts.tolist()), of_each.b, strict=True)
+        for rows, b in zip(h.split(_OF_EXPERTS), of_each.b, strict=True)
     ]
     return {
         "adapted product in slices": (ops.adapted_linear(x, w, adapter, 2), merged),
@@ -333,15 +341,15 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
     if not oldest:
         lengths = torch.tensor([length, length - 100], device=q.device)
         queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
-        if not torch.equal(probe.attend(probe.packed, queries, keys, lengths), expected):
+        if not _same(probe.attend(probe.packed, queries, keys, lengths), expected):
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
-    return torch.equal(paged(oldest, length), whole) and all(
-        torch.equal(
+    return _same(paged(oldest, length), whole) and all(
+        _same(
             probe.attend(probe.whole, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
             whole[:1, i : i + 1],
         )
-        and torch.equal(paged(t, t + 1), whole[:, i : i + 1])
+        and _same(paged(t, t + 1), whole[:, i : i + 1])
         for t in (*ends, length - 1)
         if 0 <= (i := t - oldest) < q.shape[1]
     )

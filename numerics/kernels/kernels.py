@@ -8,18 +8,40 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+from triton.runtime.jit import JITFunction
 
 from fp8rl.numerics import kernels
 from fp8rl.numerics.backend.dispatch import OPS
 
 
-def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _modules() -> Iterator[ModuleType]:
     for file in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         if file.name != __name__:
-            for name, value in vars(import_module(file.name)).items():
-                if name in OPS and getattr(value, "__module__", None) == file.name:  # defined there, not imported
-                    yield name, value
+            yield import_module(file.name)
+
+
+def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for module in _modules():
+        for name, value in vars(module).items():
+            if name in OPS and getattr(value, "__module__", None) == module.__name__:  # defined there, not imported
+                yield name, value
+
+
+def _settle_keys() -> None:
+    """Hash all functions of ours in one order, so that every process gives a kernel the same key in Triton's cache.
+
+    By itself Triton hashes a kernel when it is first launched. It then counts the globals of those functions among what
+    the kernel calls that were hashed before (`DependenciesFinder._update_hash` asks for them first, and hashes the
+    function behind), so that a kernel's key would depend on what the process launched before it.
+    """
+    for module in _modules():
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):  # Triton's interpreter has none
+                _ = value.cache_key
 
 
 KERNELS: dict[str, Callable[..., Any]] = dict(_kernels())
+_settle_keys()

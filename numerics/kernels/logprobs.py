@@ -109,7 +109,7 @@ def _forward_kernel(
     tl.store(logsumexp_ptr + one, peak + log_total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "logsumexp_ptr", "dlogprobs_ptr", "entropy_ptr", "dentropy_ptr"])
 def _backward_kernel(
     logits_ptr, tokens_ptr, temperature, logsumexp_ptr, dlogprobs_ptr, entropy_ptr, dentropy_ptr, dlogits_ptr,
     length, vocabulary, batch_stride, stride, EACH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

@@ -241,7 +241,7 @@ def _rows_kernel(
     tl.store(where, inverse(scale, POW2), mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_ptr", "filled_ptr", "tokens", "count", "scale_group"])
 def _two_way_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
     scale_row, scale_group, scale_t_row, scale_t_group,

@@ -16,6 +16,7 @@ from fp8rl.numerics.ops.attention import (
     paged_attention,
 )
 from fp8rl.numerics.ops.draw import draw, narrowed, token_logprobs, truncation_floors
+from fp8rl.numerics.ops.embedding import add_by_token
 from fp8rl.numerics.ops.experts import (
     ExpertWeights,
     combine,

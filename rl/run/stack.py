@@ -25,6 +25,7 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.kernels import warm_nodes
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.environments.config import SINGLE_TURN
@@ -85,6 +86,7 @@ class Stack:
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         seats = Seats(experiment, folder)
         closing.callback(seats.close)
+        warm_nodes(experiment, seats.nodes, say)  # before both sides look for the same kernels at once
         closing.callback(remove_written, folder / "served", SERVED)
         events = events or Events()
         engines, rollout = Engines.none(), experiment.rollout

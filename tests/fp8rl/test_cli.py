@@ -54,7 +54,7 @@ def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
 @pytest.mark.slow
 def test_every_command_explains_itself() -> None:
     names = [command.__name__ for commands in COMMANDS.values() for command in commands]
-    assert len(names) == len(set(names)) == 17
+    assert len(names) == len(set(names)) == 18
     for number, name in enumerate(names):
         code, printed = invoke(name, "--help" if number % 2 else "-h")
         assert code == 0 and f"fp8rl {name}" in printed.replace("root", "fp8rl")

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from fp8rl.numerics.kernels.ahead import no_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +43,6 @@ class Compiled:
     sums: tuple[str, ...]
 
 
-class NoDevice:
-    """What Triton asks a driver for before it launches."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def compiled_only() -> Iterator[list[Compiled]]:
     """Inside, a launch compiles its kernel for the H200 and runs nothing; the list fills with what was compiled."""
@@ -67,13 +54,12 @@ def compiled_only() -> Iterator[list[Compiled]]:
         found.append(_described(self.__name__, math.prod(grid), kernel))
         return kernel
 
-    driver.set_active(NoDevice())
     JITFunction.run = compile_only
     try:
-        yield found
+        with no_device():
+            yield found
     finally:
         JITFunction.run = run
-        driver.set_active(None)
 
 
 def _described(name: str, blocks: int, kernel: Any) -> Compiled:

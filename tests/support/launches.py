@@ -12,12 +12,12 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime import driver
+from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 import tests.support.interpreter  # noqa: F401
-from tests.support.hopper import NoDevice
+from fp8rl.numerics.kernels.ahead import address, no_device
 
 aten = torch.ops.aten
 _NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
@@ -48,21 +48,13 @@ def launches() -> Iterator[Launches]:
         found.kernels[name] += 1
         found.variants[name].add(key)
 
-    driver.set_active(NoDevice())
-    try:
-        with (
-            mock.patch.object(JITFunction, "_do_compile", count),
-            mock.patch.object(torch.Tensor, "data_ptr", _address),
-            _Ops(found.torch),
-        ):
-            yield found
-    finally:
-        driver.set_active(None)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """A meta tensor's, if its storage begins at a multiple of 512 bytes, as CUDA's allocator has it."""
-    return tensor.storage_offset() * tensor.element_size()
+    with (
+        no_device(),
+        mock.patch.object(JITFunction, "_do_compile", count),
+        mock.patch.object(torch.Tensor, "data_ptr", address),
+        _Ops(found.torch),
+    ):
+        yield found
 
 
 class _Ops(TorchDispatchMode):
@@ -74,6 +66,20 @@ class _Ops(TorchDispatchMode):
         if not func.is_view and func.overloadpacket not in _NOTHING:
             self.counted[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Made(TorchDispatchMode):
+    """The shapes of the tensors that ops make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
+        return out
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8rl.models import read_model
 from fp8rl.numerics.backend.implementation import using
@@ -23,7 +21,7 @@ from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.launches import interpreted_launches
+from tests.support.launches import Made, interpreted_launches
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
@@ -52,20 +50,6 @@ def hooked() -> Iterator[list[torch.nn.Parameter]]:
         yield called
 
 
-class Made(TorchDispatchMode):
-    """The shapes of the tensors that ops make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)}
-        return out
-
-
 def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """What a layer's experts ask of a GPU for a micro-batch, once weights are quantized; in a process of its own."""
     from fp8rl.trainer.distributed.optimizer import wrap
@@ -82,9 +66,9 @@ def _experts_on_meta(path: Path, layout: Layout, config: TrainerSection) -> dict
     with hooked() as called, using("triton"):
         wrapped = wrap(experts, Lowering(), experts.parameters())
         with interpreted_launches(run_kernels=False):
-            experts(x, counts, None)  # quantizes the weights
+            experts(x, counts)  # quantizes the weights
         with Made() as made, interpreted_launches(run_kernels=False) as found:
-            out, _ = experts(x, counts, None)
+            out, _ = experts(x, counts)
             out.backward(torch.empty_like(out))
     return {
         "ops": found.torch.total(),

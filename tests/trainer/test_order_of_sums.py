@@ -13,9 +13,9 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches
 from tests.support.trainers import MakeTrainer
 
-KERNELS, OPS = 109, 468
-"""What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-23:
-to be lowered: 464 ops, 465 behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
+KERNELS, OPS = 112, 425
+"""What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-26:
+to be lowered: 422 ops, a few more behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
 
 
 @pytest.mark.slow
@@ -39,7 +39,10 @@ def test_no_sum_of_a_train_step_is_left_to_atomics(
         trainer.update()
     assert atomics.found == []
     if kernels == "triton":
-        assert launched.kernels.total() <= KERNELS and launched.torch.total() <= OPS, launched
+        assert launched.kernels.total() <= KERNELS and launched.torch.total() <= OPS, (
+            launched.kernels.total(),
+            launched.torch.total(),
+        )
 
 
 def test_they_are_seen_where_they_are() -> None:

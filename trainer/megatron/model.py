@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from fp8rl.models import Model
+from fp8rl.numerics import ops
 from fp8rl.numerics.ops.rope import frequencies
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -80,7 +81,7 @@ def build_model(
         rotation.inv_freq = own.to(rotation.inv_freq)
     # GPTModel names the classes of both ends itself, and leaves tags to an initialisation that is skipped.
     if model.pre_process:
-        patches.become(model.embedding.word_embeddings, Embedding)
+        patches.become(model.embedding.word_embeddings, Embedding).tied = sizes.tied
         tag_split(model.embedding.word_embeddings.weight, 0)
     if model.post_process:
         if model.output_layer.weight is not None:
@@ -115,7 +116,12 @@ class Embedding(VocabParallelEmbedding):
     """The token embedding, with its gradient summed in FP32.
 
     torch's CPU kernel sums a token's BF16 gradients in BF16, which loses most of a frequent token's gradient.
+
+    Attributes:
+        tied: the head has the same weight.
     """
+
+    tied = False
 
     def forward(self, input_: Tensor) -> Tensor:
         """[B, S] -> [B, S, H], or [S / tp, B, H] with sequence parallelism"""
@@ -125,7 +131,10 @@ class Embedding(VocabParallelEmbedding):
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """Passes the embeddings through and gives their gradient to the weight."""
+    """Passes the embeddings through and adds their gradient to Megatron's FP32 sum, if there is one.
+
+    A tied weight gets it by autograd, which adds the head's to it first.
+    """
 
     @staticmethod
     def forward(ctx: Any, looked_up: Tensor, weight: Tensor, tokens: Tensor, layer: Embedding) -> Tensor:
@@ -135,17 +144,14 @@ class _EmbeddingGradient(torch.autograd.Function):
         return looked_up.view_as(looked_up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         (tokens,) = ctx.saved_tensors
         layer, weight = ctx.layer, ctx.weight
         if layer.reduce_scatter_embeddings:
             grad = gather_from_sequence_parallel_region(grad, tensor_parallel_output_grad=False, group=layer.tp_group)
             tokens = tokens.t()
-        tokens, grad = tokens.reshape(-1), grad.reshape(-1, grad.shape[-1])
-        if layer.tp_group.size() > 1:
-            mine = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
-            tokens, grad = tokens[mine] - layer.vocab_start_index, grad[mine]
-        # A token's rows are added in their order; atomics would have none.
-        ordered, counts = grad[tokens.argsort(stable=True)].float(), tokens.bincount(minlength=len(weight))
-        total = torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0.0, unsafe=True)
-        return None, total.to(weight.dtype), None, None
+        total = None if layer.tied else getattr(weight, "main_grad", None)
+        into = torch.zeros_like(weight) if total is None else total
+        tokens = tokens.reshape(-1) - layer.vocab_start_index
+        ops.add_by_token(into, grad.reshape(-1, grad.shape[-1]).to(weight.dtype), tokens)
+        return None, into if total is None else None, None, None

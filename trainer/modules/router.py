@@ -1,4 +1,4 @@
-"""The choice of a token's experts, and tokens on their way to them and back.
+"""The choice of a token's experts, and, in native mode, tokens on their way to them and back.
 
 A token's rows are added in one defined order. On a GPU, Megatron's own two functions add them with atomics
 (moe_utils.py:375 in the backward pass, :441 in the forward pass), so that a run that is resumed would not end in the
@@ -22,7 +22,7 @@ from fp8rl.numerics.ops.experts import kept_scores, sum_in_order
 
 
 class Router(TopKRouter):
-    """Logits by `ops.linear`, top-k by `ops.route`, handed to the stock dispatcher as dense tensors."""
+    """Logits by `ops.linear`, top-k by `ops.route`."""
 
     def __init__(
         self,
@@ -38,14 +38,6 @@ class Router(TopKRouter):
         """[S, B, H] -> logits [S, B, E]"""
         return ops.linear(input, self.weight)
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [S, B, E] -> probabilities fp32 [S * B, E], zero off the chosen experts, and their bool map."""
-        flat = logits.reshape(-1, logits.shape[-1])
-        probs, chosen = self._route(flat)
-        dense = torch.zeros(flat.shape, dtype=probs.dtype, device=probs.device).scatter(1, chosen, probs)
-        routing_map = torch.zeros(flat.shape, dtype=torch.bool, device=probs.device).scatter(1, chosen, True)
-        return dense, routing_map
-
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> probabilities and experts [T, k]"""
         return ops.route(logits, self.topk, self.renormalize, self._choose)
@@ -54,8 +46,8 @@ class Router(TopKRouter):
         return self.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_top)[1]
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[S, B, H] -> what :meth:`routing` returns."""
-        return self.routing(self.gating(input), padding_mask)
+        """[S, B, H] -> probabilities FP32 and experts int64 [S * B, k], in ascending expert id."""
+        return self._route(self.gating(input).flatten(0, -2))
 
 
 class BiasedRouter(Router):
@@ -141,14 +133,6 @@ def sum_by_token(rows: Tensor, token_of_row: Tensor, tokens: int) -> Tensor:
     """The sum of the k rows of each token, in ascending expert id, in FP32, rounded once: [T * k, H] -> [T, H]."""
     choices = rows[by_token(token_of_row)].float().view(tokens, -1, rows.shape[1])
     return sum_in_order(choices).to(rows.dtype)
-
-
-def pair_of_row(token_of_row: Tensor) -> Tensor:
-    """The (token, choice) pair of each row, int64 [T * k], choices in ascending expert id."""
-    rows = by_token(token_of_row)
-    pairs = torch.empty_like(rows)
-    pairs[rows] = torch.arange(rows.numel(), device=rows.device)
-    return pairs
 
 
 def by_token(token_of_row: Tensor) -> Tensor:

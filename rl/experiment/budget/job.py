@@ -55,6 +55,8 @@ class Job:
     """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
     """Bytes that an engine wants to find free beside them."""
+    buffer_bytes: float = 0.0
+    """Those of them that it fills at its start and keeps, asleep too."""
     sleep: bool = False
     """Trainer and engine share a GPU, and one makes room while the other works."""
     may_sleep: bool = False
@@ -132,6 +134,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         maps=experiment.sync.transport == "tensor",
         graph_bytes=room.graphs,
         working_bytes=room.working,
+        buffer_bytes=graph_buffers(rollout, shape) if experiment.numerics.mode == "exact" else 0.0,
         sleep=rollout.sleep and experiment.needs_engines,
         may_sleep=not (rollout.staleness or experiment.sync.delta or experiment.sync.engines_own_gpus),
         reference=algorithm.needs.reference and not shape.adapters,  # without its adapters, the policy is the reference
@@ -188,6 +191,21 @@ def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
     if config.memory_fraction is not None:
         wanted = gpu_memory * (1 - config.memory_fraction)
     return EngineRoom(graphs, max(0.0, wanted - graphs))
+
+
+_SMS, _LEAN_ROWS = 132, 16  # of a Hopper GPU; of SGLang's `_LEAN_BLOCK_M`
+
+
+def graph_buffers(config: RolloutSection, shape: Shape) -> float:
+    """Return the bytes of what SGLang allocates for its CUDA graphs outside the regions that sleep, on one rank.
+
+    For each answer of the largest graph: logits in FP32, the slots of its context, and the workspace of one split of
+    keys (`TritonAttnBackend.init_cuda_graph_state`, `GraphSharedOutput`), which exact mode's attention does not use.
+    """
+    sizes, batch = shape.sizes, max(config.graphs)
+    value = max(family.value(sizes) for family, _ in shape.layers_of())
+    of_answer = 4 * sizes.heads // config.tp * (value + 1) + 8 * config.context_length + 4 * sizes.vocab_size
+    return float(batch * of_answer + 4 * _SMS * _LEAN_ROWS * (value + 2))
 
 
 # The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds.

@@ -52,6 +52,8 @@ class Held:
     """It makes room for engines that sleep in turns with the trainer."""
     on_host: bool = False
     """It lies in the host's memory meanwhile; else it is given up."""
+    stays: bool = False
+    """A sleeping engine keeps it."""
 
     @classmethod
     def through(cls, name: str, size: float, kind: Kind = "rest", leaves: bool = False, on_host: bool = False) -> Held:
@@ -122,7 +124,7 @@ def colocated_memory(job: Job) -> Memory:
         trainer = tuple(each.without("rollout", "sync") if each.leaves else each for each in trainer)
         # Weights wake first, and the rest once they are there.
         engine = tuple(
-            each.without("train", "update", *(("sync",) if each.kind in ("cache", "states", "graphs") else ()))
+            each if each.stays else each.without("train", "update", *(("sync",) if each.kind in _WAKE_LATER else ()))
             for each in engine
         )
     runtimes = [Held.through("runtime", RUNTIME_BYTES), Held.through("engine runtime", RUNTIME_BYTES)]
@@ -275,6 +277,10 @@ def _ranks(job: Job, weight: WeightGroup) -> int:
     return {"split": job.layout.tp, "experts": job.layout.ep, "replicated": 1}[weight.share]
 
 
+_WAKE_LATER: tuple[Kind, ...] = ("cache", "states", "graphs")
+"""What an engine gets back once it has its weights."""
+
+
 def _engine(job: Job) -> tuple[Held, ...]:
     adapters = job.shape.adapter_bytes if job.separate else 0
     own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
@@ -283,5 +289,6 @@ def _engine(job: Job) -> tuple[Held, ...]:
         Held.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
         Held.through("states of sequences", job.states * job.shape.request_bytes(job.engine_tp), "states"),
         Held.through("CUDA graphs", job.graph_bytes, "graphs"),
-        Held("engine workspace", {"rollout": job.working_bytes}, "workspace"),
+        replace(Held.through("engine buffers", job.buffer_bytes, "graphs"), stays=True),
+        Held("engine workspace", {"rollout": max(0.0, job.working_bytes - job.buffer_bytes)}, "workspace"),
     )

@@ -15,6 +15,7 @@ import torch
 
 from fp8rl.models import ModelSizes
 from fp8rl.models.shape import Shape
+from fp8rl.numerics.backend.cuda_toolkit import other_compilers
 from fp8rl.numerics.backend.implementation import (
     FEWEST_CAPABILITY,
     SMALL_CAPABILITY,
@@ -48,6 +49,8 @@ class Target:
     """Compute capability of the GPUs; None: nobody knows it here."""
     expandable_segments: str | None = None
     """The setting of torch's allocator that asks for them there."""
+    other_compilers: str | None = None
+    """CUDA's compilers there, or `none`, where none is of the release that torch is built for; None: one is."""
     known: bool = True
     """False for a cluster that is not ours, whose machines are looked at when the run is placed on them."""
 
@@ -56,7 +59,16 @@ class Target:
         """Return this machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
         gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
         capability = capability_of("cuda") if gpus and known else None
-        return cls(gpus, has_transformer_engine(), has_deepgemm(), capability, expandable_segments(), known)
+        compilers = other_compilers(torch.version.cuda) if gpus and known and torch.version.cuda else None
+        return cls(
+            gpus,
+            has_transformer_engine(),
+            has_deepgemm(),
+            capability,
+            expandable_segments(),
+            compilers,
+            known,
+        )
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,16 @@ ALLOCATOR: tuple[Rule[Target], ...] = (
         lambda t: t.expandable_segments,
         "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine releases it",
         "Unset the variable, or take expandable_segments out of it.",
+    ),
+)
+
+COMPILER: tuple[Rule[Case], ...] = (
+    Rule(
+        "CUDA_HOME",
+        lambda c: c.experiment.needs_engines and c.target.other_compilers,
+        lambda c: f"nvcc: {c.target.other_compilers}",
+        f"one of CUDA {torch.version.cuda}, as torch is built for: an engine makes kernels of SGLang's as it starts",
+        "Install that toolkit (`make install-gpu` brings its compiler), or set CUDA_HOME to it.",
     ),
 )
 
@@ -363,6 +385,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     lambda case: check_drafts(case.experiment.rollout.speculation, case.target.gpus),
     _check_engines,
     lambda case: check_rules(ALLOCATOR, case.target),
+    partial(check_rules, COMPILER),
     partial(check_rules, BASE),
     partial(check_rules, KERNELS),
     partial(check_rules, NATIVE_PRODUCTS),

@@ -79,6 +79,12 @@ class Seats:
             self.close()
             raise
 
+    @property
+    def nodes(self) -> dict[Node, tuple[int, int] | None]:
+        """The nodes of both sides, and the compute capability of their GPUs; None: it computes on its CPU."""
+        found = [*self._ranks.nodes, *(self._place(index).node for index in self._places)]
+        return {node: self._views[node.id].capability if self._spans else own_capability() for node in found}
+
     def trainer(self) -> list[Seat]:
         """The seat of each rank. Raises NoRoomError."""
         if not self._is_up(self._ranks.nodes):

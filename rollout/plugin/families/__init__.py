@@ -82,6 +82,9 @@ class EngineSide:
     """[T, k, H], what each of a token's experts adds to the output; None where there are no experts."""
     constants: Callable[[Any], tuple[float, ...]] | None = None
     """Values of the form's constants in a module."""
+    launch: Callable[..., tuple[Tensor, ...]] | None = None
+    """Call its ops as the hooks do, given `rollout.plugin.ahead.Imagined`, the site and its inputs, all on the meta
+    device, and return its outputs; None: nobody knows beforehand which kernels it launches."""
     hooked: bool = True
     """Exact mode puts the form's definition there with a hook; else the model itself calls the definition."""
 

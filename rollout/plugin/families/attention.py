@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QKV, ROPE
+from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.plugin.families import OF_ITS_SCHEDULER, EngineFamily, EngineSide, Hook, Probed
-from fp8rl.rollout.plugin.families.ends import epsilon, never
+from fp8rl.rollout.plugin.families.ends import epsilon, launch_norm, never
 from fp8rl.rollout.plugin.state import state
+
+if TYPE_CHECKING:
+    from fp8rl.rollout.plugin.ahead import Imagined
 
 _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON = "layers.attention.triton_backend.TritonAttnBackend."
@@ -148,13 +153,51 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     return (out.flatten(1),)
 
 
+# What the ops launch, of an engine of which only shapes exist.
+
+
+def _launch_qkv(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+    """Views of one product, as SGLang cuts it."""
+    queries, keys = engine.heads(engine.sizes.heads), engine.heads(engine.sizes.kv_heads)
+    return engine.product(site, x).unflatten(-1, (-1, engine.sizes.head_dim)).split((queries, keys, keys), 1)
+
+
+def _launch_head_norm(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+    return (launch_norm(engine, site, x.reshape(-1, x.shape[-1]))[0].view(x.shape),)
+
+
+def _launch_rope(engine: Imagined, _: OpSite, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    sizes = engine.sizes
+    module = SimpleNamespace(head_size=sizes.head_dim, base=sizes.rope_theta, rotary_dim=sizes.rotary_dim)
+    rotated = rotary_embedding(module, engine.positions, q.flatten(1), k.flatten(1))
+    return tuple(new.view(old.shape) for new, old in zip(rotated, (q, k), strict=True))
+
+
+def _launch_attention(engine: Imagined, _: OpSite, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    keys, values = (engine.empty(engine.length, *k.shape[1:]) for _ in range(2))
+    requests, lengths = engine.whole(engine.sequences), engine.whole(engine.sequences)
+    scale = engine.sizes.head_dim**-0.5
+    out = ops.paged_attention(q.contiguous(), keys, values, engine.table, requests, engine.new, lengths, scale)
+    return (out.flatten(1),)
+
+
 FAMILY = EngineFamily(
     sides={
-        HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=epsilon),
-        HEADS_NORM: EngineSide(lambda _, module, x: (module(x.flatten(1)).view(x.shape),), constants=epsilon),
-        QKV: EngineSide(_qkv),
-        ROPE: EngineSide(_rope, constants=lambda module: (module.base, getattr(module, "scaling_factor", 1.0))),
-        ATTENTION: EngineSide(_attention),
+        HEAD_NORM: EngineSide(
+            lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=epsilon, launch=_launch_head_norm
+        ),
+        HEADS_NORM: EngineSide(
+            lambda _, module, x: (module(x.flatten(1)).view(x.shape),),
+            constants=epsilon,
+            launch=lambda engine, site, x: (launch_norm(engine, site, x.flatten(1))[0].view(x.shape),),
+        ),
+        QKV: EngineSide(_qkv, launch=_launch_qkv),
+        ROPE: EngineSide(
+            _rope,
+            constants=lambda module: (module.base, getattr(module, "scaling_factor", 1.0)),
+            launch=_launch_rope,
+        ),
+        ATTENTION: EngineSide(_attention, launch=_launch_attention),
     },
     hooks=_hooks,
 )

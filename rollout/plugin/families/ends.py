@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR, NORM
 from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import LowRank
@@ -22,6 +23,9 @@ from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.plugin.state import state
+
+if TYPE_CHECKING:
+    from fp8rl.rollout.plugin.ahead import Imagined
 
 _PLAIN = "layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
@@ -225,12 +229,35 @@ def epsilon(module: Any) -> tuple[float, ...]:
     return (module.variance_epsilon,)
 
 
+# What the ops launch, of an engine of which only shapes exist.
+
+
+def launch_norm(engine: Imagined, _: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+    return (ops.rms_norm(x.contiguous(), engine.empty(x.shape[-1]), engine.sizes.norm_eps),)
+
+
+def _launch_add_norm(engine: Imagined, site: OpSite, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+    if residual is None:
+        return (*launch_norm(engine, site, x), x)
+    return ops.add_rms_norm(x, residual, engine.empty(x.shape[-1]), engine.sizes.norm_eps)
+
+
+def _launch_linear(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+    if site.layer is not None:
+        return (engine.product(site, x),)
+    rows = engine.rows(site) or [row for row in engine.definition.tensors.rows.values() if row.copies]  # tied
+    return (ops.linear(x[: engine.sequences], engine.weight(rows)),)  # the head sees last tokens
+
+
 FAMILY = EngineFamily(
     sides={
-        EMBED: EngineSide(lambda _, module, tokens: (module(tokens),)),
-        NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon),
-        ADD_NORM: EngineSide(_add_norm, constants=epsilon),
-        LINEAR: EngineSide(_linear),
+        EMBED: EngineSide(
+            lambda _, module, tokens: (module(tokens),),
+            launch=lambda engine, _, tokens: (engine.empty(len(tokens), engine.sizes.hidden_size),),
+        ),
+        NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon, launch=launch_norm),
+        ADD_NORM: EngineSide(_add_norm, constants=epsilon, launch=_launch_add_norm),
+        LINEAR: EngineSide(_linear, launch=_launch_linear),
     },
     hooks=_hooks,
 )

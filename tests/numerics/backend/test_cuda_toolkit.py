@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.backend import cuda_toolkit
-from fp8rl.numerics.backend.cuda_toolkit import Toolkit, fitting, installed, use_toolkit, view
+from fp8rl.numerics.backend.cuda_toolkit import Toolkit, fitting, installed, other_compilers, use_toolkit, view
 from tests.support.paths import ROOT
 
 # What `cuda-toolkit` 13.0.3.0, the one torch 2.13 asks for, says in its metadata of the packages that compile.
@@ -69,6 +69,13 @@ def test_the_first_toolkit_of_the_release_is_taken(bare: pytest.MonkeyPatch, tmp
     bare.setattr(cuda_toolkit, "_SYSTEM", system)
     assert fitting("13.0") == Toolkit(system, "13.0") and fitting("12.4") == Toolkit(old, "12.4")
     assert [each.release for each in installed()] == ["12.4", "13.0", "13.0"]
+
+
+def test_compilers_of_other_releases_are_named(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert other_compilers("13.0") == "none"
+    older = toolkit(tmp_path / "older", "12.4")
+    bare.setenv("CUDA_HOME", str(older))
+    assert other_compilers("13.0") == f"{older}/bin/nvcc of CUDA 12.4" and other_compilers("12.4") is None
 
 
 def test_a_compiler_without_its_headers_is_no_toolkit(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:

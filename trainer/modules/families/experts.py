@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -22,6 +23,7 @@ from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.experts import adapted_grouped_linear
 from fp8rl.numerics.ops.grouped import grouped_linear
+from fp8rl.trainer.modules.dispatch import on_their_ranks, rows_of_pairs
 from fp8rl.trainer.modules.families import (
     Call,
     Fields,
@@ -34,7 +36,7 @@ from fp8rl.trainer.modules.families import (
     product,
 )
 from fp8rl.trainer.modules.precision import LayerPrecision
-from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router, pair_of_row
+from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router
 from fp8rl.trainer.modules.weights import GroupedWeights, StackedWeights
 
 GATE, DOWN = "experts.gate_proj", "experts.down_proj"
@@ -47,12 +49,9 @@ class Experts(TEGroupedMLP):
         super().__init__(*args, **kwargs)
         self.precision = precision
 
-    def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
-    ) -> tuple[Tensor, None]:
-        """[T, H] sorted by expert -> ([T, H], no bias). The probabilities are applied where tokens are combined."""
-        x, p = permuted_local_hidden_states, self.precision
-        counts = tokens_per_expert.to(x.device)  # Megatron moved them to the host
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, None]:
+        """x [T, H] sorted by expert, counts int64 [experts of this rank] -> ([T, H], no bias)"""
+        p = self.precision
         w13, w2 = self._weights(self.linear_fc1, GATE), self._weights(self.linear_fc2, DOWN)
         if not any(self._merges(linear) for linear in (self.linear_fc1, self.linear_fc2)):
             return ops.experts(x, counts, w13, w2, p.spec, p.backward), None
@@ -79,21 +78,32 @@ class Experts(TEGroupedMLP):
 
 
 class MoE(MoELayer):
-    """Megatron's MoE layer, ending in `ops.combine`.
+    """A layer's experts as an engine runs them: pairs sorted by expert, `ops.experts`, `ops.combine`.
 
     Expert outputs travel back unweighted in the model's dtype. The rank that owns the tokens multiplies by the router's
     probabilities and adds in FP32, in ascending expert order, and rounds once.
     """
 
-    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Expert outputs [T * k, H], sorted by expert and then token -> [S, B, H]; what shared experts put out is added
-        to their rounded sum, and rounded again."""
-        dispatcher = self.token_dispatcher
-        order = pair_of_row(dispatcher.reversed_local_input_permutation_mapping)
-        top_k = self.config.moe_router_topk
-        probs = dispatcher.probs.masked_select(dispatcher.routing_map).view(-1, top_k)
-        routed = ops.combine(output, probs, order, output.dtype).view(dispatcher.hidden_shape)
-        return routed if shared_expert_output is None else routed + shared_expert_output
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[S, B, H] -> ([S, B, H], no bias)"""
+        if self.moe_layer_recompute:
+            return checkpoint(self._forward, False, hidden_states), None
+        return self._forward(hidden_states), None
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """What shared experts put out is added to the rounded sum of the routed ones, and rounded again."""
+        shared, top_k = self.shared_experts_compute(x), self.config.moe_router_topk
+        probs, chosen = self.router(x)
+        order, counts = ops.group_by_expert(chosen, self.config.num_moe_experts)
+        rows = rows_of_pairs(x.flatten(0, -2), order, top_k)
+        if self.ep_group.size() == 1:
+            outputs = self.experts(rows, counts)[0]
+        else:
+            outputs = on_their_ranks(lambda *here: self.experts(*here)[0], rows, counts, self.ep_group)
+        routed = ops.combine(outputs, probs, order, x.dtype).view_as(x)
+        return routed if shared is None else routed + shared
 
 
 class GatedSharedExpert(SharedExpertMLP):
@@ -233,7 +243,11 @@ def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
 
 
 def _topk(call: Call) -> tuple[Tensor, ...]:
+    """Of our router, which puts out a token's experts; of Megatron's, which puts out a map of them."""
     probs, routing_map = call[2]
+    if routing_map.dtype != torch.bool:
+        dense = probs.new_zeros(len(probs), call[0].config.num_moe_experts)
+        return dense.scatter(1, routing_map, probs), routing_map
     chosen = routing_map.nonzero()[:, 1].view(len(routing_map), -1)  # ascending expert id
     return probs.float(), chosen
 

@@ -297,6 +297,23 @@ def test_expandable_segments_are_refused_on_gpus() -> None:
     check_target(spec, shape, dataclasses.replace(asks, gpus=False, capability=None))
 
 
+def test_engines_need_the_compiler_of_torchs_cuda() -> None:
+    spec, shape = experiment(), read_subject("qwen3_8b").shape
+    other = "/usr/local/cuda/bin/nvcc of CUDA 12.4"
+    lacks = dataclasses.replace(on("h200"), other_compilers=other)
+    with pytest.raises(UserError, match=f"^CUDA_HOME: found 'nvcc: {other}', expected one of CUDA .*Install that"):
+        check_target(spec, shape, lacks)
+    check_target(spec, shape, dataclasses.replace(lacks, other_compilers=None))
+
+
+def test_ranks_that_the_model_does_not_divide_into_are_refused() -> None:
+    shape = read_subject("qwen3_8b").shape  # of 32 heads, 8 key heads
+    for more, key in (({"trainer": {"tp": 3}}, "trainer.tp"), ({"rollout": {"tp": 3}}, "rollout.tp")):
+        spec = experiment(**more, numerics={"mode": "native"})
+        with pytest.raises(UserError, match=f"^{key}: found 3"):
+            check_target(spec, shape, on("h200"))
+
+
 @pytest.mark.parametrize("more", [{"trainer": {"dp": 2}}, {"rollout": {"engines": 2}}])
 def test_a_shared_base_is_on_one_gpu(more: dict[str, Any]) -> None:
     adapted, shape = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}, read_subject("qwen3_8b").shape

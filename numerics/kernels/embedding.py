@@ -1,0 +1,54 @@
+"""The gradient of an embedding: `numerics.ops.embedding`, in place, without atomics and without a wait for the host.
+
+Rows are sorted by token. The program at a token's first row adds all of them, in their order; the others have nothing
+to do. Nothing of the vocabulary's size is made, and no row of `total` is touched that has no token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8rl.numerics.kernels.arithmetic import as_rows, cast
+
+_BLOCK = 1024
+
+
+def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """`numerics.ops.add_by_token`."""
+    rows = as_rows(rows)
+    if not rows.numel():
+        return
+    ordered, order = tokens.sort(stable=True)
+    ends = torch.searchsorted(ordered, ordered, right=True)
+    _add_kernel[len(rows), triton.cdiv(rows.shape[1], _BLOCK)](
+        *(total, rows, ordered, order, ends, *total.shape, rows.stride(0)),
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def _add_kernel(
+    total_ptr, rows_ptr, token_ptr, order_ptr, end_ptr, vocabulary, hidden, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0)
+    token = tl.load(token_ptr + first)
+    before = tl.load(token_ptr + first - 1, mask=first > 0, other=-1)
+    end = first
+    if (token >= 0) & (token < vocabulary) & (token != before):
+        end = tl.load(end_ptr + first).to(tl.int32)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for place in range(first, end):
+        row = tl.load(order_ptr + place)
+        acc += tl.load(rows_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    at = total_ptr + token * hidden + column
+    there = inside & (end > first)
+    sum_of_rows = cast(acc, rows_ptr.dtype.element_ty).to(tl.float32)
+    held = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    tl.store(at, cast(held + sum_of_rows, total_ptr.dtype.element_ty), mask=there)

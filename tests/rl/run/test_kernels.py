@@ -1,0 +1,228 @@
+"""Kernels that are compiled before a run: they are those that its ops launch, and nothing is compiled twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hopper import found_elsewhere
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+RECORDED = """
+import json
+from pathlib import Path
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.run.kernels import record
+spec = load_experiment(Path("examples/arithmetic.yaml"), [
+    "model.path=diagnose/plan/configs/qwen3_30b_a3b", "rollout.context_length=4092", "trainer.micro_batch_tokens=8192",
+    *json.loads('OVERRIDES'),
+])
+found, unknown = record(spec, (9, 0))
+print(json.dumps({"variants": [[kernel, json.loads(data)["key"]] for kernel, data in found], "unknown": unknown}))
+"""
+
+LAUNCHED = """
+import dataclasses, json
+import torch
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels.products import tiles
+from lab.bench.gpu.exactness import HEAD, Pages, _as_trainer, engine_forward, make_layer, make_norm
+from lab.bench.gpu.measure import Sizes, random
+from tests.support.launches import launches
+
+META, CONTEXT = torch.device("meta"), 4096
+SHAPE = dataclasses.replace(Sizes.real().stack, vocab=151_936)
+
+def whole(*shape, dtype=torch.int64):
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+def served(tokens, sequences):
+    caches = [torch.empty(2, 1 << 16, SHAPE.kv_heads, HEAD, dtype=torch.bfloat16, device=META)]
+    counts = whole(sequences, dtype=torch.int64 if tokens == sequences else torch.int32)
+    pages = Pages(whole(300, CONTEXT, dtype=torch.int32), whole(sequences), counts, whole(sequences), whole(tokens))
+    x = engine_forward(head[whole(tokens)], whole(tokens), [layer], caches, pages, norm, SHAPE)
+    logits, temperatures = ops.linear(x[:sequences], head).float(), torch.empty(sequences, device=META)
+    drawn = ops.draw(logits, temperatures, whole(sequences), whole(sequences))
+    ops.token_logprobs(logits, drawn, temperatures)
+
+def trained(rows, length):
+    tokens = whole(rows, length)
+    x = _as_trainer(tokens, [layer], head, SHAPE)
+    logits = ops.linear(ops.rms_norm(x, norm, 1e-6), head)
+    ops.token_logprobs(logits.view(1, rows * length, -1), tokens.view(1, -1), 1.0)[0].sum().backward()
+
+tiles.allow_short(True)
+tiles.allow_wide(True)
+with using("triton"):
+    with launches():
+        layer, norm = make_layer(SHAPE, META), make_norm(SHAPE.hidden, META)
+        head = random(SHAPE.vocab, SHAPE.hidden, device=META)
+    with launches() as found:
+        with torch.no_grad():
+            for batch in ((1, 1), (3, 3), (64, 64), (100, 100), (256, 256), (17, 2), (333, 1), (8191, 16)):
+                served(*batch)
+        for tensor in (head, norm, layer.qkv, layer.out):
+            tensor.requires_grad_()
+        for stack in (layer.w13.weights, layer.w2.weights):
+            stack.requires_grad_().main_grad = torch.empty(stack.shape, device=META)  # as Megatron has it
+        for batch in ((2, 4096), (1, 777)):
+            trained(*batch)
+print(json.dumps({name: sorted(keys) for name, keys in found.variants.items()}))
+"""
+
+
+def recorded(*overrides: str) -> dict[str, Any]:
+    found: dict[str, Any] = found_elsewhere(RECORDED.replace("OVERRIDES", json.dumps(overrides)))
+    return found
+
+
+def test_a_spec_says_which_variants_its_ops_launch() -> None:
+    """Against a forward that is written op by op, at the sizes of Qwen3-30B-A3B, in batches that nobody recorded."""
+    found, launched = recorded(), found_elsewhere(LAUNCHED)
+    assert found["unknown"] == []
+    have = {(kernel.rpartition(".")[2].replace(":", "."), key) for kernel, key in found["variants"]}
+    need = {(name, key) for name, keys in launched.items() for key in keys}
+    assert len(need) > 30 and need <= have, need - have
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [("tiny_deepseek", ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.packing=true"]), ("tiny_olmoe", [])],
+)
+def test_every_family_says_what_it_launches(model: str, ranks: list[str]) -> None:
+    found = recorded(f"model.path=examples/models/{model}", *ranks)
+    assert found["unknown"] == [] and len(found["variants"]) > 100
+
+
+CALLS = """
+import json, sys
+import torch
+import triton
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.kernels.ahead import META, address, compile_all, recorded
+from fp8rl.numerics.kernels import cache
+from fp8rl.numerics.quantize import quantize
+from fp8rl.numerics.spec import QuantSpec
+from tests.support.hopper import compiled_only
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+
+def calls(dtype=torch.bfloat16):
+    x, w = torch.empty(300, 256, dtype=dtype, device=META), torch.empty(384, 256, dtype=torch.bfloat16, device=META)
+    ops.rms_norm(x, w[0], 1e-6)
+    ops.group_by_expert(torch.empty(300, 2, dtype=torch.int64, device=META), 8)
+    operand = ops.weight_operand(quantize(w, SPEC.weight))
+    ops.fp8_linear(x, w, operand, SPEC)
+    ops.add_by_token(torch.empty(1000, 256, device=META), x, torch.empty(300, dtype=torch.int64, device=META))
+
+def missed(dtype=torch.bfloat16):
+    \"\"\"What a process compiles that launches these.\"\"\"
+    found = []
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or found.append(src.name)
+    torch.Tensor.data_ptr = address
+    with using("triton"), torch.no_grad(), compiled_only():
+        calls(dtype)
+    return found
+"""
+FILL = """
+with recorded((9, 0)) as variants, using("triton"), torch.no_grad():
+    calls()
+said = []
+found = compile_all(variants, (9, 0), 2, said.append)
+cache.note_warm("a spec")
+again = compile_all(variants, (9, 0), 2, said.append)
+print(json.dumps([found.compiled, found.cached, again.compiled, again.cached, said]))
+"""
+
+
+def test_a_second_process_compiles_nothing_also_where_the_cache_was_carried_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "made"))
+    compiled, cached, again, kept, said = found_elsewhere(CALLS + FILL)
+    assert len(compiled) >= 5 and cached == 0 and again == [] and kept == len(compiled) == len(said)
+    assert said[-1].startswith("compiled ") and said[-1].endswith(f"({kept} of {kept} kernels)")
+    (tmp_path / "made").rename(tmp_path / "carried")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "carried"))
+    script = "print(json.dumps([cache.is_warm('a spec'), cache.is_warm('another'), missed(), missed(torch.float32)]))"
+    warm, another, missed, others = found_elsewhere(CALLS + script)
+    assert (warm, another) == (True, False) and missed == []
+    assert len(others) >= 2, "FP32 activations are other variants"
+
+
+KEYS = """
+import json
+from fp8rl.numerics.kernels import kernels
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+functions = [v for m in kernels._modules() for v in vars(m).values() if isinstance(v, JITFunction)]
+keys = {f"{f.module}.{f.__name__}": f.cache_key for f in functions[::STEP]}
+names = {}
+for function in functions:
+    for (name, _), (value, _) in function.used_global_vals.items():
+        if isinstance(value, constexpr):
+            names.setdefault(name, set()).add(repr(value))
+print(json.dumps([keys, {name: sorted(values) for name, values in names.items()}]))
+"""
+
+
+def test_a_kernel_s_key_does_not_depend_on_what_was_launched_before_it() -> None:
+    """Nor on the addresses of modules, by which Triton sorts globals of one name."""
+    (forwards, names), (backwards, _) = (found_elsewhere(KEYS.replace("STEP", step)) for step in ("1", "-1"))
+    assert len(forwards) > 40 and forwards == backwards
+    assert all(len(values) == 1 for values in names.values()), names
+
+
+def test_a_cache_of_another_triton_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8rl.numerics.kernels import cache
+
+    monkeypatch.setattr(cache, "directory", lambda: tmp_path)
+    assert cache.problem() is None
+    cache.note_warm("a spec")
+    assert cache.problem() is None and cache.is_warm("a spec")
+    stamp = json.loads((tmp_path / "fp8rl.json").read_text()) | {"triton": "other", "version": "3.6.0"}
+    (tmp_path / "fp8rl.json").write_text(json.dumps(stamp))
+    assert (cache.problem() or "").startswith(
+        f"TRITON_CACHE_DIR: found kernels of Triton 3.6.0 in {tmp_path}, expected"
+    )
+    assert not cache.is_warm("a spec")
+    cache.note_warm("another")
+    assert cache.problem() is None and not cache.is_warm("a spec"), "what the other one compiled counts for nothing"
+
+
+WAITS = """
+import os, sys, time
+import torch
+from fp8rl.numerics.kernels import cache, swiglu
+from fp8rl.numerics.kernels.ahead import META, address
+from tests.support.hopper import compiled_only
+import logging
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+cache.watch()
+torch.Tensor.data_ptr = address
+print("ready", flush=True)
+sys.stdin.readline()
+with compiled_only():
+    swiglu.swiglu(torch.empty(64, 256, dtype=torch.bfloat16, device=META))
+"""
+
+
+def test_two_processes_do_not_compile_a_kernel_twice(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command, pipe = [sys.executable, "-W", "ignore", "-c", WAITS], subprocess.PIPE
+    both = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for each in both:
+        assert each.stdout is not None and each.stdout.readline() == "ready\n"
+    said = [line for each in both for line in each.communicate("\n")[0].splitlines()]
+    assert sum(line.startswith("kernels: compiled ") for line in said) == 1, said

@@ -1,0 +1,169 @@
+"""A trainer rank's micro-batches on the meta device, where ops launch what they would on a GPU and compute nothing.
+
+`numerics.kernels.ahead` notes what is launched. Other ranks are imagined, and of the pipeline one stage has all layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from fp8rl.models import Model
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.kernels.ahead import META
+from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
+from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.distributed.layout import CHUNKS
+from fp8rl.trainer.step.batch import TokenBatch
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from fp8rl.trainer.modules.precision import Precision
+    from fp8rl.trainer.step.microbatches import MicroBatch
+    from fp8rl.trainer.step.reading import Head
+
+_SHORT = ((1, 17), (3, 48))
+"""Rows and their tokens, in multiples of what the model takes, that may run in shorter tiles than a whole
+micro-batch."""
+
+
+def launch_step(
+    path: Path,
+    definition: Model,
+    config: TrainerSection,
+    numerics: NumericsConfig,
+    longest: int,
+    truncation: Truncation = EVERY_TOKEN,
+) -> None:
+    """Score and train micro-batches of one rank. The process is good for no other model afterwards.
+
+    path: of the model's config. longest: tokens of a row.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fp8rl.trainer.distributed import parallel
+
+    config = config.model_copy(update={"pp": 1})
+    with mock.patch.object(device, "collectives", lambda here: "fake"):
+        layout = parallel.initialize(config, 0, FakeStore())
+    try:
+        from fp8rl.trainer.modules import dispatch
+
+        with (
+            mock.patch.object(torch.cuda, "current_device", lambda: META),
+            mock.patch.object(dispatch, "on_host", _evenly),
+        ):
+            _launch(path, definition, config, numerics, longest, truncation, layout)
+    finally:
+        parallel.shutdown()
+
+
+def _launch(
+    path: Path,
+    definition: Model,
+    config: TrainerSection,
+    numerics: NumericsConfig,
+    longest: int,
+    truncation: Truncation,
+    layout: Any,
+) -> None:
+    from fp8rl.trainer.adapters import attach, keep_graph
+    from fp8rl.trainer.distributed.optimizer import wrap
+    from fp8rl.trainer.megatron.lowering import lower
+    from fp8rl.trainer.megatron.model import build_model
+    from fp8rl.trainer.modules.precision import Precision
+    from fp8rl.trainer.modules.weights import matrices
+    from fp8rl.trainer.step.reading import head_of, hidden_states, read_logprobs
+    from fp8rl.trainer.weights.hf_weights import HFWeights
+
+    cache, lowering = WeightCache(), lower(numerics, False)
+    precision = Precision(numerics, cache, definition.sizes.layers)
+    model = build_model(definition, config, layout, precision, lowering, longest)
+    _keep_one_of_each(model, precision)
+    weights = HFWeights(path, definition, model.config, numerics.spec.weight, cache, layout)
+    if definition.adapter is not None:
+        attach(model, weights, cache, definition.adapter, 0)
+        if config.recompute != "none":
+            keep_graph(model)
+    rows = weights.rows(model)
+    first = {p: next(matrices(name, p))[0] for name, p in model.named_parameters() if p.requires_grad}
+    experts = [p for p, name in first.items() if rows[name][0].expert is not None]
+    wrapped = wrap(model, lowering, experts)
+    for micro in _micro_batches(config, layout.tp_size * lowering.row_multiple, longest, truncation):
+        for training in (False, True):
+            for with_entropy in (False, True)[: 1 + training]:
+                with nullcontext() if training else torch.no_grad():
+                    read = read_logprobs(
+                        hidden_states(wrapped, micro), head_of(model), micro, chunk=config.head_chunk_tokens
+                    )
+                if not training:
+                    _draw(head_of(model), micro)
+                if training:
+                    (read.values.sum() + read.entropy.sum() if with_entropy else read.values.sum()).backward()
+
+
+def _draw(head: Head, micro: MicroBatch) -> None:
+    """Draw tokens again, as a batch with seeds has it: which of them, only the device would know."""
+    count, vocabulary = micro.batch.rows, head.weight.shape[0]
+    logits = torch.empty(count, vocabulary, dtype=head.weight.dtype, device=META)
+    numbers = torch.empty(count, dtype=torch.int64, device=META)
+    ops.draw(logits, torch.empty(count, device=META), numbers, numbers)
+
+
+def _keep_one_of_each(model: GPTModel, precision: Precision) -> None:
+    """Leave out layers that launch what another one does: of the same parameters, quantized alike."""
+    kinds: dict[object, nn.Module] = {}
+    for index, layer in enumerate(model.decoder.layers):
+        held = tuple((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+        kinds.setdefault((held, precision.of_layer(index).spec), layer)
+    model.decoder.layers = nn.ModuleList(kinds.values())
+
+
+def _evenly(sizes: torch.Tensor, rows: int) -> list[list[int]]:
+    """What ranks send each other where nobody can count it."""
+    ranks = sizes.shape[1]
+    return [[rows // ranks + (rank < rows % ranks) for rank in range(ranks)]] * 2
+
+
+def _micro_batches(config: TrainerSection, multiple: int, longest: int, truncation: Truncation) -> Iterator[Any]:
+    from fp8rl.trainer.step import microbatches
+
+    if config.cp > 1:
+        multiple = config.cp * math.lcm(multiple, CHUNKS)
+    width = max(longest // multiple, 1) * multiple
+    whole = max(config.micro_batch_tokens // width, 1), width
+    for rows, tokens in (*((rows, n * multiple) for rows, n in _SHORT), whole):
+        lengths, mask = torch.full((rows,), tokens), torch.ones(rows, tokens, dtype=torch.bool)
+        mask[:, 0] = False
+        batch = TokenBatch(torch.zeros(rows, tokens, dtype=torch.int64), lengths, mask, 1.0, truncation=truncation)
+        form: type[MicroBatch] = microbatches.PackedMicroBatch if config.packing else microbatches.MicroBatch
+        if config.cp > 1:
+            form = microbatches.SharedMicroBatch
+        with mock.patch.object(device, "current", lambda: device.CPU):
+            made = form.of(batch, list(range(rows)), multiple)
+        yield _on_meta(made)
+
+
+def _on_meta(value: Any) -> Any:
+    """A dataclass, and those in it, with its tensors on the meta device, unchecked: nothing can be read there."""
+    if isinstance(value, torch.Tensor):
+        return value.to(META)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    moved = copy.copy(value)
+    for each in dataclasses.fields(value):
+        object.__setattr__(moved, each.name, _on_meta(getattr(value, each.name)))
+    return moved
