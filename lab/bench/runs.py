@@ -298,6 +298,8 @@ MODELS = {
     "GLM-4.5": TinyModel(layers=4, intermediate=256, kv_heads=2, family="glm4_moe"),
     "Moonlight's queries": replace(_LATENT, groups=1, q_rank=0),
     "GLM-4.7-Flash": replace(_LATENT, groups=1, family="glm4_moe_lite"),
+    "Qwen3-Next": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_next"),
+    "Qwen3.5-MoE": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_5_moe_text"),
     "Mixtral": TinyModel(layers=4, intermediate=256, hidden=256, kv_heads=2, family="mixtral"),
 }
 LAYOUTS: dict[str, dict[str, object]] = {
