@@ -31,6 +31,7 @@ from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.protocol import ADAPTER_SCALE
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError
+from fp8rl.trainer.modules.families.gated_delta import heads_of
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import SyncReport
@@ -50,6 +51,7 @@ MERGED = AdapterSection(rank=8, alpha=256.0, mode="merged", experts="shared")
 SEPARATE = AdapterSection(rank=8, alpha=256.0)
 GLM = Setup("glm4_moe", bf16_ends=1, k_splits=2, layout=(("router_bias_rate", 0.3),), router_replay="record")
 LATENT = Setup("latent", bf16_ends=1, k_splits=2, router_replay="record")
+LINEAR = Setup("qwen3_next", bf16_ends=1, k_splits=2)
 LESS_MEMORY = (("head_chunk_tokens", 96), ("packing", True))
 TP_EP = (("tp", 2), ("ep", 2))
 TP_PP = (("pp", 2), ("tp", 2), ("recompute", "experts"), *LESS_MEMORY)
@@ -64,9 +66,9 @@ ARCHITECTURES = {
     "llama-heads-of-64-tied-tp2": Setup("llama", k_splits=2, layout=(("tp", 2),)),
     "mistral": Setup("mistral"),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
-    "next-bf16-ends-tp2-ep2": Setup("qwen3_next", bf16_ends=1, k_splits=2, layout=TP_EP),
+    "next-bf16-ends-tp2-ep2": replace(LINEAR, layout=(("tp", 2), ("ep", 2))),
     "qwen3.5-adapters": Setup("qwen3_5_text", adapter=SEPARATE),
-    "qwen3.5-moe-packed": Setup("qwen3_5_moe_text", layout=LESS_MEMORY),
+    "qwen3.5-moe-engine-tp2-packed": Setup("qwen3_5_moe_text", k_splits=2, engine_tp=2, layout=LESS_MEMORY),
     "latent-bf16-ends": LATENT,
     "glm-5": Setup("glm_moe_dsa", router_replay="record"),
     "deepseek-v3.2": Setup("deepseek_v32", router_replay="record"),
@@ -109,8 +111,44 @@ def bf16_router(trainer: Any) -> None:
         router.gating = gating.__get__(router)
 
 
+def late_rows(trainer: Any) -> None:
+    """The convolution reads each token's rows one place too early."""
+
+    def forward(conv: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return ops.causal_conv(torch.cat((x[:1], x[:-1])), conv.weight, lengths)[0]
+
+    for net in linear_layers(trainer):
+        net.conv1d.forward = forward.__get__(net.conv1d)
+
+
+def bf16_gates(trainer: Any) -> None:
+    def forward(rule: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *gates: torch.Tensor) -> Any:
+        *of_heads, lengths = gates
+        rounded = (each.bfloat16().float() for each in ops.delta_gates(a, b, *of_heads))
+        return ops.gated_delta_rule(*heads_of(mixed, rule.sizes), *rounded, lengths)[0].flatten(1)
+
+    for net in linear_layers(trainer):
+        net.core_attention.forward = forward.__get__(net.core_attention)
+
+
+def decay_of_another_head(trainer: Any) -> None:
+    own = trainer.model.decoder.layers[0].self_attention.core_attention
+
+    def forward(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, *others: Any) -> Any:
+        return type(own).forward(own, mixed, b, a, a_log.roll(1), *others)
+
+    own.forward = forward
+
+
+def linear_layers(trainer: Any) -> list[Any]:
+    return [net for layer in trainer.model.decoder.layers if hasattr(net := layer.self_attention, "conv1d")]
+
+
 def restored(trainer: Any) -> None:
     sizes = trainer.definition.sizes
+    for net in linear_layers(trainer):
+        for module in (net.conv1d, net.core_attention):
+            vars(module).pop("forward", None)
     for layer in trainer.model.decoder.layers:
         layer.self_attention.core_attention.rope_scaling = sizes.rope_scaling
     for router in routers(trainer):
@@ -122,17 +160,15 @@ def routers(trainer: Any) -> list[Any]:
     return [layer.mlp.router for layer in trainer.model.decoder.layers if hasattr(layer.mlp, "router")]
 
 
-DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] = {
-    "YaRN": (
-        wrong_yarn,
-        "attention",
-        (0, 1, 2),
-        "the factor of the rope scaling is 8 in the trainer and 4 in the engine",
-    ),
-    "groups": (no_groups, "topk", (1, 2), "topk differs in every layer"),
-    "BF16 router": (bf16_router, "router", (1, 2), "router differs in every layer"),
+DEFINITIONS: dict[str, tuple[Setup, Callable[[Any], None], str, tuple[int, ...], str]] = {
+    "YaRN": (LATENT, wrong_yarn, "attention", (0, 1, 2), "the factor of the rope scaling is 8 in the trainer and 4"),
+    "groups": (LATENT, no_groups, "topk", (1, 2), "topk differs in every layer"),
+    "BF16 router": (LATENT, bf16_router, "router", (1, 2), "router differs in every layer"),
+    "late rows": (LINEAR, late_rows, "conv", (0, 2), "conv differs in every layer"),
+    "BF16 gates": (LINEAR, bf16_gates, "delta", (0, 2), "delta differs in every layer"),
+    "decay of another head": (LINEAR, decay_of_another_head, "delta", (0,), "delta differs in layer 0"),
 }
-"""What is planted in the trainer, and the op and layers that it is found in."""
+"""What is planted in the trainer of a setup, and the op and layers that it is found in."""
 CUTS = {"top-p-top-k": Truncation(top_p=0.9, top_k=20), "min-p": Truncation(min_p=0.05)}
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
 SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
@@ -180,9 +216,9 @@ def test_half_a_pair_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("fault", DEFINITIONS)
 def test_another_definition_is_named_first(rig: Rig, fault: str) -> None:
     """In all layers of the trainer that have such an op."""
-    pipeline = rig.open(LATENT)
+    setup, plant, op, layers, says = DEFINITIONS[fault]
+    pipeline = rig.open(setup)
     batch = pipeline.sample(1.0, count=4)
-    plant, op, layers, says = DEFINITIONS[fault]
     pipeline.trainer.apply(plant)
     try:
         first = first_finding(pipeline, batch)

@@ -142,7 +142,9 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     k, v, out = k.to(runner.kv_cache_dtype), v.to(runner.kv_cache_dtype), torch.empty_like(q)
     if q.device.type == "cpu":
         grouped, none = attn.tp_q_head_num != attn.tp_k_head_num, torch.zeros_like(lengths)
-        runner.attn_backend._run_sdpa_forward_extend(
+        # Beside layers of another kind, SGLang has a backend for those that attend within its backend.
+        backend = getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
+        backend._run_sdpa_forward_extend(
             *(q, out, k, v, slots, requests, lengths, none, lengths),
             scaling=attn.scaling, enable_gqa=grouped, causal=True
         )  # fmt: skip
