@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8rl.diagnose.attribution import attribute
 from fp8rl.models import read_shape
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
@@ -29,10 +30,11 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.batches import cross_entropy
-from tests.support.rig import CHUNK, write_random
+from tests.support.plants import PLANT, stale_states, states_of_another_request
+from tests.support.rig import CHUNK, Rig, Setup, write_random
 from tests.support.syncs import push
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SHAPE = TinyModel(
     layers=4, hidden=256, heads=2, kv_heads=2, intermediate=128, experts=4, top_k=2, max_positions=2048,
@@ -111,7 +113,7 @@ class Served:
 
 
 @pytest.fixture
-def served(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(trainer: Any, tmp_path: Path, warm_engines: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     folder = tmp_path / "recorded"
     folder.mkdir()
     monkeypatch.setenv("FP8RL_RECORDED_LAYERS", str(folder))
@@ -169,6 +171,23 @@ def test_states_are_the_trainers_and_no_older_than_the_weights(trainer: Any, ser
     assert awake[0].token_ids == fresh[0].token_ids
     assert values_equal(trainer, served.rows()) > 900_000
     assert_equal(trainer, turn, awake)
+
+
+@pytest.mark.parametrize("plant", [stale_states, states_of_another_request])
+def test_states_that_are_not_a_sequences_own_are_named_first(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None]
+) -> None:
+    """The engine computes each op right, and does not give its own answers again."""
+    monkeypatch.setenv(PLANT, plant.__name__)
+    rig.stop_engine()
+    pipeline = rig.open(Setup("qwen3_next"))
+    pipeline.train_step(pipeline.sample(1.0))
+    assert pipeline.sync().mismatched == ()
+    batch = pipeline.sample(1.0)
+    setup = pipeline.setup.numerics, pipeline.definition
+    first, *others = attribute(pipeline.trainer, pipeline.endpoint, batch, *setup).findings
+    rig.stop_engine()
+    assert first.cause == "state" and "does not reproduce the recorded log-probabilities" in first.text and not others
 
 
 def sync(trainer: Any, served: Served) -> None:

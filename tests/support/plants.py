@@ -3,10 +3,13 @@ from the template of `warm_engine`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Set
+from typing import Any
 
 from torch import Tensor
 
+from fp8rl.rollout.plugin.families.gated_delta import States
 from fp8rl.rollout.plugin.weights import ServedWeights
 
 PLANT = "FP8RL_TEST_PLANT"
@@ -22,3 +25,25 @@ def stale_operands() -> None:
         return make(self, parameters - stale) | stale
 
     ServedWeights._make_operands = pretended  # type: ignore[method-assign]
+
+
+def stale_states() -> None:
+    """No flush of the cache does anything: prefixes, and the states behind them, outlive their weights."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    def pretended(self: Any, empty_cache: bool = True) -> bool:
+        return True
+
+    Scheduler.flush_cache = pretended
+
+
+def states_of_another_request() -> None:
+    """Requests that decode together read and write each other's states."""
+    of = States.of
+
+    def mixed(backend: Any, layer: int, batch: Any) -> States:
+        states = of(backend, layer, batch)
+        decodes = batch.forward_mode.is_decode()
+        return dataclasses.replace(states, slots=states.slots.roll(1)) if decodes else states
+
+    States.of = mixed  # type: ignore[method-assign, assignment]
