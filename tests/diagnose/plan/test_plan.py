@@ -89,7 +89,8 @@ def test_a_phase_holds_what_it_needs(eight_h200: Plan) -> None:
         activation_bytes(eight_h200.job) + logit_bytes(eight_h200.job)
     )
     assert both.in_phase("sync") - both.in_phase("update") == 2 * (256 << 20)
-    assert both.in_phase("rollout") - both.in_phase("update") == eight_h200.job.working_bytes
+    job = eight_h200.job
+    assert both.in_phase("rollout") - both.in_phase("update") == job.working_bytes - job.buffer_bytes > 0
     assert both.peak == both.in_phase("train")
     alone, engine = eight_h200.memory["trainer"], eight_h200.memory["engine"]
     assert both.always == alone.always + engine.always
