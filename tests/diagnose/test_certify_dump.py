@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
@@ -44,13 +44,13 @@ ROWS, PROMPT, ANSWER = 12, 6, 20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama, which is none of our architectures: transformers alone scores it."""
-    return _write_llama(tmp_path_factory.mktemp("llama"), seed=0)
+    """A Granite, which is none of our architectures: transformers alone scores it."""
+    return _write_granite(tmp_path_factory.mktemp("granite"), seed=0)
 
 
-def _write_llama(path: Path, seed: int) -> Path:
+def _write_granite(path: Path, seed: int) -> Path:
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = GraniteConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=64,
@@ -60,15 +60,16 @@ def _write_llama(path: Path, seed: int) -> Path:
         bos_token_id=BOS,
         eos_token_id=EOS,
         initializer_range=0.3,
+        attention_multiplier=32**-0.5,
     )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    GraniteForCausalLM(config).bfloat16().save_pretrained(path)
     return path
 
 
 @torch.no_grad()
 def said(path: Path, tokens: list[list[int]], temperature: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """float64 [B, S - 1], of each token but the first: an honest engine's, of one batch."""
-    logits = LlamaForCausalLM.from_pretrained(path, dtype=dtype)(torch.tensor(tokens)).logits[:, :-1]
+    logits = GraniteForCausalLM.from_pretrained(path, dtype=dtype)(torch.tensor(tokens)).logits[:, :-1]
     logprobs = (logits.double() / temperature).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)
 
@@ -76,7 +77,7 @@ def said(path: Path, tokens: list[list[int]], temperature: float = 1.0, dtype: t
 @pytest.fixture(scope="module")
 def tokens(model: Path) -> list[list[int]]:
     """Sampled at temperature 1, EOS among them, which answers go on behind."""
-    config = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = GraniteForCausalLM.from_pretrained(model, dtype=torch.float32)
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (ROWS, PROMPT), generator=drawn)
     with torch.no_grad():
@@ -117,7 +118,7 @@ def test_an_honest_engine_in_bf16_is_within_the_floor(
     assert engine.reference.mean == pytest.approx(expected, rel=1e-6) and expected > 1e-3
     assert report.floor.mean == pytest.approx(expected, rel=0.2), "BF16, one row at a time"
     assert (report.tokens, report.rows, report.ours) == (ROWS * ANSWER, ROWS, {})
-    assert "LlamaForCausalLM" in report.why_not_ours and any("LlamaForCausalLM" in note for note in report.notes)
+    assert "GraniteForCausalLM" in report.why_not_ours and any("GraniteForCausalLM" in note for note in report.notes)
     by_place = [part for part in report.parts if part.by == "place in the answer"]
     assert [(part.label, part.tokens) for part in by_place] == [
         ("0–7", 8 * ROWS),
@@ -164,7 +165,7 @@ def _without_bos(model: Path, tokens: list[list[int]]) -> Tensor:
 
 def _two_rows_of_other_weights(model: Path, tokens: list[list[int]]) -> Tensor:
     logprobs = said(model, tokens)
-    logprobs[3:5] = said(_write_llama(model.parent / "other", seed=1), tokens)[3:5]
+    logprobs[3:5] = said(_write_granite(model.parent / "other", seed=1), tokens)[3:5]
     return logprobs
 
 
@@ -177,7 +178,7 @@ def _special(model: Path, tokens: list[list[int]]) -> Tensor:
 def _of_top_k(model: Path, tokens: list[list[int]]) -> Tensor:
     """Renormalised over the 20 most probable tokens; one outside them keeps what it has."""
     with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(torch.tensor(tokens)).logits[:, :-1]
+        logits = GraniteForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(torch.tensor(tokens)).logits[:, :-1]
     top = logits.double().topk(20).values.logsumexp(-1)
     chosen = logits.double().gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)
     return (chosen - top).clamp(max=0.0)
@@ -213,7 +214,9 @@ def test_a_planted_mistake_is_named(
 
 @torch.no_grad()
 def _soft_capped(model: Path, tokens: list[list[int]], cap: float) -> Tensor:
-    logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(torch.tensor(tokens)).logits[:, :-1].double()
+    logits = (
+        GraniteForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(torch.tensor(tokens)).logits[:, :-1].double()
+    )
     return (cap * (logits / cap).tanh()).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)
 
 
@@ -225,17 +228,17 @@ def _noisy(model: Path, tokens: list[list[int]], size: float) -> Tensor:
 def _of_another_base(model: Path, tokens: list[list[int]]) -> Tensor:
     """Rotary embeddings of base 20,000 in place of 10,000."""
     other = model.parent / "base"
-    config = LlamaConfig.from_pretrained(model)
+    config = GraniteConfig.from_pretrained(model)
     config.rope_parameters = {**config.rope_parameters, "rope_theta": 20_000.0}
-    weights = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    turned = LlamaForCausalLM(config).bfloat16()
+    weights = GraniteForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    turned = GraniteForCausalLM(config).bfloat16()
     turned.load_state_dict(weights.state_dict())
     turned.save_pretrained(other)
     return said(other, tokens)
 
 
 def _of_nearly_these_weights(model: Path, tokens: list[list[int]]) -> Tensor:
-    other = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    other = GraniteForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -273,7 +276,7 @@ def test_no_cause_is_named_for_what_none_explains(
 def test_an_engine_with_eager_attention_is_within_the_floor(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
 ) -> None:
-    eager = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+    eager = GraniteForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
     logprobs = eager(torch.tensor(tokens)).logits[:, :-1].double().log_softmax(-1)
     report = certified(rows(tokens, logprobs.gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)))
     assert report.verdict == "within the floor"
@@ -285,7 +288,7 @@ def test_what_top_k_leaves_is_scored_and_its_absence_is_named(
 ) -> None:
     """Tokens outside the 20 most probable ones were not sampled, and the mask says so."""
     with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor(tokens)).logits[:, :-1]
+        logits = GraniteForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor(tokens)).logits[:, :-1]
     kept = logits.gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1) > logits.topk(18).values[..., -1]
     honest, plain = (
         [
@@ -309,7 +312,7 @@ def test_the_version_whose_weights_were_given_is_named(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:
     found = rows(tokens, said(model, tokens), version=4)
-    other = rows(tokens, said(_write_llama(tmp_path / "other", seed=1), tokens), version=3)
+    other = rows(tokens, said(_write_granite(tmp_path / "other", seed=1), tokens), version=3)
     report = certified(found + other)
     assert report.sides[0].explanations[0].text == "tokens of all versions but 4 differ"
     means = {part.label: part.means["the engine"] for part in report.parts if part.by == "weight version"}
@@ -324,7 +327,7 @@ def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_bro
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1)).double()
     report = certified(2 * rows(tokens, (logprobs + noise).clamp(max=0.0)))  # answers repeat, as in a group
     assert report.verdict == "above the floor" and report.sides[0].explanations == [] and not report.ok
-    other = certified(rows(tokens, said(_write_llama(tmp_path / "other", seed=1), tokens)))
+    other = certified(rows(tokens, said(_write_granite(tmp_path / "other", seed=1), tokens)))
     assert other.verdict == "broken" and other.sides[0].unrelated
     assert "off, cause unknown" in sentence(other.sides[0], other)
     assert "it hardly follows this model, as with other weights or other tokens" in sentence(other.sides[0], other)
@@ -362,7 +365,7 @@ def test_the_page_has_the_verdict_the_comparisons_and_a_chart_of_each_breakdown(
     write_page(report, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "the engine: broken: its log-probabilities are those of temperature 0.5, not of 0.8" in page
-    assert "floor: the model in BF16 from the model in FP32" in page and "LlamaForCausalLM" in page
+    assert "floor: the model in BF16 from the model in FP32" in page and "GraniteForCausalLM" in page
     charts = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
     titles = ["How large differences are", "By place in the answer", "By probability of the token", "By kind of token"]
     assert [chart["title"] for chart in charts] == titles

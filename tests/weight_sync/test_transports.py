@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8rl.models.tiny import write_tiny_model
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.types import EngineError
 from fp8rl.weight_sync.config import SyncSection
@@ -159,8 +160,7 @@ def test_a_gpu_is_sent_by_its_uuid() -> None:
 
 def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
+    write_tiny_model(source)
     for _ in range(2):  # each sync replaces the directory of the one before
         engines = send(DiskTransport(source, tmp_path / "scratch" / "sync", SPEC), TENSORS.items())
         assert engines[0].updates == [(TENSORS.keys(), 7, {"flush_cache": False})]

@@ -83,6 +83,11 @@ def linear(tp: int) -> Split:
 SPLITS = [
     (split(tp=3), "trainer.tp: found 3, expected a divisor of the model's num_attention_heads = 8", split(tp=1)),
     (split(tp=8), "trainer.tp: found 8, expected a divisor of the model's num_key_value_heads = 4", split(tp=4)),
+    (
+        split(dataclasses.replace(MOE, joined=2), 4),
+        "trainer.tp: found 4, expected a divisor of the model's groups of key-value heads that fill a quantization",
+        split(dataclasses.replace(MOE, joined=2), 2),
+    ),
     (linear(4), "trainer.tp: found 4, expected a divisor of the model's linear_num_key_heads = 2", linear(2)),
     (
         split(dataclasses.replace(MOE, vocab_size=4097), 2),
