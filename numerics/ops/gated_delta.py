@@ -197,6 +197,8 @@ def gated_delta_gradients(dout: Tensor, inputs: list[Tensor], lengths: Tensor, s
 
 def _parts(lengths: Tensor) -> Iterator[Tensor]:
     """Yield the indices of sequences whose gradients are taken together: alike in length to within a factor of two."""
+    if lengths.is_meta:  # nobody knows them, and these products launch no kernel of ours
+        return
     groups: dict[int, list[int]] = {}
     count = lengths.tolist()
     for each, length in enumerate(count):

@@ -69,14 +69,20 @@ def warm(experiment: Experiment | None, capability: tuple[int, int], say: Callab
 
 
 def warm_once(experiment: Experiment | None, capability: tuple[int, int] | None, say: Callable[[str], object]) -> None:
-    """Do so unless it was done for this spec and this code, or the run computes on CPUs."""
+    """Do so unless it was done for this spec and this code, or the run computes on CPUs.
+
+    A start does not fail with it: what is not there is compiled when it is first launched, and `say` is told why.
+    """
     if capability is None or not _has_kernels(experiment, capability):
         return
     from fp8rl.numerics.kernels import cache
 
     if not cache.is_warm(_digest(experiment, capability)):
         say(f"compiling kernels into {cache.directory()}, which lacks those of this spec")
-        warm(experiment, capability, say)
+        try:
+            warm(experiment, capability, say)
+        except RuntimeError as error:
+            say(f"kernels: not compiled beforehand, but each when it is first launched; {error}")
 
 
 def warm_nodes(

@@ -132,6 +132,10 @@ class Imagined:
     def table(self) -> Tensor:
         return self.whole(self.sequences + 1, self.length, dtype=torch.int32)
 
+    def norm(self, size: int) -> Tensor:
+        """The weight of a norm, as its op gets it."""
+        return self.empty(size, dtype=torch.float32 if self.sizes.norms_around_zero else torch.bfloat16)
+
     def heads(self, number: int) -> int:
         """Those of `number` heads that a rank has."""
         return max(number // self.ranks, 1)

@@ -233,13 +233,13 @@ def epsilon(module: Any) -> tuple[float, ...]:
 
 
 def launch_norm(engine: Imagined, _: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    return (ops.rms_norm(x.contiguous(), engine.empty(x.shape[-1]), engine.sizes.norm_eps),)
+    return (ops.rms_norm(x.contiguous(), engine.norm(x.shape[-1]), engine.sizes.norm_eps),)
 
 
 def _launch_add_norm(engine: Imagined, site: OpSite, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
     if residual is None:
         return (*launch_norm(engine, site, x), x)
-    return ops.add_rms_norm(x, residual, engine.empty(x.shape[-1]), engine.sizes.norm_eps)
+    return ops.add_rms_norm(x, residual, engine.norm(x.shape[-1]), engine.sizes.norm_eps)
 
 
 def _launch_linear(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:

@@ -276,7 +276,10 @@ FAMILY = EngineFamily(
         ROUTER: EngineSide(lambda _, module, x: (module(x),), launch=_launch_router),
         SIGMOID_TOPK: EngineSide(_sigmoid_top_k, launch=_launch_sigmoid_top_k),
         EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert, launch=_launch_experts),
-        SHARED_GATE: EngineSide(lambda _, gate, x, shared: (ops.token_gate(shared, x, gate.weight),)),
+        SHARED_GATE: EngineSide(
+            lambda _, gate, x, shared: (ops.token_gate(shared, x, gate.weight),),
+            launch=lambda engine, site, x, shared: (ops.token_gate(shared, x, engine.weight(engine.rows(site))),),
+        ),
     },
     hooks=_hooks,
 )

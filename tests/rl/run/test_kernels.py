@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fp8rl.rl.run import kernels
 from tests.support.hopper import found_elsewhere
 from tests.support.paths import ROOT
 
@@ -96,7 +97,11 @@ def test_a_spec_says_which_variants_its_ops_launch() -> None:
 
 @pytest.mark.parametrize(
     ("model", "ranks"),
-    [("tiny_deepseek", ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.packing=true"]), ("tiny_olmoe", [])],
+    [
+        ("tiny_deepseek", ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.packing=true"]),
+        ("tiny_qwen3_next", []),
+        ("tiny_olmoe", []),
+    ],
 )
 def test_every_family_says_what_it_launches(model: str, ranks: list[str]) -> None:
     found = recorded(f"model.path=examples/models/{model}", *ranks)
@@ -226,3 +231,20 @@ def test_two_processes_do_not_compile_a_kernel_twice(tmp_path: Path) -> None:
         assert each.stdout is not None and each.stdout.readline() == "ready\n"
     said = [line for each in both for line in each.communicate("\n")[0].splitlines()]
     assert sum(line.startswith("kernels: compiled ") for line in said) == 1, said
+
+
+def test_a_start_goes_on_where_its_kernels_cannot_be_compiled_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("kernels: found no list of what this spec launches: a traceback")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "_recorded", fails)
+    said: list[str] = []
+    kernels.warm_once(None, (9, 0), said.append)
+    assert said[-1].startswith(
+        "kernels: not compiled beforehand, but each when it is first launched; kernels: found no"
+    )
+    with pytest.raises(RuntimeError, match="no list"):
+        kernels.warm(None, (9, 0), said.append)
