@@ -38,7 +38,7 @@ class Router(TopKRouter):
         """[S, B, H] -> logits [S, B, E]"""
         return ops.linear(input, self.weight)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[T, E] -> probabilities and experts [T, k]"""
         return ops.route(logits, self.topk, self.renormalize, self._choose)
 
@@ -47,7 +47,7 @@ class Router(TopKRouter):
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[S, B, H] -> probabilities FP32 and experts int64 [S * B, k], in ascending expert id."""
-        return self._route(self.gating(input).flatten(0, -2))
+        return self.routing(self.gating(input).flatten(0, -2))
 
 
 class BiasedRouter(Router):
@@ -61,7 +61,7 @@ class BiasedRouter(Router):
         """[S, B, H] -> logits FP32 [S, B, E]"""
         return ops.linear_partial(input, self.weight)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         how = self.chooses
         return ops.route_sigmoid(
             logits, self.expert_bias, self.topk, how.groups, how.kept_groups, self.renormalize, how.factor, self._choose
