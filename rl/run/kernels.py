@@ -90,11 +90,12 @@ def warm_nodes(
 ) -> None:
     """Do so on each of the nodes of a run, by the compute capability of their GPUs."""
     wanted = {node: each for node, each in nodes.items() if each is not None and _has_kernels(experiment, each)}
-    if len(nodes) == 1:
-        warm_once(experiment, next(iter(wanted.values()), None), say)
+    if not wanted:
         return
-    if wanted:
-        say(f"compiling kernels on {len(wanted)} nodes, where they lack those of this spec")
+    if len(nodes) == 1:
+        warm_once(experiment, *wanted.values(), say)
+        return
+    say(f"compiling kernels on {len(wanted)} nodes, where they lack those of this spec")
     task = ray.remote(num_cpus=0, max_retries=0)(_warm_here)
     values = experiment.to_dict()
     places = {node: NodeAffinitySchedulingStrategy(node.id, soft=False) for node in wanted}

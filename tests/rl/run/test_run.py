@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -44,6 +45,8 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
         raise UserError("trainer: found no room")
 
     class Seats:
+        nodes: ClassVar[dict[object, None]] = {}
+
         def __init__(self, *_: object) -> None:
             events.append("seats")
 
