@@ -93,7 +93,7 @@ def warm_nodes(
     if not wanted:
         return
     if len(nodes) == 1:
-        warm_once(experiment, *wanted.values(), say)
+        warm_once(experiment, next(iter(wanted.values())), say)
         return
     say(f"compiling kernels on {len(wanted)} nodes, where they lack those of this spec")
     task = ray.remote(num_cpus=0, max_retries=0)(_warm_here)
