@@ -150,6 +150,8 @@ class Engines:
     async def prove(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
         """Have these engines, which a sync has just verified, answer a canary; no answer of theirs counts before."""
         scored = asyncio.create_task(asyncio.to_thread(expected.scored))
+        # A proof hears of its error. Where a run ends there may be no proof left, and asyncio would print a traceback.
+        scored.add_done_callback(lambda task: task.cancelled() or task.exception())
         for slot in self.slots:
             if slot.endpoint in endpoints and slot.is_up:
                 slot.proof = asyncio.create_task(slot.prove(expected, scored, self._differences))
