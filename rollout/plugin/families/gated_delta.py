@@ -54,7 +54,7 @@ class States:
     rule: Tensor
     """FP32 [slots, heads, K, V]"""
     slots: Tensor
-    """int64 [B]; -1 where a CUDA graph's batch is padded."""
+    """int64 [B]; 0, which SGLang keeps for it, where a CUDA graph's batch is padded."""
     lengths: Tensor
     """int64 [B], each one's new tokens."""
     begun: Tensor
@@ -66,7 +66,7 @@ class States:
         if batch.forward_mode.is_target_verify():
             raise NotImplementedError("fp8rl plugin: found drafts for a model with states, which cannot give them back")
         held = backend.req_to_token_pool.mamba2_layer_cache(layer)
-        slots = backend.forward_metadata.mamba_cache_indices.long()
+        slots = backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)  # SGLang pads with -1
         if batch.forward_mode.is_decode_or_idle():
             lengths, begun = torch.ones_like(slots), torch.ones_like(slots, dtype=torch.bool)
         else:
@@ -175,11 +175,18 @@ def _launch_conv(engine: Imagined, _: OpSite, qkv: Tensor) -> tuple[Tensor, ...]
 
 
 def _launch_delta(engine: Imagined, _: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
-    own, heads, keys = engine.sizes.of(GatedDelta), a.shape[1], engine.sizes.of(GatedDelta).keys // engine.ranks
-    attn = SimpleNamespace(q_dim=keys, k_dim=keys, v_dim=own.values // engine.ranks)
-    attn.num_q_heads = attn.num_k_heads = engine.heads(own.key_heads)
-    attn.num_v_heads, attn.dt_bias = heads, engine.empty(heads)
-    attn.A_log = engine.empty(heads, dtype=torch.float32)
+    own, heads = engine.sizes.of(GatedDelta), a.shape[1]
+    keys, key_heads = own.keys // engine.ranks, engine.heads(own.key_heads)
+    attn = SimpleNamespace(
+        q_dim=keys,
+        k_dim=keys,
+        v_dim=own.values // engine.ranks,
+        num_q_heads=key_heads,
+        num_k_heads=key_heads,
+        num_v_heads=heads,
+        A_log=engine.empty(heads, dtype=torch.float32),
+        dt_bias=engine.empty(heads),
+    )
     held = engine.empty(engine.sequences, heads, own.key_dim, own.value_dim, dtype=torch.float32)
     return (ops.paged_gated_delta_rule(*rule_of(attn, qkv, b, a), held, *_launch_where(engine)).flatten(1),)
 
