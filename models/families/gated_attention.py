@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8rl.models.families import Activations, Family, Widths, attention
+from fp8rl.models.families import Activations, attention
 from fp8rl.models.forms import OpForm
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
@@ -49,14 +49,6 @@ def _activations(sizes: ModelSizes) -> Activations:
     return replace(plain, bf16=plain.bf16 + 4 * sizes.heads * sizes.head_dim)
 
 
-FAMILY = Family(
-    name="gated_attention",
-    part="attention",
-    kinds=attention.FAMILY.kinds,
-    tensors=gated_tensors,
-    ops=gated_ops,
-    activations=_activations,
-    widths=lambda sizes: Widths({"head_dim": sizes.head_dim}),
-    cached=attention.FAMILY.cached,
-    scored=attention.FAMILY.scored,
+FAMILY = replace(
+    attention.FAMILY, name="gated_attention", tensors=gated_tensors, ops=gated_ops, activations=_activations
 )
