@@ -161,7 +161,13 @@ def routers(trainer: Any) -> list[Any]:
 
 
 DEFINITIONS: dict[str, tuple[Setup, Callable[[Any], None], str, tuple[int, ...], str]] = {
-    "YaRN": (LATENT, wrong_yarn, "attention", (0, 1, 2), "the factor of the rope scaling is 8 in the trainer and 4"),
+    "YaRN": (
+        LATENT,
+        wrong_yarn,
+        "attention",
+        (0, 1, 2),
+        "the factor of the rope scaling is 8 in the trainer and 4 in the engine",
+    ),
     "groups": (LATENT, no_groups, "topk", (1, 2), "topk differs in every layer"),
     "BF16 router": (LATENT, bf16_router, "router", (1, 2), "router differs in every layer"),
     "late rows": (LINEAR, late_rows, "conv", (0, 2), "conv differs in every layer"),

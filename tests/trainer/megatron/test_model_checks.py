@@ -85,7 +85,8 @@ SPLITS = [
     (split(tp=8), "trainer.tp: found 8, expected a divisor of the model's num_key_value_heads = 4", split(tp=4)),
     (
         split(dataclasses.replace(MOE, joined=2), 4),
-        "trainer.tp: found 4, expected a divisor of the model's groups of key-value heads that fill a quantization",
+        "trainer.tp: found 4, expected a divisor of the model's groups of key-value heads that fill a quantization "
+        "block = 2",
         split(dataclasses.replace(MOE, joined=2), 2),
     ),
     (linear(4), "trainer.tp: found 4, expected a divisor of the model's linear_num_key_heads = 2", linear(2)),
