@@ -46,8 +46,7 @@ def launch_forwards(
     configure(numerics)
     definition = definition.adapted(adapter)
     known, missing = sides(), set()
-    width = max(config.max_running_requests or 0, *config.graphs)
-    decoded = [(each, each) for each in sorted({*config.graphs, *_powers(width)})]
+    decoded = [(each, each) for each in sorted({*config.graphs, *_powers(max(config.graphs))})]
     prefilled = [(tokens, sequences) for tokens in _PREFILLED for sequences in _SEQUENCES]
     length = config.context_length + _BEYOND + (config.speculation.width if config.speculation else 0)
     for is_decode, batches in ((True, decoded), (False, prefilled)):

@@ -107,10 +107,10 @@ class Split:
         return next((piece for piece in pieces.items() if piece[1] % self.block), None)
 
     @property
-    def undivided(self) -> tuple[str, int] | None:
-        """Name and value of the first number of a family's that the ranks do not divide."""
+    def undivided(self) -> tuple[str, int]:
+        """Name and value of the first number of a family's that the ranks do not divide; 0 where they divide all."""
         numbers = (pair for family, _ in self.shape.layers_of() for pair in family.divided(self.sizes).items())
-        return next((pair for pair in numbers if pair[1] % self.tp), None)
+        return next((pair for pair in numbers if pair[1] % self.tp), ("", 0))
 
     @property
     def leading(self) -> int:
@@ -161,10 +161,10 @@ SPLIT_RULES: tuple[Rule[Split], ...] = (
     _divides("groups of key-value heads that fill a quantization block", lambda s: s.sizes.kv_heads // s.sizes.joined),
     Rule(
         lambda s: s.key,
-        lambda s: s.undivided,
+        lambda s: s.undivided[1],
         lambda s: s.tp,
-        lambda s: f"a divisor of the model's {s.undivided and s.undivided[0]} = {s.undivided and s.undivided[1]}",
-        lambda s: f"Set {s.key} to a divisor of {s.undivided and s.undivided[1]}.",
+        lambda s: f"a divisor of the model's {s.undivided[0]} = {s.undivided[1]}",
+        lambda s: f"Set {s.key} to a divisor of {s.undivided[1]}.",
     ),
     _divides("vocab_size", lambda s: s.sizes.vocab_size),
     _divides("intermediate_size", lambda s: s.sizes.ffn_size),

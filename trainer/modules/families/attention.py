@@ -167,14 +167,18 @@ def attention_spec(
     )
 
 
-def _exact(layer: Layer) -> Fields:
-    sizes = layer.sizes
+def exact_core(sizes: ModelSizes) -> ModuleSpec:
+    """The shared op, which rotates queries and keys as the model does."""
     rotation = {
         "rope_theta": sizes.rope_theta,
         "rotary_dim": sizes.rotary_dim,
         "rope_scaling": sizes.rope_scaling,
     }
-    return {"self_attention": attention_spec(layer, ModuleSpec(module=CoreAttention, params=rotation))}
+    return ModuleSpec(module=CoreAttention, params=rotation)
+
+
+def _exact(layer: Layer) -> Fields:
+    return {"self_attention": attention_spec(layer, exact_core(layer.sizes))}
 
 
 def _transformer_engine(layer: Layer) -> Fields:
@@ -202,9 +206,11 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
 
 def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
     """Return theta, and the factor of a lengthened context, 1 for any other."""
-    at: Any = module if isinstance(module, CoreAttention) else model
-    theta = module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base
-    return theta, 1.0 if at.rope_scaling is None else at.rope_scaling.factor
+    if isinstance(module, CoreAttention):  # rotates inside
+        theta, scaling = module.rope_theta, module.rope_scaling
+    else:
+        theta, scaling = model.rotary_base, model.rope_scaling
+    return theta, 1.0 if scaling is None else scaling.factor
 
 
 FAMILY = MegatronFamily(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
@@ -48,8 +47,7 @@ class ExactGatedAttention(GatedAttention):
 
 
 def _exact(layer: Layer) -> Fields:
-    rotation = {"rope_theta": layer.sizes.rope_theta, "rotary_dim": layer.sizes.rotary_dim}
-    core = ModuleSpec(module=attention.CoreAttention, params=rotation)
+    core = attention.exact_core(layer.sizes)
     return {"self_attention": attention.attention_spec(layer, core, ExactGatedAttention)}
 
 
