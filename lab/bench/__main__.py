@@ -44,6 +44,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "packing": ("lab.bench.trainers:packing",),
     "agreement": ("lab.bench.runs:agreement.results",),
     "layouts": ("lab.bench.runs:layouts.results",),
+    "linear": ("lab.bench.runs:linear.results",),
     "algorithms": ("lab.bench.runs:algorithms.results",),
     "asynchrony": ("lab.bench.blocks:steps_per_hour", "lab.bench.runs:asynchrony.results"),
     "kills": ("lab.bench.faults.kills:run",),

@@ -338,6 +338,19 @@ def _layouts() -> list[Run]:
     return runs
 
 
+def _linear() -> list[Run]:
+    """Linear attention, two engines each: what of a run may move a state, beside the layouts of every model."""
+    cases: dict[str, dict[str, object]] = {
+        "tp 2 with ep 2, top-p 0.9": LAYOUTS["tp 2 with ep 2"] | {"rollout.top_p": 0.9},
+        "pp 2, S = 1 in flight": LAYOUTS["pp 2, S = 1 in flight"],
+        "adapters": {"adapter": "{rank: 8, alpha: 16, experts: per_expert, mode: separate}"},
+    }
+    return [
+        Run(f"{name}, 2 engines, {case}", {**_RANDOM, "rollout.engines": 2, **settings}, (exact,), model=MODELS[name])
+        for name, (case, settings) in itertools.product(("Qwen3-Next", "Qwen3.5-MoE"), cases.items())
+    ]
+
+
 def _algorithms() -> list[Run]:
     """The arithmetic example, and those that differ from it in their algorithm alone; each seed, judged at the last."""
     base = load_experiment(ARITHMETIC)
@@ -377,6 +390,7 @@ def _functions() -> list[Run]:
 
 agreement = WholeRuns(_agreement)
 layouts = WholeRuns(_layouts)
+linear = WholeRuns(_linear)
 algorithms = WholeRuns(_algorithms, at_once=2)
 asynchrony = WholeRuns(_asynchrony)
 functions = WholeRuns(_functions)
