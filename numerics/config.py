@@ -37,9 +37,9 @@ class NumericsConfig:
     router_replay: RouterReplay = "off"
     """`record`: the engine reports the experts of each token, and the trainer its own choice beside them. `replay`: the
     trainer takes the engine's (R3)."""
-    deepgemm: bool = False
-    """Run FP8 products on DeepGEMM, on both sides; neither starts if its bits differ from those of our kernels. Exact
-    mode only."""
+    deepgemm: bool | None = None
+    """Run FP8 products on DeepGEMM in exact mode: None where its bits are those of our kernels, each process by itself;
+    true likewise, but no process starts without it; false nowhere."""
 
     def __post_init__(self) -> None:
         for key, kind in _CHOICES.items():

@@ -134,7 +134,7 @@ class EngineReport(Message):
     kv_cache_dtype: str = "bfloat16"
     """Of the cache."""
     without_deepgemm: str | None = None
-    """The reason why products do not run on DeepGEMM, which the spec asks for; None if they do, or it does not ask."""
+    """The reason why products do not run on DeepGEMM, which the spec insists on; None if they do, or need not."""
     adapter: dict[str, Any] | None = None
     """The run's section on adapters that stand beside the weights; None: the engine has none."""
 

@@ -240,11 +240,12 @@ class Trainer(Scorer):
         return self.optimizer.model
 
 
-def check_row_invariance(deepgemm: bool = False) -> None:
+def check_row_invariance(deepgemm: bool | None = False) -> None:
     """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0; or if products
-    are to run on DeepGEMM, and cannot."""
+    have to run on DeepGEMM, and cannot. None: they run on it where they can."""
     choose_tiles(device.current())
-    if deepgemm and (reason := allow_deepgemm(device.current())) is not None:
+    reason = allow_deepgemm(device.current()) if deepgemm is not False else None
+    if deepgemm and reason is not None:
         raise user_error(
             "numerics.deepgemm",
             found=f"true, and {reason}",

@@ -46,6 +46,8 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "layouts": ("lab.bench.runs:layouts.results",),
     "linear": ("lab.bench.runs:linear.results",),
     "algorithms": ("lab.bench.runs:algorithms.results",),
+    "architectures": ("lab.bench.runs:architectures.results",),
+    "float64": ("lab.bench.float64:run",),
     "asynchrony": ("lab.bench.blocks:steps_per_hour", "lab.bench.runs:asynchrony.results"),
     "kills": ("lab.bench.faults.kills:run",),
     "long": ("lab.bench.long:run",),

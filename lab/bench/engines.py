@@ -69,7 +69,11 @@ SIDES = {
 PLAIN, DRAFTS = "one token at a time", "drafts"
 ABSORBED = "SGLang's own ops in BF16, told to absorb latents"
 """Stock SGLang stops at latent attention on a CPU: its attention there takes latents for keys of heads."""
-OWN = {"glm": (STOCK, SIDES[STOCK]), "deepseek": (ABSORBED, Side(mode="native", precision="bf16"))}
+OWN = {
+    "glm": (STOCK, SIDES[STOCK]),
+    "deepseek": (ABSORBED, Side(mode="native", precision="bf16")),
+    "qwen3_next": (NATIVE, SIDES[NATIVE]),  # stock SGLang has kernels of linear attention for CPUs with AMX alone
+}
 
 
 def rollout() -> Iterator[Result]:
@@ -80,7 +84,7 @@ def rollout() -> Iterator[Result]:
 
 
 def families() -> Iterator[Result]:
-    """Other architectures: the shared ops in FP8, SGLang's own in BF16."""
+    """Other architectures: the shared ops in FP8 against SGLang's own."""
     for family, (own, side) in OWN.items():
         found = asyncio.run(measure(Path(f"examples/models/tiny_{family}"), {own: side, FP8: Side()}))
         yield found.ratio(f"rollout tokens/s, {family}: exact FP8 / {own} ({SHAPE})", FP8, own, 0.8)

@@ -84,6 +84,11 @@ class WholeRuns:
 
 def measured(folder: Path, run: Run) -> list[Row]:
     """The metrics of a run, whose directory lies in a folder."""
+    return read_metrics(run_into(folder, run) / "metrics.jsonl")
+
+
+def run_into(folder: Path, run: Run) -> Path:
+    """Train; the run's directory, which lies in a folder."""
     overrides = dict(run.overrides)
     if run.model is not None:
         path = folder / "models" / _word(str(run.model))
@@ -97,7 +102,7 @@ def measured(folder: Path, run: Run) -> list[Row]:
     subprocess.run(
         [*command, f"run.dir={folder}", f"run.name={name}", *settings], check=True, stdout=subprocess.DEVNULL
     )
-    return read_metrics(folder / name / "metrics.jsonl")
+    return folder / name
 
 
 def exact_steps(what: str, rows: list[Row]) -> Result:
@@ -352,9 +357,18 @@ def _linear() -> list[Run]:
 
 
 def _algorithms() -> list[Run]:
-    """The arithmetic example, and those that differ from it in their algorithm alone; each seed, judged at the last."""
+    return _examples("algorithm")
+
+
+def _architectures() -> list[Run]:
+    demo = load_experiment(ARITHMETIC).model
+    return [run for run in _examples("model", "trainer") if load_experiment(run.spec).model != demo]
+
+
+def _examples(*sections: str) -> list[Run]:
+    """The arithmetic example, and those that differ from it in these sections alone; each seed, judged at the last."""
     base = load_experiment(ARITHMETIC)
-    same = {"algorithm": base.algorithm, "run": base.run}
+    same = {section: getattr(base, section) for section in (*sections, "run")}
     found = sorted(EXAMPLES.glob("arithmetic*.yaml"))
     specs = [spec for spec in found if load_experiment(spec).model_copy(update=same) == base]
     return [
@@ -392,6 +406,7 @@ agreement = WholeRuns(_agreement)
 layouts = WholeRuns(_layouts)
 linear = WholeRuns(_linear)
 algorithms = WholeRuns(_algorithms, at_once=2)
+architectures = WholeRuns(_architectures, at_once=2)
 asynchrony = WholeRuns(_asynchrony)
 functions = WholeRuns(_functions)
 loop = WholeRuns(lambda: [Run("overhead", {"run.steps": 14, **_FEW}, (loop_overhead, cheap_proof))])

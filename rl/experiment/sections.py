@@ -116,9 +116,10 @@ class NumericsSection(Section):
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
-    deepgemm: bool = False
-    """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is that of the Triton kernels. Each
-    process compares the bits at its start, and does not start if they differ."""
+    deepgemm: bool | None = None
+    """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is that of the Triton kernels. null: in
+    each process that has it and finds equal bits at its start. true: a process without it does not start. false:
+    never."""
 
     @field_validator("router_replay", mode="before")
     @classmethod

@@ -61,8 +61,9 @@ def after_load_model(self: Any) -> None:
             if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
                 module.routed_scaling_factor = 1.0  # of the rounded sum of experts: it is in their probabilities
         choose_tiles(device)
-        if current.numerics.deepgemm:
-            current.without_deepgemm = allow_deepgemm(device)
+        if current.numerics.deepgemm is not False:
+            reason = allow_deepgemm(device)
+            current.without_deepgemm = reason if current.numerics.deepgemm else None
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     of_base = places(definition, current.numerics.rollout_spec) if current.waits else ()

@@ -151,6 +151,33 @@ def test_what_is_missing_is_named(monkeypatch, hopper):
     assert probe.allow_deepgemm(DEVICE) == "no DeepGEMM (the package sgl-deep-gemm)"
 
 
+@pytest.mark.slow
+def test_one_that_cannot_compile_is_an_obstacle_and_our_kernels_run_on(monkeypatch, hopper):
+    def compile_failed(*args: object) -> None:
+        raise RuntimeError("nvcc: not found\nin /opt")
+
+    stand_in = hopper(StandIn())
+    monkeypatch.setattr(stand_in, "dense", compile_failed)
+    hopper(stand_in)
+    with using("triton"):
+        assert probe.allow_deepgemm(DEVICE) == "DeepGEMM fails with RuntimeError: nvcc: not found"
+    assert deepgemm.product(*operands(8, 64, 256), torch.bfloat16, 1, None) is None
+
+
+def test_a_trainer_takes_it_where_it_can_unless_told_otherwise(monkeypatch):
+    from fp8rl.trainer import trainer
+
+    asked = []
+    monkeypatch.setattr(trainer, "choose_tiles", lambda device: None)
+    monkeypatch.setattr(trainer, "row_variant_ops", lambda device: [])
+    monkeypatch.setattr(trainer, "allow_deepgemm", lambda device: asked.append(device) or "no DeepGEMM")
+    trainer.check_row_invariance(deepgemm=None)
+    trainer.check_row_invariance(deepgemm=False)
+    assert len(asked) == 1
+    with pytest.raises(UserError, match="numerics.deepgemm"):
+        trainer.check_row_invariance(deepgemm=True)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have it")
 def test_a_trainer_that_cannot_have_it_says_so():
     from fp8rl.trainer.trainer import check_row_invariance
