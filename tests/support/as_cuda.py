@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _CUDA_ONLY = {
     *("sgl_kernel", "deep_gemm", "flashinfer", "flash_attn", "tilelang", "quack", "humming"),
@@ -68,6 +69,24 @@ class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+class OnCpu(TorchFunctionMode):
+    """Inside, tensors that are asked for on a GPU are the CPU's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        if func is torch.Tensor.to:
+            args = tuple(torch.device("cpu") if _is_gpu(each) else each for each in args)
+        return func(*args, **kwargs)
+
+
+def _is_gpu(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
 class _Stream:
     cuda_stream = 0
 
@@ -105,12 +124,18 @@ def pretend() -> None:
         "get_device_capability": (9, 0),
         "get_device_name": properties.name,
         "get_device_properties": properties,
+        "mem_get_info": (84 << 30, 85 << 30),
+        "synchronize": None,
+        "empty_cache": None,
+        "set_device": None,
         "_lazy_init": None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
     torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
     torch.version.cuda = "13.0"
+    # What SGLang compiles by itself would be compiled for the H100.
+    torch._dynamo.config.disable = True
     for name in [name for name in sys.modules if name.split(".")[0] in _CUDA_ONLY]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Packages())

@@ -132,9 +132,11 @@ def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
     return kernels
 
 
-def found_elsewhere(script: str) -> Any:
+def found_elsewhere(script: str, *arguments: str) -> Any:
     """What `script` prints last, as JSON, in a process whose kernels are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -1,8 +1,11 @@
-"""The hook table on SGLang's CUDA branches, where other functions stand under the same names."""
+"""The hook table on SGLang's CUDA branches, where other functions stand under the same names, and a forward there."""
+
+import json
 
 import pytest
 
 from tests.support.hopper import found_elsewhere
+from tests.support.paths import EXAMPLES
 
 HOOKS = """
 import json
@@ -40,3 +43,28 @@ def test_every_hook_finds_its_target_on_cuda() -> None:
         found["hooks"][f"exact fp8_block_pow2 {each}"] >= 30 for each in ("fp8", "bf16")
     )
     assert found["routers"] == ["biased_grouped_topk_gpu", "fused_topk"], "the functions of a GPU, under their names"
+
+
+FORWARDS = """
+import json, sys
+from pathlib import Path
+from tests.support.as_cuda import called, pretend
+pretend()
+from tests.support.cuda_forward import first_token
+names, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+found = {}
+for name in names:
+    called.clear()
+    token, expected = first_token(Path(name), folder)
+    found[name] = {"called": list(called), "token": token, "expected": expected}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_on_cuda_calls_no_kernel_of_sglangs_packages(tmp_path) -> None:
+    """Of a mixture of Qwen3's, of GLM-4.5 and of a DeepSeek: whatever computes is a hook, and answers as it should."""
+    names = [str(EXAMPLES / f"models/tiny_{name}") for name in ("qwen3_moe", "glm", "deepseek")]
+    found = found_elsewhere(FORWARDS, json.dumps(names), str(tmp_path))
+    assert {name: each["called"] for name, each in found.items()} == {name: [] for name in names}
+    assert all(each["token"] == each["expected"] for each in found.values()), found
