@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
 from fp8rl.diagnose.report import Remark
-from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
+from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, deepgemm_lacks, implementation_for
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -29,6 +29,7 @@ BLOCK_CUDA = (12, 9)
 
 _ALWAYS = ("torch", "megatron-core", "mbridge", "transformers", "sglang", "ray", "wandb")
 _WITH_GPU = ("triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
+_DEEPGEMM = "sgl-deep-gemm"
 _TE = ("transformer_engine", "transformer_engine_torch")
 _PATCHED = {"torch", "megatron-core", "sglang"}
 """Their inner workings are hooked or patched, so another version is refused; others may do."""
@@ -74,14 +75,21 @@ def _weakest(machine: Machine) -> InstalledGpu | None:
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 
 
-def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool) -> str:
-    gpu = _weakest(machine)
-    kernels = implementation_for(gpu.capability if gpu else None, spec) == "triton"
-    return (
-        "shared ops, Triton kernels" + ", FP8 products on DeepGEMM" * deepgemm * spec.quantized
-        if kernels
-        else "shared ops, torch" + ", emulated FP8" * spec.quantized
-    )
+_ON_DEEPGEMM = {
+    True: ", FP8 products on DeepGEMM",
+    None: ", FP8 products on DeepGEMM where its bits are theirs",
+    False: "",
+}
+"""By `numerics.deepgemm`."""
+
+
+def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool | None) -> str:
+    capability = gpu.capability if (gpu := _weakest(machine)) else None
+    if implementation_for(capability, spec) != "triton":
+        return "shared ops, torch" + ", emulated FP8" * spec.quantized
+    if deepgemm is None and deepgemm_lacks(capability, machine.libraries.get(_DEEPGEMM) is not None):
+        deepgemm = False
+    return "shared ops, Triton kernels" + _ON_DEEPGEMM[deepgemm] * spec.quantized
 
 
 def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:

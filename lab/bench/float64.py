@@ -136,7 +136,8 @@ class Float64:
         mixed, z, b, a = self._projected(name, x, keys, dk, each * dv, each)
         kernel = self.weights[f"{name}conv1d.weight"][:, 0]
         padded = F.pad(mixed.T, (kernel.shape[1] - 1, 0))
-        mixed = F.silu(sum(padded[:, i : i + len(x)] * kernel[:, i : i + 1] for i in range(kernel.shape[1]))).T
+        taps = [padded[:, i : i + len(x)] * kernel[:, i : i + 1] for i in range(kernel.shape[1])]
+        mixed = F.silu(torch.stack(taps).sum(0)).T
         q, k, v = mixed.split((keys * dk, keys * dk, values * dv), -1)
         q, k = (self._unit(y.reshape(-1, keys, dk)).repeat_interleave(each, 1) for y in (q, k))
         v = v.reshape(-1, values, dv)

@@ -121,8 +121,13 @@ def test_each_side_runs_its_own_precision() -> None:
 def test_an_h200_runs_exact_mode_on_our_kernels() -> None:
     found = judge(H200, numerics())
     assert found.ok and found.remarks == ()
-    shared = "shared ops, Triton kernels"
+    shared = "shared ops, Triton kernels, FP8 products on DeepGEMM where its bits are theirs"
     assert ops(found) == [("trainer", "cuda", shared), ("engine", "cuda", shared)]
+    without = judge(H200, dataclasses.replace(numerics(), deepgemm=False))
+    assert ops(without) == [
+        ("trainer", "cuda", "shared ops, Triton kernels"),
+        ("engine", "cuda", "shared ops, Triton kernels"),
+    ]
     assert found.sides[1].attention == "triton"
     can = found.features[0]
     assert len(found.features) == 8 and (can.fp8, can.blocks, can.mx) == (True, "native", False)
