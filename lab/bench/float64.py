@@ -49,13 +49,14 @@ def compared(name: str, path: Path, rows: list[dict[str, Any]], quantized: bool)
         what: AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         for what, dtype in (("transformers in BF16", torch.bfloat16), ("transformers in FP32", torch.float32))
     }
-    apart: dict[str, list[Tensor]] = {what: [] for what in (RECORDED, OF_FP8, *theirs)}
+    apart: dict[str, list[Tensor]] = {what: [] for what in (RECORDED, *([OF_FP8] if quantized else []), *theirs)}
     for row in rows:
         tokens = torch.tensor(row["prompt_ids"] + row["token_ids"])
         of_tokens = partial(logprobs, tokens=tokens, count=len(row["token_ids"]))
         unquantized, expected = of_tokens(plain(tokens)), of_tokens(own(tokens))
         apart[RECORDED].append((torch.tensor(row["rollout_logprobs"], dtype=torch.float64) - expected).abs())
-        apart[OF_FP8].append((expected - unquantized).abs())
+        if quantized:
+            apart[OF_FP8].append((expected - unquantized).abs())
         with torch.no_grad():
             for what, model in theirs.items():
                 apart[what].append((of_tokens(model(tokens[None]).logits[0].double()) - unquantized).abs())
