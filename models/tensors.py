@@ -71,6 +71,8 @@ class TensorRow:
     tied to the embedding."""
     served: torch.dtype = torch.bfloat16
     """The dtype in which the engine holds it where it is not quantized."""
+    trained: torch.dtype = torch.bfloat16
+    """The dtype in which the trainer holds it, and a model is written."""
     adapts: str | None = None
     """Of an adapter's tensor: the weight that it stands beside, or the first of those that share it."""
     parts: tuple[int, ...] = ()

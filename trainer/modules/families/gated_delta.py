@@ -85,7 +85,7 @@ class GatedNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size)
+        self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size, torch.float32)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """[T, heads * value] -> the same"""
@@ -121,7 +121,8 @@ class NativeNorm(GatedNorm):
     """torch's norm, and the gate as Megatron has it."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        normed = F.rms_norm(x.unflatten(1, (-1, len(self.weight))), self.weight.shape, self.weight, self.eps)
+        heads = x.unflatten(1, (-1, len(self.weight))).float()
+        normed = F.rms_norm(heads, self.weight.shape, self.weight, self.eps).to(x.dtype)
         return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
 
 
@@ -151,8 +152,8 @@ class GatedDeltaNet(MegatronModule):
         for product in (self.in_proj, self.gate_proj):
             setattr(product, SIZES, sizes)
         self.conv1d = conv(config, sizes, ranks)
-        self.A_log = _split(config, sizes.value_heads // ranks)
-        self.dt_bias = _split(config, sizes.value_heads // ranks)
+        self.A_log = _split(config, sizes.value_heads // ranks, dtype=torch.float32)
+        self.dt_bias = _split(config, sizes.value_heads // ranks, dtype=torch.float32)
         self.core_attention = rule(sizes)
         self.out_norm = out_norm(config, sizes.value_dim)
         self.out_proj = self._product(out_proj, sizes.values, config.hidden_size, input_is_parallel=True)
@@ -217,9 +218,10 @@ class GatedDeltaNet(MegatronModule):
         return sharded
 
 
-def _split(config: TransformerConfig, *shape: int) -> nn.Parameter:
+def _split(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A parameter of this rank's heads."""
-    parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    device = torch.cuda.current_device()
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))
     tag_split(parameter, 0)
     return parameter
 
