@@ -116,6 +116,7 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
     into: dict[str, Any] = {"op": "in_proj", "engine": "in_proj_qkvz", "split": 0, "megatron": "in_proj"}
     gates: dict[str, Any] = {"op": "gates", "engine": "in_proj_ba", "split": 0, "megatron": "gate_proj", "kind": None}
+    gates["small"] = True
     if own.joined:
         yield at.product(own.kind, (2 * (own.keys + own.values), hidden), kind=own.kind, **into)
         yield at.product("in_proj_ba", (2 * own.value_heads, hidden), **gates)

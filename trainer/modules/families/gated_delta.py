@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ, GatedDelta
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
-from fp8rl.trainer.modules.exact import PlainColumnLinear
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 from fp8rl.trainer.step.microbatches import PackedRows
@@ -135,7 +134,7 @@ class GatedDeltaNet(MegatronModule):
         *,
         sizes: GatedDelta,
         in_proj: ModuleSpec,
-        gate_proj: type[nn.Module],
+        gate_proj: ModuleSpec | type[nn.Module],
         out_proj: ModuleSpec,
         conv: type[ShortConv],
         rule: type[DeltaRule],
@@ -148,7 +147,8 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.tp_group.size()
         self.in_proj = self._product(in_proj, config.hidden_size, 2 * (sizes.keys + sizes.values), gather_output=False)
         self.gate_proj = self._product(gate_proj, config.hidden_size, 2 * sizes.value_heads, gather_output=False)
-        tag_split(self.gate_proj.get_parameter("weight"), 0)
+        if not hasattr(weight := self.gate_proj.get_parameter("weight"), "tensor_model_parallel"):
+            tag_split(weight, 0)  # which Megatron's own class leaves out
         for product in (self.in_proj, self.gate_proj):
             setattr(product, SIZES, sizes)
         self.conv1d = conv(config, sizes, ranks)
@@ -229,8 +229,12 @@ def _split(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = N
 def _layer(**classes: type[nn.Module]) -> Callable[[Layer], Fields]:
     def fields(layer: Layer) -> Fields:
         modules, own = layer.modules, layer.sizes.of(GatedDelta)
-        products = {"in_proj": modules.column_linear(own.kind), "out_proj": modules.row_linear("out_proj")}
-        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **products, **classes})
+        products = {
+            "in_proj": modules.column_linear(own.kind),
+            "gate_proj": modules.column_linear(None),
+            "out_proj": modules.row_linear("out_proj"),
+        }
+        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **(products | classes)})
         return {"input_layernorm": modules.norm, "self_attention": net}
 
     return fields
@@ -274,7 +278,7 @@ FAMILY = MegatronFamily(
         GATED_NORM: MegatronSide(_rows, constants=epsilon),
     },
     layer={
-        "exact": _layer(gate_proj=PlainColumnLinear, conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
+        "exact": _layer(conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
         "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
     },
     config=_config,
