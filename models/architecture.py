@@ -170,8 +170,10 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     if (architecture := known.get(name) or wholes.get(name)) is None:
         raise config.refusal("architectures", name, choice, _HOW_TO_ADD)
     whole = architecture.whole if name in wholes else None
+    pictures: tuple[int, ...] = ()
     if whole is not None:
         config.expect("model_type", whole.model_type, f"as for {name}")
+        pictures = tuple(config.count(key) for key in whole.pictures if config.count(key))
         config = config.inner(whole.text, whole.shared)
     if config.model_type() in architecture.aliases:
         config.refuse_unknown_alias(architecture.model_type)
@@ -184,7 +186,7 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
         expected = f"at most {MOST_EXPERTS} layers, or experts in all of them"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)
     if whole is not None:
-        sizes = replace(sizes, kept=(*sizes.kept, *whole.towers), tower=whole.name)
+        sizes = replace(sizes, kept=(*sizes.kept, *whole.towers), tower=whole.name, picture_tokens=pictures)
     return Model(architecture, sizes)
 
 

@@ -22,6 +22,8 @@ class Whole:
     """The key of config.json under which the text's stands."""
     shared: tuple[str, ...] = ("tie_word_embeddings", "quantization_config")
     """Keys beside it that mean the text, too."""
+    pictures: tuple[str, ...] = ("image_token_id", "video_token_id")
+    """Keys beside it of tokens that stand for parts of a picture."""
     prefix: str = "model.language_model."
     """What names of the text begin with, where those of the table begin with `model.`"""
     towers: tuple[str, ...] = ("model.visual.",)

@@ -62,6 +62,8 @@ def check_stored(
             raise _unexpected(key, name, found[name], model)
     if coded:
         say(how_dequantized(coded, files))
+        if other := _other_choice(set(coded), model):
+            say(other)
     if model.sizes.tower:
         say(_of_tower(path, files, model))
     if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
@@ -99,6 +101,15 @@ def read_tensors(path: Path, names: Collection[str], key: str = "model.path") ->
 def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of draft layers and whatever else is only kept; in BF16 where the files have FP8."""
     return _tensors(path, key, model.sizes.keeps)
+
+
+def _other_choice(coded: set[str], model: Model) -> str:
+    """Say how the matrices in FP8 differ from those that a spec can quantize; empty: they do not."""
+    may = {row.name for row in model.tensors.rows.values() if row.product and row.kind is not None}
+    never, plain = (coded & model.tensors.rows.keys()) - may, may - coded
+    found = [(plain, "in BF16 which specs here can quantize"), (never, "in FP8 which no spec here quantizes")]
+    said = [f"{len(names)} {what}, such as {min(names)}" for names, what in found if names]
+    return f"the model has matrices {', and '.join(said)}: the run's spec decides on both sides" if said else ""
 
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:

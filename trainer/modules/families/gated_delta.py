@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ, GatedDelta
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
+from fp8rl.numerics.config import Mode
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 from fp8rl.trainer.step.microbatches import PackedRows
@@ -246,6 +247,11 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     return {"linear_attention_freq": [int(layer in linear) for layer in range(sizes.layers)]}
 
 
+def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
+    """`A_log`, `dt_bias` and the norm with the gates are FP32, and so their gradients and what ranks gather."""
+    return dict.fromkeys(("gain.weight", "gradient.weight"), "bf16|fp32") | {"wire.weights": "bf16|fp32|{gather}"}
+
+
 def _in_proj(call: Call) -> tuple[Tensor, ...]:
     """Return channels in the order of checkpoints, all queries first, and z."""
     sizes = call[0].sizes
@@ -282,4 +288,5 @@ FAMILY = MegatronFamily(
         "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
     },
     config=_config,
+    own_formats=_own_formats,
 )
