@@ -13,5 +13,6 @@ from fp8rl.models.architecture import (
     read_model,
     read_shape,
     register,
+    text_config,
 )
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes

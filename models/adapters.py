@@ -28,7 +28,8 @@ class AdapterSection(Section):
     # Strictness would refuse the list that YAML gives.
     targets: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all"
     """Matrices that get an adapter, by the last part of their names in the checkpoint (`q_proj`, ...); `all`: every
-    product of attention, MLPs and experts. Routers, embedding and output projection get none."""
+    product of attention (the gates of linear attention among them), MLPs and experts. Routers, embedding and output
+    projection get none."""
     experts: Literal["per_expert", "shared", "none"] = "per_expert"
     """Adapters of the experts' matrices: one for each expert, one for all experts of a layer, or none."""
     mode: Literal["separate", "merged"] = "separate"
@@ -46,7 +47,7 @@ class AdapterSection(Section):
 
     def adapts(self, row: TensorRow) -> bool:
         """Return whether the matrix of a row gets an adapter, or shares one."""
-        if not row.product or row.kind is None or (row.expert is not None and self.experts == "none"):
+        if not row.adaptable or (row.expert is not None and self.experts == "none"):
             return False
         return self.targets == "all" or matrix(row) in self.targets
 
@@ -107,7 +108,7 @@ def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
     Raises:
         UserError: a target that the model does not have, none that gets an adapter, or a rank above a matrix's width.
     """
-    held = [row for row in rows if row.product and row.kind is not None]
+    held = [row for row in rows if row.adaptable]
     names = list(dict.fromkeys(matrix(row) for row in held))
     adapted = [row for row in held if config.adapts(row)]
     if config.targets != "all" and (unknown := [name for name in config.targets if name not in names]):
@@ -124,8 +125,9 @@ def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
             expected="at least one that has",
             remedy="Set adapter.experts=per_expert, or name other targets.",
         )
-    narrowest = min(adapted, key=lambda row: min(row.shape))
-    if config.rank > min(narrowest.shape):
+    # A small product, with a row for each head, may have less of them than the rank.
+    narrowest = min((row for row in adapted if not row.small), key=lambda row: min(row.shape), default=None)
+    if narrowest is not None and config.rank > min(narrowest.shape):
         raise user_error(
             "adapter.rank",
             found=config.rank,

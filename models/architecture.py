@@ -19,6 +19,7 @@ from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.models.trace import Forward
+from fp8rl.models.whole import Whole
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import module_of_file
 from fp8rl.numerics.spec import ALL, QuantSpec
@@ -37,11 +38,6 @@ CACHE_SCALES = frozenset({"k_scale", "v_scale"})
 _HOW_TO_ADD = (
     "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
     "says what stands in it."
-)
-_WITH_PICTURES, _TEXT_ALONE = "ForConditionalGeneration", "ForCausalLM"
-_SAVE_TEXT = (
-    "It has a tower for pictures, which nothing here trains. Save the model of its text with transformers: "
-    "AutoModelForCausalLM.from_pretrained(FROM, dtype='bfloat16').save_pretrained(TO), and the tokenizer beside it."
 )
 
 
@@ -65,6 +61,8 @@ class Architecture:
     """Return a config.json as SGLang reads it."""
     aliases: tuple[str, ...] = ()
     """Other words for `model_type`, which older versions of transformers do not know."""
+    whole: Whole | None = None
+    """Of a model of text: the checkpoints that have a tower beside it."""
 
     @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
@@ -166,12 +164,17 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     """
     config = ConfigFile.read(Path(path), key)
     known = architectures()
-    choice = " or ".join(known)
+    wholes = {each.whole.name: each for each in known.values() if each.whole is not None}
+    choice = " or ".join((*known, *wholes))
     name = config.architecture(choice)
-    if name not in known:
-        text = name.replace(_WITH_PICTURES, _TEXT_ALONE)
-        raise config.refusal("architectures", name, choice, _SAVE_TEXT if text in known else _HOW_TO_ADD)
-    architecture = known[name]
+    if (architecture := known.get(name) or wholes.get(name)) is None:
+        raise config.refusal("architectures", name, choice, _HOW_TO_ADD)
+    whole = architecture.whole if name in wholes else None
+    pictures: tuple[int, ...] = ()
+    if whole is not None:
+        config.expect("model_type", whole.model_type, f"as for {name}")
+        pictures = tuple(config.count(key) for key in whole.pictures if config.count(key))
+        config = config.inner(whole.text, whole.shared)
     if config.model_type() in architecture.aliases:
         config.refuse_unknown_alias(architecture.model_type)
     else:
@@ -182,7 +185,25 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     if sizes.layers * max(1, sizes.experts) > MOST_EXPERTS:
         expected = f"at most {MOST_EXPERTS} layers, or experts in all of them"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)
+    if whole is not None:
+        sizes = replace(sizes, kept=(*sizes.kept, *whole.towers), tower=whole.name, picture_tokens=pictures)
     return Model(architecture, sizes)
+
+
+def whole_of(path: Path, key: str = "model.path") -> Whole | None:
+    """Return how a directory's checkpoint has the model of text within it; None: it is that model."""
+    model = read_model(path, key, served=True)
+    return model.architecture.whole if model.sizes.tower else None
+
+
+def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
+    """Return the config.json of a directory's model of text, with the names by which it is known alone."""
+    config, model = ConfigFile.read(path, key), read_model(path, key, served=True)
+    if not model.sizes.tower or (whole := model.architecture.whole) is None:
+        return config.values
+    alone = {"architectures": [model.architecture.name], "model_type": model.architecture.model_type}
+    kept = {name: config.values[name] for name in ("dtype", "torch_dtype") if name in config.values}
+    return kept | config.inner(whole.text, whole.shared).values | alone
 
 
 def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:

@@ -51,6 +51,23 @@ class ConfigFile:
             )
         return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
+    def inner(self, name: str, with_keys: Collection[str]) -> ConfigFile:
+        """Return the configuration of a model that this one has within it, with these keys of the whole, which must
+        agree where both have them."""
+        values = self._values.get(name)
+        if not isinstance(values, dict):
+            raise self.refusal(name, values, "the configuration of its model of text, a JSON object")
+        shared = {key: self._values[key] for key in with_keys if self._values.get(key) is not None}
+        for key, value in shared.items():
+            if values.get(key) not in (None, value):
+                raise self.refusal(f"{name}.{key}", values[key], f"{value}, as beside {name}", "Make them equal.")
+        return ConfigFile(values | shared, Path(f"{name} of {self._path}"), self._key)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return what the file has."""
+        return dict(self._values)
+
     def refusal(self, name: str, found: object, expected: str, remedy: str = "Restore the file.") -> UserError:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
 

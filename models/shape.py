@@ -12,6 +12,8 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Literal
 
+import torch
+
 from fp8rl.models.families import Activations, Family, families_of_layer
 from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.sizes import ModelSizes
@@ -22,7 +24,7 @@ Share = Literal["split", "experts", "replicated"]
 """How the ranks of a pipeline stage share a weight: `split` over tensor-parallel ranks; `experts`: whole ones, spread
 over expert-parallel ranks; `replicated`: each has it."""
 
-BF16_BYTES = 2
+BF16_BYTES, FP32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class WeightGroup:
     """It is the same tensor as another one, which only a last pipeline stage of its own holds again."""
     trained: bool = True
     """It is a parameter; the others are FP32 buffers."""
+    fp32: bool = False
+    """It is a parameter in FP32 on both sides."""
 
     @property
     def size(self) -> int:
@@ -194,6 +198,7 @@ def _groups(
             by_heads=row.megatron.layout == "heads",
             tied=tied,
             trained=not row.megatron.buffer,
+            fp32=row.trained == torch.float32,
         )
 
 

@@ -71,6 +71,10 @@ class ModelSizes:
     """Beginnings of names of tensors that nothing here reads and that are written back as they are."""
     kept_in_layers: tuple[str, ...] = ()
     """The same of tensors within a layer, where names begin behind its number: `.self_attn.indexer.`"""
+    tower: str = ""
+    """The architecture of a checkpoint that has a tower for pictures beside this model of text, which is only kept."""
+    picture_tokens: tuple[int, ...] = ()
+    """Those that stand for parts of a picture, in such a checkpoint."""
     draft_layers: int = 0
     """Layers behind the last one that predict further tokens, which nothing here trains or serves."""
     limit: str = "max_position_embeddings"

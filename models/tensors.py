@@ -64,6 +64,8 @@ class TensorRow:
     """Module kind (`Architecture.kinds`) by which a quantization spec decides about it; None: no spec quantizes it."""
     product: bool = False
     """It is the weight of a matrix product, quantized or not."""
+    small: bool = False
+    """Of a product that no spec quantizes: an adapter may stand beside it all the same."""
     engine: Location
     megatron: Location
     copies: tuple[str, ...] = ()
@@ -71,10 +73,17 @@ class TensorRow:
     tied to the embedding."""
     served: torch.dtype = torch.bfloat16
     """The dtype in which the engine holds it where it is not quantized."""
+    trained: torch.dtype = torch.bfloat16
+    """The dtype in which the trainer holds it, and a model is written."""
     adapts: str | None = None
     """Of an adapter's tensor: the weight that it stands beside, or the first of those that share it."""
     parts: tuple[int, ...] = ()
     """Rows of the matrices that it has end to end, each of which ranks share by itself; (): it is one matrix."""
+
+    @property
+    def adaptable(self) -> bool:
+        """Return whether an adapter may stand beside it."""
+        return self.product and (self.kind is not None or self.small)
 
     def split(self, tensor: Tensor, ranks: int) -> Sequence[Tensor]:
         """Cut the tensor, or its scales, into what each of `ranks` holds that share its rows."""

@@ -85,10 +85,15 @@ def state_bytes(
     if shape.adapters:
         if base:
             frozen_ones = _of_stage(shape, config, numerics.trainer_spec, at.pp_rank)
-            kept = sum(each.elements * each.count * BF16 for each in frozen_ones if each.stands_otherwise(config.tp))
+            kept = sum(
+                each.elements * each.count * (FP32 if each.weight.fp32 else BF16)
+                for each in frozen_ones
+                if each.stands_otherwise(config.tp)
+            )
             found["dense"] += StateBytes(parameters=kept)
         for buffer in () if base else trained:
-            frozen = StateBytes(parameters=buffer.elements * BF16 + buffer.scales, operands=buffer.operands)
+            each = FP32 if buffer.fp32 else BF16
+            frozen = StateBytes(parameters=buffer.elements * each + buffer.scales, operands=buffer.operands)
             found["experts" if buffer.experts else "dense"] += frozen
         trained = list(_of_adapters(shape, config, at.pp_rank))
     for buffer in trained:
@@ -107,6 +112,8 @@ class Buffer:
     """Of its parameters."""
     fp8: bool = False
     """They are FP8, with codes both ways."""
+    fp32: bool = False
+    """They are FP32, and their own masters."""
     operands: int = 0
     """Bytes of operands kept beside."""
     scales: int = 0
@@ -122,13 +129,15 @@ def buffers(shape: Shape, config: TrainerSection, spec: QuantSpec, storage: Stor
     held = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
         mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]
-        for fp8 in (False, True):
-            own = [each for each in mine if (each.quantized and storage == "transformer_engine") is fp8]
+        for fp8, fp32 in ((False, False), (True, False), (False, True)):
+            as_fp8 = [each for each in mine if (each.quantized and storage == "transformer_engine") is fp8]
+            own = [each for each in as_fp8 if each.weight.fp32 is fp32]
             if own:
                 yield Buffer(
                     experts,
                     sum(-(-each.elements // _PARAMETER) * _PARAMETER * each.count for each in own),
                     fp8,
+                    fp32,
                     operands=0 if fp8 else sum(each.operand_bytes(spec.weight, storage) for each in own),
                     scales=sum(2 * each.scale_bytes(spec.weight) for each in own) if fp8 else 0,
                 )
@@ -216,12 +225,12 @@ def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) ->
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))
-    each = 2 if buffer.fp8 else BF16  # codes and their transpose, or BF16
+    each = FP32 if buffer.fp32 else 2 if buffer.fp8 else BF16  # codes and their transpose, or BF16
     return StateBytes(
         parameters=buffer.elements * each + buffer.scales,
         operands=buffer.operands,
         gradients=buffer.elements * FP32,
-        masters=0 if moment_bytes is None else mine * FP32,
+        masters=0 if moment_bytes is None or buffer.fp32 else mine * FP32,
         moments=mine * 2 * (moment_bytes or 0),
         padding=(padded - buffer.elements) * (each + FP32),
     )

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8rl.models import Model, read_model
+from fp8rl.models import Model, read_model, text_config
 from fp8rl.models.checkpoint.peft import pair_of, read_adapter, read_config
 from fp8rl.models.checkpoint.reading import kept_tensors, starting_weights
 from fp8rl.models.checkpoint.writing import INDEX, write_directory
-from fp8rl.models.shape import BF16_BYTES, Shape, WeightGroup
+from fp8rl.models.shape import BF16_BYTES, FP32_BYTES, Shape, WeightGroup
 from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.memory import shards
@@ -99,7 +99,7 @@ def _quantized(
 
 ADAPTER = "--adapter"
 """The name of a merged adapter in messages."""
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_COPIED, _OF_PICTURES = ("*.json", "*.jinja", "*.txt", "*.model"), "*processor_config.json"
 
 
 def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
@@ -190,12 +190,12 @@ def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor
 
 
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
+    model = read_model(source)
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.name != INDEX:
+            if file.name != INDEX and not (model.sizes.tower and file.match(_OF_PICTURES)):
                 (partial / file.name).write_bytes(read_bytes(file, "model.path", "a file to copy"))
-    model = read_model(source)
-    config = model.architecture.engine_config(json.loads((partial / "config.json").read_text()), model.sizes)
+    config = model.architecture.engine_config(text_config(source), model.sizes)
     config.pop("quantization_config", None)
     if spec.quantized:
         config["quantization_config"] = quantization_config(spec, model)
@@ -209,8 +209,8 @@ def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
     """Return the bytes that one rank of an engine holds of the weights under `spec`; with one rank, those that a sync
     sends.
 
-    A quantized weight has one byte an element and a scale per block, any other two bytes. Ranks share dense products
-    and experts; each of them has the rest whole.
+    A quantized weight has one byte an element and a scale per block, any other two bytes, or four in FP32. Ranks share
+    dense products and experts; each of them has the rest whole.
     """
     return sum(
         weight_bytes(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)
@@ -222,7 +222,7 @@ def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
 def weight_bytes(shape: Shape, weight: WeightGroup, spec: QuantSpec) -> int:
     """Return the bytes of one group of weights, as an engine holds them under `spec`."""
     quantized = weight.copies * len(shape.quantized_layers(weight, spec))
-    plain = (weight.count - quantized) * weight.size * BF16_BYTES
+    plain = (weight.count - quantized) * weight.size * (FP32_BYTES if weight.fp32 else BF16_BYTES)
     if not quantized:
         return plain
     pieces = weight.pieces or (weight.rows,)  # the tensors that the checkpoint has of it

@@ -57,6 +57,8 @@ class Plan(Report):
     """A layout on as few GPUs as leave that much; None: no number of them does."""
     fewest_apart: bool
     """Engines need GPUs of their own for that, or there are none."""
+    tower: str
+    """The architecture of a checkpoint that has a tower for pictures beside the text, which takes no GPU memory."""
     assumed: str
     """Assumptions about a model without a spec."""
     keys: tuple[str, ...] | None
@@ -228,6 +230,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
         needed_slack=SLACK * gpu.memory,
         fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
         fewest_apart=fewest is None,
+        tower=subject.shape.sizes.tower,
         assumed=subject.assumed,
         keys=None,
         searched=False,

@@ -39,6 +39,8 @@ def rendered(plan: Plan) -> RenderableType:
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
         f"{job.micro_batch:,}{engines}",
     ]
+    if plan.tower:
+        model += [f"  the text of a {plan.tower}: its tower for pictures stays on disk, and is written back as it is"]
     model += [f"  {plan.assumed}"] if plan.assumed else []
     return Group(
         graded(end, grade),

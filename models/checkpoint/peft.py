@@ -173,7 +173,7 @@ def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[
 
 
 def _weights(model: Model) -> Iterator[TensorRow]:
-    return (row for row in model.tensors.rows.values() if row.product and row.kind is not None and row.adapts is None)
+    return (row for row in model.tensors.rows.values() if row.adaptable)
 
 
 def _key(row: TensorRow, letter: str) -> str:

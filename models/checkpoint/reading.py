@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.architecture import Model
-from fp8rl.models.checkpoint.writing import INDEX, open_tensors
-from fp8rl.models.tensors import FP8_BLOCK, SCALE_SUFFIX
+from fp8rl.models.architecture import Model, whole_of
+from fp8rl.models.checkpoint.stored import CODES, WeightFiles, check_scales, how_dequantized, is_scales
+from fp8rl.models.checkpoint.writing import INDEX
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parsed
 
@@ -41,7 +42,7 @@ def check_stored(
     found: dict[str, tuple[int, ...]] = {}
     coded: list[str] = []
     paths = weight_files(path, key)
-    files = WeightFiles(paths, key)
+    files = WeightFiles(paths, key, whole_of(path, key))
     for name, file in files.where.items():
         found[name], dtype = files.described(name)
         if dtype == CODES:
@@ -61,6 +62,10 @@ def check_stored(
             raise _unexpected(key, name, found[name], model)
     if coded:
         say(how_dequantized(coded, files))
+        if other := _other_choice(set(coded), model):
+            say(other)
+    if model.sizes.tower:
+        say(_of_tower(path, files, model))
     if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
         for name, tensor in stored_tensors(path, model, key):
             check_finite(name, tensor, key)
@@ -89,7 +94,7 @@ def starting_weights(
 
 def read_tensors(path: Path, names: Collection[str], key: str = "model.path") -> dict[str, Tensor]:
     """These tensors, by name; in BF16 where the files have FP8."""
-    files = WeightFiles(weight_files(path, key), key)
+    files = stored_files(path, key)
     return {name: files.read(name) for name in names}
 
 
@@ -98,8 +103,33 @@ def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[
     return _tensors(path, key, model.sizes.keeps)
 
 
+def _other_choice(coded: set[str], model: Model) -> str:
+    """Say how the matrices in FP8 differ from those that a spec can quantize; empty: they do not."""
+    may = {row.name for row in model.tensors.rows.values() if row.product and row.kind is not None}
+    never, plain = (coded & model.tensors.rows.keys()) - may, may - coded
+    found = [(plain, "in BF16 which specs here can quantize"), (never, "in FP8 which no spec here quantizes")]
+    said = [f"{len(names)} {what}, such as {min(names)}" for names, what in found if names]
+    return f"the model has matrices {', and '.join(said)}: the run's spec decides on both sides" if said else ""
+
+
+def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
+    """Open the files of a directory, by the names of the table of its model."""
+    return WeightFiles(weight_files(path, key), key, whole_of(path, key))
+
+
+def _of_tower(path: Path, files: WeightFiles, model: Model) -> str:
+    """Say what is beside a model of text."""
+    whole = model.architecture.whole
+    shapes = [files.described(name)[0] for name in files.where if whole and name.startswith(whole.towers)]
+    numbers = sum(map(math.prod, shapes))
+    return (
+        f"{path} is a {model.sizes.tower}: its text is trained and served. Nothing reads its tower for pictures "
+        f"({len(shapes)} tensors, {numbers:,} numbers), and a model that a run writes has it as it is"
+    )
+
+
 def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    files = WeightFiles(weight_files(path, key), key)
+    files = stored_files(path, key)
     for name in files.where:
         if wanted(name) and not is_scales(name, files):
             yield name, files.read(name)
@@ -202,82 +232,3 @@ def _refusal(key: str, name: str, found: str, expected: str) -> UserError:
         remedy="The weights are those of another architecture: put the config.json and the weights of one model into "
         "the directory.",
     )
-
-
-# Weights that are published in FP8: codes times scales.
-#
-# A checkpoint such as DeepSeek-V3's has a weight's codes under its name, and beside them FP32 scales, one for each
-# block of 128 x 128, under the name with `_scale_inv` behind it, perhaps in another file. Both sides start from the
-# products in BF16, and quantize them anew by the run's quantization spec. A code times a power of two is a BF16 number,
-# any other product is rounded to one.
-
-CODES = "F8_E4M3"
-"""safetensors' name of what the codes are in."""
-
-
-class WeightFiles:
-    """The tensors of safetensors files by name, whichever file they are in. Files stay open until this is forgotten.
-
-    Raises:
-        UserError: when it is made, for a file that is missing or broken; the message speaks of it as `key`.
-    """
-
-    def __init__(self, files: Iterable[Path], key: str) -> None:
-        self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
-        self.where = {name: file for file, held in self._open.items() for name in held.keys()}
-        """The file of each tensor, in the files' order."""
-
-    def described(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors' dtype of a tensor, by its file's header."""
-        held = self._open[self.where[name]].get_slice(name)
-        return tuple(held.get_shape()), held.get_dtype()
-
-    def read(self, name: str) -> Tensor:
-        """A tensor as it is, or BF16 if it is in FP8."""
-        tensor = self._read(name)
-        return dequantized(tensor, self._read(name + SCALE_SUFFIX)) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-    def loses_nothing(self, name: str) -> bool:
-        """Return whether all scales of a weight in FP8 are powers of two."""
-        significand, _ = torch.frexp(self._read(name + SCALE_SUFFIX).float())
-        return bool((significand == 0.5).all())
-
-    def _read(self, name: str) -> Tensor:
-        tensor: Tensor = self._open[self.where[name]].get_tensor(name)
-        return tensor
-
-
-def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes E4M3 [N, K], scales [ceil(N / 128), ceil(K / 128)] -> BF16 [N, K], multiplied in FP32."""
-    rows, columns = codes.shape
-    each = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return (codes.float() * each).bfloat16()
-
-
-def is_scales(name: str, files: WeightFiles) -> bool:
-    """Return whether a tensor is the scales of a weight in FP8."""
-    weight = name.removesuffix(SCALE_SUFFIX)
-    return weight != name and weight in files.where and files.described(weight)[1] == CODES
-
-
-def check_scales(name: str, files: WeightFiles, key: str) -> None:
-    """Check that a weight in FP8 has a scale for each of its blocks. Raises `UserError`."""
-    (shape, _), scales = files.described(name), name + SCALE_SUFFIX
-    expected = [-(-size // FP8_BLOCK) for size in shape]
-    found = list(files.described(scales)[0]) if scales in files.where else None
-    if len(shape) != 2 or found != expected:
-        raise user_error(
-            f"{key}: {name}",
-            found=f"{CODES} of shape {list(shape)} with scales of shape {found}",
-            expected=f"scales of shape {expected}, one for each block of {FP8_BLOCK} x {FP8_BLOCK}",
-            remedy="Use the BF16 checkpoint of this model.",
-        )
-
-
-def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
-    """Return what becomes of the values of these weights in FP8, in words."""
-    lossless = [files.loses_nothing(name) for name in names]
-    text = f"{len(lossless)} weights of the model are in FP8, and both sides start from them in BF16: "
-    if all(lossless):
-        return text + "their scales are powers of two, so that no value changes"
-    return text + f"values of {lossless.count(False)} are rounded, whose scales are no powers of two"

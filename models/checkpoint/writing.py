@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8rl.models.whole import Piece
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import publish_directory, room_for
 from fp8rl.numerics.core.memory import shards
@@ -67,20 +70,28 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(written)
 
 
-def write_directory(path: Path, tensors: Iterable[tuple[str, Tensor]], describe: Callable[[Path], object]) -> None:
+def write_directory(
+    path: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    describe: Callable[[Path], object],
+    pieces: Mapping[str, Piece] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Write the files of a model: what `describe` puts into the directory, and the tensors of all ranks.
 
     All ranks take part. `path` appears whole or not at all, in place of what stood there.
-    tensors: (HF name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone.
+    tensors: (name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone. pieces: where tensors
+    are to stand; those that are parts of one are in `dtype`. Others stand under their names.
 
     Raises on all ranks what one of them raises.
     """
     partial = path.with_name(f".{path.name}.partial")
     first = rank() == 0
+    stacks = Stacks(partial, pieces or {}, dtype)
     try:
         with room_for(path):
-            together(lambda: _begin(partial, describe) if first else None)
-            written = together(lambda: _write(tensors, partial))
+            together(lambda: _begin(partial, describe, stacks) if first else None)
+            written = together(lambda: _write(tensors, partial, stacks))
             together(lambda: _finish(partial, path, written) if first else None)
     except BaseException:
         if first:
@@ -90,27 +101,31 @@ def write_directory(path: Path, tensors: Iterable[tuple[str, Tensor]], describe:
         exhaust(tensors)
 
 
-def _begin(partial: Path, describe: Callable[[Path], object]) -> None:
+def _begin(partial: Path, describe: Callable[[Path], object], stacks: Stacks) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     describe(partial)
+    stacks.allocate()
 
 
-def _write(tensors: Iterable[tuple[str, Tensor]], partial: Path) -> Written:
+def _write(tensors: Iterable[tuple[str, Tensor]], partial: Path, stacks: Stacks) -> Written:
     written: Written = {}
     try:
-        for index, shard in enumerate(shards(tensors, _SHARD_BYTES)):
+        for index, shard in enumerate(shards(stacks.take(tensors), _SHARD_BYTES)):
             file = f"{rank():05d}-{index:05d}.safetensors"
             write_tensors(partial / file, {name: tensor.cpu().contiguous() for name, tensor in shard}, {"format": "pt"})
             written |= {name: (file, tensor.nbytes) for name, tensor in shard}
     finally:
         exhaust(tensors)
-    return written
+    return written | stacks.written
 
 
 def _finish(partial: Path, path: Path, written: list[Written]) -> None:
     """Give the files the names by which they are looked for, and publish."""
-    where = {name: held for part in written for name, held in part.items()}
+    where: Written = {}
+    for part in written:
+        for name, (file, size) in part.items():  # ranks have written parts of the same
+            where[name] = file, size + where.get(name, (file, 0))[1]
     files = sorted({file for file, _ in where.values()})
     names = {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
     if len(files) == 1:
@@ -124,3 +139,49 @@ def _finish(partial: Path, path: Path, written: list[Written]) -> None:
     for file, name in names.items():
         os.replace(partial / file, partial / name)
     publish_directory(partial, path)
+
+
+class Stacks:
+    """Tensors that several ranks write together, each its experts: files of their size, and the place of each part."""
+
+    def __init__(self, folder: Path, pieces: Mapping[str, Piece], dtype: torch.dtype) -> None:
+        self._folder, self._pieces, self._dtype = folder, pieces, dtype
+        self._shapes = {piece.name: piece.of for piece in pieces.values() if piece.of}
+        self._files = {name: f"stacked-{number:05d}.safetensors" for number, name in enumerate(self._shapes)}
+        self.written: Written = {}
+        """The file of each, and the bytes that this rank has written of it."""
+
+    def allocate(self) -> None:
+        """Make the files, of zeros."""
+        for name, file in self._files.items():
+            with (self._folder / file).open("wb") as made:
+                header = self._header(name)
+                made.write(len(header).to_bytes(8, "little") + header)
+                made.truncate(made.tell() + self._bytes(name))
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Write the parts among these tensors to their places, and yield all others by the names of the files."""
+        for name, tensor in tensors:
+            piece = self._pieces.get(name, Piece(name))
+            if piece.of:
+                self._put(piece, tensor)
+            else:
+                yield piece.name, tensor
+
+    def _put(self, piece: Piece, tensor: Tensor) -> None:
+        if tuple(tensor.shape) != piece.shape:
+            raise ValueError(f"{piece.name}: found a part of shape {list(tensor.shape)}, expected {list(piece.shape)}")
+        part, file = tensor.detach().to("cpu", self._dtype).contiguous(), self._files[piece.name]
+        with (self._folder / file).open("r+b") as held:
+            held.seek(8 + len(self._header(piece.name)) + piece.start * self._dtype.itemsize)
+            held.write(part.view(torch.uint8).numpy().data)
+        self.written[piece.name] = file, part.nbytes + self.written.get(piece.name, (file, 0))[1]
+
+    def _header(self, name: str) -> bytes:
+        kind = {torch.bfloat16: "BF16", torch.float32: "F32"}[self._dtype]
+        tensor = {"dtype": kind, "shape": list(self._shapes[name]), "data_offsets": [0, self._bytes(name)]}
+        text = json.dumps({"__metadata__": {"format": "pt"}, name: tensor}, separators=(",", ":")).encode()
+        return text.ljust(-(-len(text) // 8) * 8)
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * self._dtype.itemsize

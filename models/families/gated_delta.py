@@ -2,7 +2,8 @@
 
 A layer has one product into queries, keys, values and the gates z of its output, one into the gates a and b of its
 state, a short convolution over queries, keys and values, the rule, a norm with the gates z, and the projection out.
-The product of a and b, the convolution, `A_log`, `dt_bias` and norms are never quantized.
+The product of a and b, the convolution, `A_log`, `dt_bias` and norms are never quantized; `A_log`, `dt_bias` and the
+norm with the gates are in FP32.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from fp8rl.models.tensors import Location, TensorRow
 from fp8rl.models.trace import Op
 from fp8rl.numerics import ops
 
+IN_FP32: dict[str, Any] = {"served": torch.float32, "trained": torch.float32}
+"""Of the vectors of a layer, which checkpoints have in FP32 or in BF16: both sides hold them in FP32."""
 STATE_BYTES, CONV_BYTES = 4, 2
 """Bytes of a number in a request's states, and in the rows that its convolutions take."""
 
@@ -113,6 +116,7 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
     yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
     into: dict[str, Any] = {"op": "in_proj", "engine": "in_proj_qkvz", "split": 0, "megatron": "in_proj"}
     gates: dict[str, Any] = {"op": "gates", "engine": "in_proj_ba", "split": 0, "megatron": "gate_proj", "kind": None}
+    gates["small"] = True
     if own.joined:
         yield at.product(own.kind, (2 * (own.keys + own.values), hidden), kind=own.kind, **into)
         yield at.product("in_proj_ba", (2 * own.value_heads, hidden), **gates)
@@ -131,7 +135,7 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         megatron=Location(f"{at.there}conv1d.weight", layout="heads", groups=own.key_heads),
         parts=parts,
     )
-    for name, served in (("A_log", torch.float32), ("dt_bias", torch.bfloat16)):
+    for name in ("A_log", "dt_bias"):
         yield TensorRow(
             name=f"{at.inside}{name}",
             shape=(own.value_heads,),
@@ -139,9 +143,9 @@ def gated_delta_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
             layer=layer,
             engine=Location(f"{at.served}{name}", split=0),
             megatron=Location(f"{at.there}{name}"),
-            served=served,
+            **IN_FP32,
         )
-    yield at.norm("norm", own.value_dim, op="gated_norm", megatron="out_norm.weight")
+    yield replace(at.norm("norm", own.value_dim, op="gated_norm", megatron="out_norm.weight"), **IN_FP32)
     yield at.product(*("out_proj", (hidden, own.values)), op="out_proj", kind="out_proj", split=1, megatron="out_proj")
 
 

@@ -134,6 +134,8 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
         named = isinstance(turn, dict) and _is_text(turn.get("role")) and isinstance(turn.get("content"), str)
         if not named or not _encodes(turn["content"]):
             expected = "chat messages with role and content, which are text"
+            if (kinds := _not_text(turn)) is not None:
+                expected += f"; a part of type {kinds}, as of a picture, is neither trained on nor served"
             raise user_error(where, found=turn, expected=expected, remedy=remedy)
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise user_error(
@@ -143,6 +145,13 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
             remedy=remedy,
         )
     return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+
+
+def _not_text(turn: object) -> str | None:
+    """Return the type of a message's first part that is no text; None: it has no such part."""
+    content = turn.get("content") if isinstance(turn, dict) else None
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return next((repr(part.get("type")) for part in parts if part.get("type") != "text"), None)
 
 
 def _names(row: Row) -> list[str]:

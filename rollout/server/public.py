@@ -252,6 +252,12 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
     form = found.get("response_format")
     if form is not None and not (isinstance(form, dict) and form.get("type") in _FORMS):
         yield "response_format", f"found {str(form)[:80]}, expected an object whose type is {', '.join(_FORMS)}"
+    messages = found.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if (kind := part.get("type") if isinstance(part, dict) else part) != "text":
+                yield f"messages.{number}.content", f"found {str(kind)[:80]!r}, expected text alone"
     of_template = found.get("chat_template_kwargs")
     for name, value in of_template.items() if isinstance(of_template, dict) else ():
         if name != "enable_thinking" or not isinstance(value, bool):

@@ -47,16 +47,16 @@ from tests.support.models import LENGTH, write_model
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MODES = ("exact", "native")
-FAMILIES = ("glm4_moe", "deepseek_v3")
+FAMILIES, LINEAR = ("glm4_moe", "deepseek_v3"), "qwen3_5_moe_text"
 
 
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("audited")
-    for family in FAMILIES:
+    for family in (*FAMILIES, LINEAR):
         write_tiny_model(folder / family, TinyModel(hidden=256, top_k=4, family=family))
     return {
-        **{family: folder / family for family in FAMILIES},
+        **{family: folder / family for family in (*FAMILIES, LINEAR)},
         "moe": write_model(folder / "moe"),
         "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
     }
@@ -117,6 +117,14 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
         assert {id for id, claim in claims.items() if claim.verdict == "contradicted"} == claims.keys() - confirmed
         assert "products of queries and keys: fp32 in place of bf16" in claims["002-16"].finding
         assert "gradients between data-parallel ranks: fp32 in place of e4m3" in claims["002-16"].finding
+
+
+@pytest.mark.slow
+def test_vectors_of_linear_attention_are_planned_in_fp32(make: Callable[..., Any]) -> None:
+    numerics = plan("exact")
+    sightings = watched(make(numerics, LINEAR), numerics, rows=12)
+    assert differences_of(sightings) == []
+    assert found(sightings)["gain.weight"] == {"bf16", "fp32"}
 
 
 def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[str, Path]) -> None:

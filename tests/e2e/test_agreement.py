@@ -548,7 +548,7 @@ def served_tensors_of(pipeline: Pipeline) -> set[str]:
         with safe_open(file, "pt") as tensors:
             names |= set(tensors.keys())
     if setup.beside is not None:
-        matrices = [name for name in names if re.search(r"_proj(?!_(?:b|a|ba)\b).*\.weight$", name)]  # not of gates
+        matrices = [name for name in names if re.search(r"_proj.*\.weight$", name)]
         names |= {name.replace(".weight", f".lora_{side}.weight") for name in matrices for side in "AB"}
         names.add(ADAPTER_SCALE)
     return names

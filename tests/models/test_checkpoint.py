@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -184,6 +185,7 @@ def test_weights_in_fp8_are_read_as_codes_times_scales(model: Path, scale: str, 
     expected, said = in_fp8(model, scale), []
     check_stored(model, read_model(model), say=said.append)
     assert said[0].startswith("1 weights of the model are in FP8") and said[0].endswith(says)
+    assert re.fullmatch(r"the model has matrices \d+ in BF16 which specs .*: the run's spec decides .*", said[1])
     read = dict(stored_tensors(model, read_model(model)))
     assert read.keys() == expected.keys() and all(torch.equal(read[name], value) for name, value in expected.items())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,49 @@ def test_values_and_defaults_of_linear_attention_are_those_of_transformers(
         ({"layer_types": ["sliding_attention"] * 8}, "expected .*'linear_attention' or 'full_attention' in every"),
         ({"attn_output_gate": False}, "attn_output_gate in .*: found False, expected True"),
         ({"partial_rotary_factor": 0.001}, "partial_rotary_factor in .*expected one part of head_dim = 256"),
-        (
-            {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
-            r"found 'Qwen3_5MoeForConditionalGeneration'.*tower for pictures.*AutoModelForCausalLM",
-        ),
     ],
 )
 def test_linear_attention_that_is_not_defined_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert re.search(message, refusal(tmp_path, NEXT | changes))
+
+
+WHOLE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "vision_config": {}}
+TEXT = {key: value for key, value in QWEN35_MOE.items() if key != "architectures"}
+
+
+def test_the_text_of_a_checkpoint_with_a_tower_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    whole = WHOLE | {"text_config": TEXT, "tie_word_embeddings": True, "image_token_id": 7, "video_token_id": 9}
+    sizes = read_sizes(write(tmp_path, whole))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert sizes.layers == theirs.text_config.num_hidden_layers and sizes.experts == theirs.text_config.num_experts
+    assert sizes.tied and theirs.tie_word_embeddings and sizes.picture_tokens == (7, 9)
+    assert sizes.tower == "Qwen3_5MoeForConditionalGeneration" and sizes.keeps("model.visual.patch_embed.proj.weight")
+    alone = read_sizes(write(tmp_path, QWEN35_MOE | {"tie_word_embeddings": True}))
+    assert replace(sizes, tower="", kept=alone.kept, picture_tokens=()) == alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config in .*: found None, expected the configuration of its model of text"),
+        ({"model_type": "qwen3_vl_moe"}, "model_type in .*: found 'qwen3_vl_moe', expected 'qwen3_5_moe'"),
+        ({"text_config": TEXT | {"model_type": "llama"}}, "model_type in text_config of .*: found 'llama'"),
+        (
+            {"text_config": TEXT | {"tie_word_embeddings": False}, "tie_word_embeddings": True},
+            "text_config.tie_word_embeddings in .*: found False, expected True, as beside text_config",
+        ),
+        ({"text_config": TEXT | {"linear_num_value_heads": 24}}, "linear_num_value_heads in text_config of .*found 24"),
+        (
+            {"architectures": ["Qwen3VLForConditionalGeneration"]},
+            "architectures in .*'Qwen3VLForConditionalGeneration'",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config in text_config of .*'awq'"),
+    ],
+)
+def test_a_checkpoint_with_a_tower_that_is_not_defined_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    assert re.search(message, refusal(tmp_path, WHOLE | {"text_config": TEXT} | changes))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 64, "num_experts_per_tok": 4}, {"rope_theta": 5e5}])

@@ -46,6 +46,7 @@ from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.frozen import HeldBase
 from fp8rl.weight_sync.served import convert_checkpoint, write_description
+from tests.support.towers import with_tower
 from tests.support.warm_engine import EngineTemplate
 
 FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=4, groups=1)
@@ -342,14 +343,14 @@ def make_engine(
 
 
 class Models(dict[str, Path]):
-    """The directories of MODELS, each written when it is first asked for."""
+    """The directories of MODELS, each written when it is first asked for, one in the form that is published."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __missing__(self, name: str) -> Path:
         path = self[name] = write_random(self._folder / name, MODELS[name])
-        return path
+        return with_tower(path) if name == "qwen3_5_moe_text" else path
 
 
 def write_random(path: Path, shape: TinyModel) -> Path:

@@ -44,9 +44,9 @@ def spread(trainer: Any, size: float = 0.02) -> None:
     trainer.weights_changed()
 
 
-@pytest.fixture(params=["moe_path", "latent_path"])
+@pytest.fixture(params=["moe_path", "latent_path", "linear_path"])
 def path(request: pytest.FixtureRequest) -> Path:
-    """A model with grouped queries, and one with latent attention."""
+    """A model with grouped queries, one with latent attention, and one with linear attention."""
     found: Path = request.getfixturevalue(request.param)
     return found
 
@@ -84,6 +84,32 @@ def own_rows(wide: Tensor, adapter: Adapter) -> Tensor:
     if adapter.fused is None:
         return wide
     return wide.flatten(-2)[..., adapter.fused.index].unflatten(-1, (-1, adapter.config.rank))
+
+
+@pytest.mark.parametrize("mode", ["merged", "separate"])
+def test_adapters_of_the_gates_of_linear_attention_are_those_of_float64(
+    mode: str, linear_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Values and gradients of a product of a few columns in BF16, of two matrices, with fewer rows than the rank."""
+    trainer = make_trainer(linear_path, "fp8", adapter=AdapterSection(rank=8, mode=mode))
+    spread(trainer, 0.2)
+    product = trainer.model.decoder.layers[0].self_attention.gate_proj
+    adapter, (n, k) = product.adapter, product.weight.shape
+    assert (adapter.parts, n) == (2, 8) and trainer.definition.tensors["model.layers.0.linear_attn.in_proj_a.weight"]
+    draw = torch.Generator().manual_seed(3)
+    x, given = torch.randn(50, 1, k, generator=draw).bfloat16(), torch.randn(50, 1, n, generator=draw).bfloat16()
+    out = product(x.requires_grad_())[0]
+    (out.float() * given.float()).sum().backward()
+    low_rank = adapter.low_rank
+    a, b, wide = (each.detach().double().requires_grad_() for each in (low_rank.a, low_rank.b, x))
+    expected = wide @ product.weight.detach().double().T + low_rank.scale * (wide @ a.T) @ b.T
+    (expected * given.double()).sum().backward()
+    assert relative(out, expected) < 0.01
+    plain = wide @ product.weight.detach().double().T
+    assert relative(plain, expected) > 0.1  # the adapter counts
+    for found, exact in ((x.grad, wide.grad), (adapter.a.main_grad, a.grad)):
+        assert relative(found, exact) < 0.01
+    assert relative(adapter.b.main_grad, own_rows(b.grad, adapter)) < 0.01
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])

@@ -29,12 +29,16 @@ def files(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("moe_path", torch.bfloat16), ("moe_path", torch.float32), ("linear_path", torch.bfloat16)],
+)
 def test_training_goes_on_bit_for_bit(
-    dtype: torch.dtype, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    model: str, dtype: torch.dtype, tmp_path: Path, make_trainer: MakeTrainer, request: pytest.FixtureRequest
 ) -> None:
-    """An FP32 weight is its own master, and stays where the forward reads it."""
-    moving, staying = (make_trainer(moe_path, dtype=dtype) for _ in range(2))
+    """An FP32 weight is its own master, and stays where the forward reads it; linear attention has some beside BF16."""
+    path = request.getfixturevalue(model)
+    moving, staying = (make_trainer(path, dtype=dtype) for _ in range(2))
     batch = random_batch(rows=2, longest=9)
     for trainer in (moving, staying):
         trainer.train_step(batch, cross_entropy(batch))

@@ -83,6 +83,7 @@ class Optimizer:
         self.aside = Aside()
         for optimizer in self.inner.chained_optimizers:
             if not optimizer.is_stub_optimizer:  # of a rank without such parameters
+                _count_as_held(optimizer)
                 _create_moments(become(optimizer, GatheredInPieces))
                 optimizer.aside, optimizer.beside = self.aside, self.inner.chained_optimizers
         self.schedule = schedule(self.inner, config, total_steps)
@@ -226,6 +227,16 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _count_as_held(optimizer: DistributedOptimizer) -> None:
+    """Find each parameter's master where it is: Megatron puts FP32 parameters before all others of a group
+    (distrib_optimizer.py:441), but counts them as they stand in the model."""
+    places = optimizer.model_param_group_index_map
+    for number in {group for group, _ in places.values()}:
+        own = sorted((place, parameter) for parameter, (group, place) in places.items() if group == number)
+        for place, (_, parameter) in enumerate(sorted(own, key=lambda each: each[1].dtype != torch.float32)):
+            places[parameter] = number, place
 
 
 def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:

@@ -56,7 +56,7 @@ class ColumnLinear(ColumnParallelLinear):
 
     adapter: Adapter | None = None
 
-    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision, self.kind = precision, kind
         tag_split(self.weight, 0)
@@ -142,7 +142,7 @@ class RowLinear(RowParallelLinear):
 
 class PlainColumnLinear(ColumnParallelLinear):
     """Output features split over the tensor-parallel ranks, never quantized: the output projection (lm_head), whose
-    logits are gathered from the ranks, and products of a few columns."""
+    logits are gathered from the ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         return ops.linear(_whole_sequence(input, context), weight)

@@ -126,9 +126,9 @@ class LayerPrecision:
         """Slices of K in a row-parallel product on one rank."""
         return self.model.numerics.k_splits
 
-    def quantizes(self, kind: str) -> bool:
-        """Return whether the GEMMs of this module kind run in FP8 now."""
-        return self.spec.quantizes(kind)
+    def quantizes(self, kind: str | None) -> bool:
+        """Return whether the GEMMs of this module kind run in FP8 now; None: of a product that no spec quantizes."""
+        return kind is not None and self.spec.quantizes(kind)
 
     def operand(self, weight: Tensor) -> Any:
         """Return what a quantized weight [N, K] multiplies as."""
@@ -143,7 +143,7 @@ class LayerPrecision:
         return ops.fp8_linear(x, weight, self.operand(weight), self.spec, self.backward, k_splits, plus)
 
     def product(
-        self, kind: str, x: Tensor, weight: Tensor, adapter: Adapter | None = None, k_splits: int = 1
+        self, kind: str | None, x: Tensor, weight: Tensor, adapter: Adapter | None = None, k_splits: int = 1
     ) -> Tensor:
         """The product of x [..., K] and weight [N, K], in FP8 where `kind` is, with the adapter that stands beside."""
         adapter = self.used(adapter)

@@ -27,12 +27,12 @@ def tag_split(weight: Tensor, axis: int) -> None:
     set_tensor_model_parallel_attributes(weight, True, axis, 1)
 
 
-def norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
+def norm_weight(config: TransformerConfig, size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A weight of ones with Megatron's `sequence_parallel` tag.
 
     Each tensor-parallel rank sees its part of the sequence, so the gradients of a norm have to be added.
     """
-    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    weight = nn.Parameter(torch.ones(size, dtype=dtype or config.params_dtype, device=torch.cuda.current_device()))
     setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
     return weight
 

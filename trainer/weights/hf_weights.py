@@ -17,7 +17,8 @@ from torch import Tensor
 from fp8rl.models import Model
 from fp8rl.models.base import Base
 from fp8rl.models.checkpoint.peft import write_adapter
-from fp8rl.models.checkpoint.reading import check_finite, kept_tensors
+from fp8rl.models.checkpoint.reading import check_finite, kept_tensors, stored_files
+from fp8rl.models.checkpoint.stored import WeightFiles
 from fp8rl.models.checkpoint.writing import write_directory
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
@@ -186,7 +187,10 @@ class HFWeights:
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and the source's other files and kept tensors."""
         kept = kept_tensors(self.path, self._definition) if rank() == 0 else ()
-        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), kept), self._copy_description)
+        source = stored_files(self.path)
+        tensors = chain(self._as_stored(self._plain(self.share(model)), source), kept)
+        pieces = source.pieces if self._definition.sizes.tower else None
+        write_directory(Path(path).absolute(), tensors, self._copy_description, pieces, self._dtype)
 
     def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:
         """Write the adapters as a directory in PEFT's format, which names its base.
@@ -201,8 +205,21 @@ class HFWeights:
         """Copy the files beside the weights; config.json then does not say any more that they are in FP8."""
         shutil.copytree(self.path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
         config = json.loads((partial / "config.json").read_text())
-        if config.pop("quantization_config", None) is not None:
+        places = [config, *(value for value in config.values() if isinstance(value, dict))]
+        found = [place.pop("quantization_config") for place in places if "quantization_config" in place]
+        if found:
             (partial / "config.json").write_text(json.dumps(config, indent=1))
+
+    def _as_stored(self, weights: Iterator[tuple[str, Tensor]], source: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is trained in FP32 in BF16 where the source has it so and no value changes by that."""
+        try:
+            for name, weight in weights:
+                if self._table[name].trained == torch.float32 and source.described(name)[1] == "BF16":
+                    narrow = weight.bfloat16()
+                    weight = narrow if torch.equal(narrow.float(), weight) else weight
+                yield name, weight
+        finally:
+            exhaust(weights)
 
     def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
         try:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
-from fp8rl.models.checkpoint.reading import WeightFiles, is_scales, weight_files
+from fp8rl.models.checkpoint.reading import weight_files
+from fp8rl.models.checkpoint.stored import WeightFiles, is_scales
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.numerics.core.reading import check_regular, read_json

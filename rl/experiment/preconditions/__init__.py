@@ -43,7 +43,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_target(experiment, model.shape, Target.here())
     adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
-    check_data(experiment, tokenizer, say)
+    pictures = tokenizer.convert_ids_to_tokens([each for each in model.sizes.picture_tokens if each < len(tokenizer)])
+    check_data(experiment, tokenizer, say, pictures)
     check_stored(path, model, say=say)
     if experiment.adapter is not None and experiment.adapter.start is not None:
         read_adapter(Path(experiment.adapter.start), path, adapted, START)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,15 @@ DECODED, _LONG = 16, 10_000
 Say = Callable[[str], object]
 
 
-def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: Say = lambda text: None) -> None:
+def check_data(
+    experiment: Experiment,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Say = lambda text: None,
+    pictures: Sequence[str] = (),
+) -> None:
     """Read each source and check its problems; of a very large one, many of them.
 
-    say: told what the user should know and need not mend.
+    say: told what the user should know and need not mend. pictures: tokens that stand for a part of a picture.
 
     Raises:
         UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
@@ -47,7 +52,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
                 expected=f"at most the {len(found)} problems of {source.key}",
                 remedy=f"Set {key}={len(found)} or add problems.",
             )
-        check = _Check(found, experiment, tokenizer, room, rewards)
+        check = _Check(found, experiment, tokenizer, room, rewards, pictures)
         for index, problem in _looked_at(found, say):
             check(problem, index)
             if index < asked:
@@ -56,7 +61,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
     for source in experiment.data.training:
         found = load_problems(source)
         room = 1 if supervised else experiment.rollout.max_new_tokens
-        check = _Check(found, experiment, tokenizer, room, None if supervised else experiment.rewards)
+        check = _Check(found, experiment, tokenizer, room, None if supervised else experiment.rewards, pictures)
         for index, problem in _looked_at(found, say):
             check(problem, index)
             held_out.meet(problem, index, found)
@@ -162,7 +167,9 @@ class _Check:
         tokenizer: PreTrainedTokenizerBase,
         after: int,
         rewards: RewardsSection | None,
+        pictures: Sequence[str] = (),
     ) -> None:
+        self._pictures = pictures
         self._problems, self._experiment, self._tokenizer = problems, experiment, tokenizer
         self._key, self._after, self._rewards = problems.source.key, after, rewards
         check_template(tokenizer, problems.source)
@@ -171,6 +178,7 @@ class _Check:
 
     def __call__(self, problem: Problem, index: int) -> None:
         name = self._problems.name(index)
+        self._check_pictures(problem, name)
         self._check_roles(problem, name)
         self._check_length(problem, name)
         for config in self._rewards.functions if self._rewards is not None else ():
@@ -182,6 +190,17 @@ class _Check:
                     expected=f"{ours.reference}, as the reward {config.function} reads",
                     remedy=f"Correct {name}, or name other rewards.",
                 )
+
+    def _check_pictures(self, problem: Problem, name: str) -> None:
+        """Positions of such tokens are of a picture's rows and columns, which no side computes."""
+        texts = [str(message["content"]) for message in problem.conversation]
+        if found := [token for token in self._pictures if any(token in text for text in texts)]:
+            raise user_error(
+                f"{self._key}: {name}",
+                found=f"{found[0]}, the place of a picture",
+                expected="text: the positions of pictures (M-RoPE) are not defined here",
+                remedy=f"Correct or remove {name}.",
+            )
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Templates refuse some orders of turns; each order is rendered once."""

@@ -29,20 +29,33 @@ if TYPE_CHECKING:
     from fp8rl.rollout.plugin.ahead import Imagined
 
 _NETS = ("models.qwen3_next.Qwen3GatedDeltaNet.forward", "models.qwen3_5.Qwen3_5GatedDeltaNet.forward")
+_MADE = {
+    "models.qwen3_next.Qwen3GatedDeltaNet.__init__": "config layer_id quant_config alt_stream prefix",
+    "models.qwen3_5.Qwen3_5GatedDeltaNet.__init__": "config layer_id quant_config alt_stream prefix",
+}
 _FROM_KERNELS = "arg_groups.overrides.supports_mamba_cache_extra_buffer"
 _PROVIDED = (ops.linear, ops.causal_conv, ops.gated_delta_rule, ops.gated_rms_norm)
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     exact = numerics.mode == "exact"
+    made = tuple(Hook(net, "around", in_fp32, parameters) for net, parameters in _MADE.items())
     if cuda and not exact:
-        return ()
+        return made
     # In native mode too on a CPU: SGLang has kernels for CPUs with AMX alone.
     provides = _PROVIDED if exact else ()
     nets = tuple(Hook(net, "replace", linear_attention, "hidden_states forward_batch", provides) for net in _NETS)
     # On a GPU SGLang would rather take states for its prefix cache out of its own kernels, and overlap batches. Without
     # that it copies a slot between two batches, as on a CPU.
+    nets = (*made, *nets)
     return (*nets, Hook(_FROM_KERNELS, "replace", never, "view model_arch")) if cuda else nets
+
+
+def in_fp32(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`__init__` of both nets: `dt_bias` and the norm's weight, as `A_log` already, before weights are loaded."""
+    original(self, *args, **kwargs)
+    for vector in (self.dt_bias, self.norm.weight):
+        vector.data = vector.data.float()
 
 
 @dataclass(frozen=True)
@@ -185,7 +198,7 @@ def _launch_delta(engine: Imagined, _: OpSite, qkv: Tensor, b: Tensor, a: Tensor
         num_k_heads=key_heads,
         num_v_heads=heads,
         A_log=engine.empty(heads, dtype=torch.float32),
-        dt_bias=engine.empty(heads),
+        dt_bias=engine.empty(heads, dtype=torch.float32),
     )
     held = engine.empty(engine.sequences, heads, own.key_dim, own.value_dim, dtype=torch.float32)
     return (ops.paged_gated_delta_rule(*rule_of(attn, qkv, b, a), held, *_launch_where(engine)).flatten(1),)
@@ -199,7 +212,8 @@ def _launch_where(engine: Imagined) -> tuple[Tensor, Tensor, Tensor]:
 def _launch_gated_norm(engine: Imagined, _: OpSite, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     width = engine.sizes.of(GatedDelta).value_dim
     heads, gates = x.unflatten(-1, (-1, width)), z.unflatten(-1, (-1, width))
-    return (ops.gated_rms_norm(heads, gates, engine.empty(width), engine.sizes.norm_eps).flatten(1),)
+    weight = engine.empty(width, dtype=torch.float32)
+    return (ops.gated_rms_norm(heads, gates, weight, engine.sizes.norm_eps).flatten(1),)
 
 
 FAMILY = EngineFamily(

@@ -189,7 +189,7 @@ def test_a_whole_number_is_an_answer_and_a_system_prompt_begins_what_has_none(tm
         (3, "non-empty text, or a list of chat messages"),
         (["1+1=?"], "role and content"),
         ([{"role": "user", "content": None}], "role and content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "role and content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part of type 'image', as of a picture, is neither"),
         ([], "the assistant can answer"),
         ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "the assistant can answer"),
     ],

@@ -89,6 +89,8 @@ ROPE_ON_CPU = "layers.rotary_embedding.factory.get_rope_cpu"
 OF_QWEN3_5 = {
     f"models.qwen3_5.Qwen3_5{name}" for name in ("GatedDeltaNet.forward", "AttentionDecoderLayer.self_attention")
 }
+VECTORS = {f"models.qwen3_{net}GatedDeltaNet.__init__" for net in ("next.Qwen3", "5.Qwen3_5")}
+"""Of linear attention, which are FP32 in any mode."""
 QUANTIZERS = {
     f"kernels.ops.quantization.fp8_kernel.{name}"
     for name in ("_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8")
@@ -115,6 +117,7 @@ def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
 
 def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_a_cpu_lacks() -> None:
     lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method", *OF_QWEN3_5}
+    lacking |= VECTORS
     lacking |= {"models.qwen2_moe.fused_gate_sigmoid_mul_add", "models.qwen3_next.Qwen3GatedDeltaNet.forward"}
     copies = {"models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant"}
     assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | SCALES | lacking | copies
@@ -123,9 +126,9 @@ def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what
 
 
 def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two() -> None:
-    assert ops_hooked(True, mode="native") == DRAW | QUANTIZERS | LAYOUTS | SCALES
-    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == DRAW | LAYOUTS | SCALES
-    assert ops_hooked(True, mode="native", rollout="bf16") == DRAW
+    assert ops_hooked(True, mode="native") == DRAW | QUANTIZERS | LAYOUTS | SCALES | VECTORS
+    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == DRAW | LAYOUTS | SCALES | VECTORS
+    assert ops_hooked(True, mode="native", rollout="bf16") == DRAW | VECTORS
     assert ops_hooked(True, mode="exact") > PRODUCTS | LAYOUTS
 
 

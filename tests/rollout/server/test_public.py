@@ -124,6 +124,11 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         (PATHS[0], {"tools": TOOLS}, "tools: is not served. Leave it out"),
         (
             PATHS[1],
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]},
+            "messages.0.content: found 'image_url', expected text alone",
+        ),
+        (
+            PATHS[1],
             {"tools": TOOLS},
             "tools: found some, expected a server that knows the format in which the model calls them: --tool-parser",
         ),

@@ -57,17 +57,26 @@ def _train(trainer: Any, first: int, last: int) -> list[tuple[float, float, floa
     return out
 
 
-@pytest.mark.parametrize(("precision", "steps_before_loading"), [("bf16", 0), ("fp8", 2)])
+@pytest.mark.parametrize(
+    ("model", "precision", "steps_before_loading"),
+    [("moe_path", "bf16", 0), ("moe_path", "fp8", 2), ("linear_path", "fp8", 1)],
+)
 def test_three_and_three_steps_equal_six(
-    precision: str, steps_before_loading: int, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    model: str,
+    precision: str,
+    steps_before_loading: int,
+    tmp_path: Path,
+    make_trainer: MakeTrainer,
+    request: pytest.FixtureRequest,
 ) -> None:
-    settings = {"decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
-    straight = make_trainer(moe_path, precision, **settings)
+    """Linear attention has parameters in FP32 beside those in BF16."""
+    settings, path = {"decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1}, request.getfixturevalue(model)
+    straight = make_trainer(path, precision, **settings)
     expected = _train(straight, 0, 6)
-    first = make_trainer(moe_path, precision, **settings)
+    first = make_trainer(path, precision, **settings)
     assert _train(first, 0, 3) == expected[:3]
     first.save(tmp_path / "step_3", {"seed": 7, "cursor": [1, 2]})
-    resumed = make_trainer(moe_path, precision, **settings)
+    resumed = make_trainer(path, precision, **settings)
     _train(resumed, 10, 10 + steps_before_loading)  # a different past must leave no trace
     assert resumed.load(tmp_path / "step_3") == {"seed": 7, "cursor": [1, 2]}
     assert resumed.weight_version == 3

@@ -40,7 +40,7 @@ class LayerModules:
     norm: type[nn.Module]
     norm_column_linear: Callable[[str], ModuleSpec]
     """Of a module kind, as both below: a norm, and a product whose rows the ranks split."""
-    column_linear: Callable[[str], ModuleSpec]
+    column_linear: Callable[[str | None], ModuleSpec]
     row_linear: Callable[[str], ModuleSpec]
     activation: type[nn.Module] | None = None
     """Of an MLP; None for the SwiGLU inside Megatron's."""
@@ -123,7 +123,7 @@ def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) 
     return found
 
 
-def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str], ModuleSpec]:
+def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str | None], ModuleSpec]:
     """`module` for any module kind, which takes `precision` and its `kind` as keywords and asks whether to quantize."""
     return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ, GatedDelta
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
-from fp8rl.trainer.modules.exact import PlainColumnLinear
+from fp8rl.numerics.config import Mode
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 from fp8rl.trainer.step.microbatches import PackedRows
@@ -85,7 +85,7 @@ class GatedNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size)
+        self.eps, self.weight = config.layernorm_epsilon, norm_weight(config, size, torch.float32)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """[T, heads * value] -> the same"""
@@ -121,7 +121,8 @@ class NativeNorm(GatedNorm):
     """torch's norm, and the gate as Megatron has it."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        normed = F.rms_norm(x.unflatten(1, (-1, len(self.weight))), self.weight.shape, self.weight, self.eps)
+        heads = x.unflatten(1, (-1, len(self.weight))).float()
+        normed = F.rms_norm(heads, self.weight.shape, self.weight, self.eps).to(x.dtype)
         return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
 
 
@@ -134,7 +135,7 @@ class GatedDeltaNet(MegatronModule):
         *,
         sizes: GatedDelta,
         in_proj: ModuleSpec,
-        gate_proj: type[nn.Module],
+        gate_proj: ModuleSpec | type[nn.Module],
         out_proj: ModuleSpec,
         conv: type[ShortConv],
         rule: type[DeltaRule],
@@ -147,12 +148,13 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.tp_group.size()
         self.in_proj = self._product(in_proj, config.hidden_size, 2 * (sizes.keys + sizes.values), gather_output=False)
         self.gate_proj = self._product(gate_proj, config.hidden_size, 2 * sizes.value_heads, gather_output=False)
-        tag_split(self.gate_proj.get_parameter("weight"), 0)
+        if not hasattr(weight := self.gate_proj.get_parameter("weight"), "tensor_model_parallel"):
+            tag_split(weight, 0)  # which Megatron's own class leaves out
         for product in (self.in_proj, self.gate_proj):
             setattr(product, SIZES, sizes)
         self.conv1d = conv(config, sizes, ranks)
-        self.A_log = _split(config, sizes.value_heads // ranks)
-        self.dt_bias = _split(config, sizes.value_heads // ranks)
+        self.A_log = _split(config, sizes.value_heads // ranks, dtype=torch.float32)
+        self.dt_bias = _split(config, sizes.value_heads // ranks, dtype=torch.float32)
         self.core_attention = rule(sizes)
         self.out_norm = out_norm(config, sizes.value_dim)
         self.out_proj = self._product(out_proj, sizes.values, config.hidden_size, input_is_parallel=True)
@@ -217,9 +219,10 @@ class GatedDeltaNet(MegatronModule):
         return sharded
 
 
-def _split(config: TransformerConfig, *shape: int) -> nn.Parameter:
+def _split(config: TransformerConfig, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A parameter of this rank's heads."""
-    parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    device = torch.cuda.current_device()
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype or config.params_dtype, device=device))
     tag_split(parameter, 0)
     return parameter
 
@@ -227,8 +230,12 @@ def _split(config: TransformerConfig, *shape: int) -> nn.Parameter:
 def _layer(**classes: type[nn.Module]) -> Callable[[Layer], Fields]:
     def fields(layer: Layer) -> Fields:
         modules, own = layer.modules, layer.sizes.of(GatedDelta)
-        products = {"in_proj": modules.column_linear(own.kind), "out_proj": modules.row_linear("out_proj")}
-        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **products, **classes})
+        products = {
+            "in_proj": modules.column_linear(own.kind),
+            "gate_proj": modules.column_linear(None),
+            "out_proj": modules.row_linear("out_proj"),
+        }
+        net = ModuleSpec(module=GatedDeltaNet, params={"sizes": own, **(products | classes)})
         return {"input_layernorm": modules.norm, "self_attention": net}
 
     return fields
@@ -238,6 +245,11 @@ def _config(sizes: ModelSizes) -> Mapping[str, Any]:
     """Checkpoints have a key for each layer where layers are not alike."""
     linear = sizes.of(GatedDelta).layers
     return {"linear_attention_freq": [int(layer in linear) for layer in range(sizes.layers)]}
+
+
+def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
+    """`A_log`, `dt_bias` and the norm with the gates are FP32, and so their gradients and what ranks gather."""
+    return dict.fromkeys(("gain.weight", "gradient.weight"), "bf16|fp32") | {"wire.weights": "bf16|fp32|{gather}"}
 
 
 def _in_proj(call: Call) -> tuple[Tensor, ...]:
@@ -272,8 +284,9 @@ FAMILY = MegatronFamily(
         GATED_NORM: MegatronSide(_rows, constants=epsilon),
     },
     layer={
-        "exact": _layer(gate_proj=PlainColumnLinear, conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
+        "exact": _layer(conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
         "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
     },
     config=_config,
+    own_formats=_own_formats,
 )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, parse_experiment
 from fp8rl.rl.experiment.preconditions import check, data
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
@@ -63,6 +64,15 @@ def test_a_prompt_that_leaves_no_room_is_named_by_its_line(values, tmp_path):
     check(parse_experiment(merged(values, rollout={"context_length": 52})))
     text = refusal(values, rollout={"context_length": 51})
     assert text.startswith("data.train: line 2") and "32 tokens" in text and "at most 31" in text
+
+
+def test_the_place_of_a_picture_is_named_by_its_line(values, tmp_path):
+    write_lines(tmp_path / "train.jsonl", [("q", "#### 3"), ("q<|extra_7|>", "#### 3")])
+    experiment = parse_experiment(values)
+    tokenizer = load_tokenizer(experiment.model.path, "model.path")
+    data.check_data(experiment, tokenizer)
+    with pytest.raises(UserError, match=r"data.train: line 2: found '<\|extra_7\|>, the place of a picture', exp"):
+        data.check_data(experiment, tokenizer, pictures=("<|extra_3|>", "<|extra_7|>"))
 
 
 def test_a_supervised_pair_must_fit_with_its_end_of_sequence(values, tmp_path):

@@ -1,0 +1,105 @@
+"""Tensors of safetensors files by the names of a model's table, whatever form they are stored in.
+
+A checkpoint such as DeepSeek-V3's has a weight's codes under its name, and beside them FP32 scales, one for each
+block of 128 x 128, under the name with `_scale_inv` behind it, perhaps in another file. Both sides start from the
+products in BF16, and quantize them anew by the run's quantization spec. A code times a power of two is a BF16 number,
+any other product is rounded to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models.checkpoint.writing import open_tensors
+from fp8rl.models.tensors import FP8_BLOCK, SCALE_SUFFIX
+from fp8rl.models.whole import Piece, Whole
+from fp8rl.numerics.core.errors import user_error
+
+CODES = "F8_E4M3"
+"""safetensors' name of what the codes are in."""
+
+
+class WeightFiles:
+    """The tensors of safetensors files by name, whichever file they are in. Files stay open until this is forgotten.
+
+    whole: how the files have the model; None: by the names of its table.
+
+    Raises:
+        UserError: when it is made, for a file that is missing or broken; the message speaks of it as `key`.
+    """
+
+    def __init__(self, files: Iterable[Path], key: str, whole: Whole | None = None) -> None:
+        self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
+        where = {name: file for file, held in self._open.items() for name in held.keys()}
+        self.pieces = {name: Piece(name) for name in where}
+        """Where each tensor stands."""
+        if whole is not None:
+            held = ((name, self._open[file].get_slice(name)) for name, file in where.items())
+            self.pieces = whole.names({name: tuple(each.get_shape()) for name, each in held})
+        self.where = {name: where[piece.name] for name, piece in self.pieces.items()}
+        """The file of each tensor, in the files' order."""
+
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and safetensors' dtype of a tensor, by its file's header."""
+        piece = self.pieces[name]
+        held = self._open[self.where[name]].get_slice(piece.name)
+        return piece.shape or tuple(held.get_shape()), held.get_dtype()
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is, or BF16 if it is in FP8."""
+        tensor = self._read(name)
+        return dequantized(tensor, self._read(name + SCALE_SUFFIX)) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    def loses_nothing(self, name: str) -> bool:
+        """Return whether all scales of a weight in FP8 are powers of two."""
+        significand, _ = torch.frexp(self._read(name + SCALE_SUFFIX).float())
+        return bool((significand == 0.5).all())
+
+    def _read(self, name: str) -> Tensor:
+        file, piece = self._open[self.where[name]], self.pieces[name]
+        if not piece.of:
+            tensor: Tensor = file.get_tensor(piece.name)
+            return tensor
+        part: Tensor = file.get_slice(piece.name)[piece.expert, piece.first : piece.after]
+        return part
+
+
+def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
+    """codes E4M3 [N, K], scales [ceil(N / 128), ceil(K / 128)] -> BF16 [N, K], multiplied in FP32."""
+    rows, columns = codes.shape
+    each = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return (codes.float() * each).bfloat16()
+
+
+def is_scales(name: str, files: WeightFiles) -> bool:
+    """Return whether a tensor is the scales of a weight in FP8."""
+    weight = name.removesuffix(SCALE_SUFFIX)
+    return weight != name and weight in files.where and files.described(weight)[1] == CODES
+
+
+def check_scales(name: str, files: WeightFiles, key: str) -> None:
+    """Check that a weight in FP8 has a scale for each of its blocks. Raises `UserError`."""
+    (shape, _), scales = files.described(name), name + SCALE_SUFFIX
+    expected = [-(-size // FP8_BLOCK) for size in shape]
+    found = list(files.described(scales)[0]) if scales in files.where else None
+    if len(shape) != 2 or found != expected:
+        raise user_error(
+            f"{key}: {name}",
+            found=f"{CODES} of shape {list(shape)} with scales of shape {found}",
+            expected=f"scales of shape {expected}, one for each block of {FP8_BLOCK} x {FP8_BLOCK}",
+            remedy="Use the BF16 checkpoint of this model.",
+        )
+
+
+def how_dequantized(names: Iterable[str], files: WeightFiles) -> str:
+    """Return what becomes of the values of these weights in FP8, in words."""
+    lossless = [files.loses_nothing(name) for name in names]
+    text = f"{len(lossless)} weights of the model are in FP8, and both sides start from them in BF16: "
+    if all(lossless):
+        return text + "their scales are powers of two, so that no value changes"
+    return text + f"values of {lossless.count(False)} are rounded, whose scales are no powers of two"
