@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fp8rl.numerics import ops
 
-Part = Literal["embedding", "router", "attention", "experts", "norm"]
+Part = Literal["embedding", "router", "attention", "experts", "gate", "norm"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,11 +63,12 @@ def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsCo
 
 # The modules of the trainer's model that compute each op of the forward, and the spec's plan for them.
 
-Part = Literal["embedding", "head", "router", "attention", "product", "experts", "norm"]
-"""The kind of a module. A product may have a norm inside, a layer of experts has its products inside."""
+Part = Literal["embedding", "head", "router", "attention", "product", "experts", "gate", "norm"]
+"""The kind of a module. A product may have a norm inside; a layer of experts, and shared ones behind a gate, have their
+products inside."""
 
 
-_BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "experts")
+_BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "experts", "gate")
 """Kinds that a module has whatever else is in it."""
 
 
@@ -118,7 +119,8 @@ class Sites:
         site = self.at(name)
         if not row.product and site is not None and site.part != "embedding":
             return "norm"  # also inside another module
-        return site.part if site is not None else "norm"
+        part = site.part if site is not None else "norm"
+        return "product" if part == "gate" else part
 
 
 def _forms(trainer: Trainer) -> Mapping[str, set[OpForm]]:

@@ -71,6 +71,7 @@ _LEAVES: dict[Part, str] = {
     "attention": "attention.output",
     "product": "product.output",
     "experts": "experts.output",
+    "gate": "product.output",
     "norm": "norm.output",
 }
 

@@ -46,6 +46,7 @@ SHARED_GATE = OpForm(
     name="shared_gate",
     shapes="x [T, H], output of shared experts [T, H] -> the output times the sigmoid of the token's gate",
     definition=ops.token_gate,
+    part="gate",
 )
 
 _READS, _SHARED = ("x", "residual"), "shared_experts"

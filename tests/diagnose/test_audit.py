@@ -120,8 +120,10 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
 
 
 @pytest.mark.slow
-def test_vectors_of_linear_attention_are_planned_in_fp32(make: Callable[..., Any]) -> None:
-    numerics = plan("exact")
+@pytest.mark.parametrize("mode", MODES)
+def test_linear_attention_beside_gated_experts_is_as_planned(mode: Any, make: Callable[..., Any]) -> None:
+    """Vectors in FP32; and the gate of the shared expert, which is no product of theirs."""
+    numerics = plan(mode)
     sightings = watched(make(numerics, LINEAR), numerics, rows=12)
     assert differences_of(sightings) == []
     assert found(sightings)["gain.weight"] == {"bf16", "fp32"}
