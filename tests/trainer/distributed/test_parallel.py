@@ -150,9 +150,7 @@ class Case:
             trainer.score_routed(routed_batch())
         return None
 
-    def _with_less_memory(
-        self, layout: Layout, config: TrainerSection, parts: tuple[str, ...]
-    ) -> dict[str, list[str]]:
+    def _with_less_memory(self, layout: Layout, config: TrainerSection, parts: tuple[str, ...]) -> dict[str, list[str]]:
         """What differs on this rank, by what its trainer computes once more."""
         batch = routed_batch() if config.pp == 1 else random_batch(**BATCH)
         keys = [{}, *({"recompute": part} for part in parts), {"head_chunk_tokens": CHUNK}]
