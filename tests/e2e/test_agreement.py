@@ -39,7 +39,7 @@ from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports import TensorTransport
 from tests.support import faults
-from tests.support.rig import SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
+from tests.support.rig import ALONE, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -54,20 +54,20 @@ LATENT = Setup("latent", bf16_ends=1, k_splits=2, router_replay="record")
 LINEAR = Setup("qwen3_next", bf16_ends=1, k_splits=2)
 LESS_MEMORY = (("head_chunk_tokens", 96), ("packing", True))
 TP_EP = (("tp", 2), ("ep", 2))
-TP_PP = (("pp", 2), ("tp", 2), ("recompute", "experts"), *LESS_MEMORY)
+PP = (("pp", 2), ("recompute", "experts"), *LESS_MEMORY)
 ARCHITECTURES = {
     "glm-bf16-ends": GLM,
     "olmoe-fp32-scales-bf16-ends-tp2-ep2": replace(GLM, model="olmoe", preset="fp8_block_fp32", layout=TP_EP),
     "mixtral-mxfp8": Setup("mixtral", preset="mxfp8", router_replay="record"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
-    "dense-ironwood-engine-tp2-pp2-tp2-recomputing": Setup(
-        "dense", preset="ironwood", k_splits=2, engine_tp=2, layout=TP_PP
-    ),
+    "dense-ironwood-engine-tp2-pp2-recomputing": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2, layout=PP),
     "llama-heads-of-64-tied-tp2": Setup("llama", k_splits=2, layout=(("tp", 2),)),
     "mistral": Setup("mistral"),
     "flash-adapters-engine-tp2": Setup("glm4_moe_lite", bf16_ends=1, k_splits=2, engine_tp=2, adapter=SEPARATE),
     "next-bf16-ends-tp2-ep2": replace(LINEAR, layout=(("tp", 2), ("ep", 2))),
-    "qwen3.5-adapters": Setup("qwen3_5_text", adapter=SEPARATE),
+    "qwen3.5-adapters-engine-tp2-tp2": Setup(
+        "qwen3_5_text", k_splits=2, engine_tp=2, layout=(("tp", 2),), adapter=SEPARATE
+    ),
     "qwen3.5-moe-engine-tp2-packed": Setup("qwen3_5_moe_text", k_splits=2, engine_tp=2, layout=LESS_MEMORY),
     "latent-bf16-ends": LATENT,
     "glm-5": Setup("glm_moe_dsa", router_replay="record"),
@@ -87,7 +87,6 @@ WAYS = {
     ),
     "moe-merged-shared-tp2": replace(TWO_RANKS, adapter=MERGED),
 }
-BOTH_ADAPTED = replace(BOTH_TWO_RANKS, adapter=SEPARATE)
 ADAPTED = Setup("moe", adapter=SEPARATE)
 ONE_BASE = Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_base=True)
 
@@ -241,7 +240,7 @@ def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, tmp_pat
 def test_a_bf16_trainer_beside_an_fp8_engine_disagrees(rig: Rig) -> None:
     """The contrast: what finds no difference below does find one here."""
     pipeline = rig.open(Setup("moe", trainer="bf16", k_splits=2))
-    batch = pipeline.sample(1.0)
+    batch = pipeline.sample(1.0, count=6)
     d = differences(pipeline.trainer.score(batch), batch)
     assert d.abs().mean() > 3e-3
     assert (d == 0).float().mean() < 0.1
@@ -434,10 +433,6 @@ def changed_base(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
     assert version is not None and push(pipeline.trainer, transport, spec, [pipeline.endpoint], version)[2]
 
 
-def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, tmp_path: Path) -> None:
-    agrees_before_and_after_an_update(rig, BOTH_ADAPTED, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("plant", "names", "of_base"),
     [
@@ -470,7 +465,7 @@ def test_every_sampled_token_agrees_where_trainer_and_engine_read_one_base(rig: 
 
 def agrees_before_and_after_an_update(rig: Rig, setup: Setup, folder: Path) -> None:
     pipeline = rig.open(setup)  # synced through the transport `tensor`
-    batch = pipeline.sample(1.0)
+    batch = pipeline.sample(1.0, count=len(ALONE), answers=1)
     assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
     step = pipeline.train_step(batch)  # its forward is the scoring at the weights that sampled
     assert_equal(step.logprobs, batch)
@@ -481,7 +476,6 @@ def agrees_before_and_after_an_update(rig: Rig, setup: Setup, folder: Path) -> N
         assert step.routes is not None
         known = batch.routes != UNKNOWN
         assert known.any((0, 1, 3)).all() and step.routes[known].equal(batch.routes[known])
-    assert batch.loss_mask.sum() > 400
     report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed", folder / "manifest.json")
     assert_verified(pipeline, report, folder / "manifest.json")
     assert (report.bytes < report.weight_bytes) == (setup.beside is not None)  # adapters alone
@@ -489,11 +483,10 @@ def agrees_before_and_after_an_update(rig: Rig, setup: Setup, folder: Path) -> N
     # The update was real: the same tokens have other logprobs now.
     moved = differences(pipeline.trainer.score(batch), batch)
     assert (moved != 0).float().mean() > 0.9
-    # Prompts that were cached before the update, up to 300 tokens.
-    again = pipeline.sample(0.7, count=7)
+    # Prompts that were cached before the update, up to 300 tokens, and others that share a prefix.
+    again = pipeline.sample(0.7, answers=1)
     assert_equal(pipeline.trainer.score(again), again)
-    some = pipeline.sample(0.7, count=3, cut=Truncation(top_p=0.9))
-    assert_equal(pipeline.trainer.score(some), some)
+    assert batch.loss_mask.sum() + again.loss_mask.sum() > 300
 
 
 def first_finding(pipeline: Pipeline, batch: TokenBatch) -> Finding:

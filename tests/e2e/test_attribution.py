@@ -19,7 +19,7 @@ from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support import faults
-from tests.support.rig import Pipeline, Rig, Setup
+from tests.support.rig import ALONE, Pipeline, Rig, Setup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ SCALES = "model.layers.1.self_attn.v_proj.weight_scale_inv"
 
 def test_nothing_is_found_where_nothing_is_planted(rig: Rig) -> None:
     pipeline = rig.open(Setup("moe"))
-    result = attributed(pipeline, pipeline.sample(0.7))
+    result = attributed(pipeline, pipeline.sample(0.7, count=len(ALONE)))
     assert result.findings == ()
     assert result.abs_diff_mean == result.live_abs_diff_mean == 0
     assert {difference.differing for difference in result.ops} == {0.0}
@@ -37,7 +37,7 @@ def test_nothing_is_found_where_nothing_is_planted(rig: Rig) -> None:
     layers = 3
     assert len(result.ops) == 1 + layers * 11 + 3
     assert len(result.experts) == layers * 8 and sum(e.tokens for e in result.experts if e.layer == 0) > 4000
-    assert result.tokens == sum(bucket.tokens for bucket in result.positions) > 400
+    assert result.tokens == sum(bucket.tokens for bucket in result.positions) > 300
 
 
 def test_a_doubled_scale_in_the_engine(rig: Rig) -> None:
@@ -76,7 +76,7 @@ def test_a_stale_expert(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SyncError):
             pipeline.sync()
     pipeline.resume()  # nobody looked
-    result = attributed(pipeline, pipeline.sample(1.0))
+    result = attributed(pipeline, pipeline.sample(1.0, count=len(ALONE)))
     pipeline.sync()
     first = result.findings[0]
     assert (first.cause, first.op, first.layers, first.experts) == ("weights", "experts", (1,), (5,))

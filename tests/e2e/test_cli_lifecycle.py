@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,30 +39,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for run in runs:
         run.destroy()
-
-
-def interrupt(run: StartedRun, signum: int, times: int = 1) -> None:
-    """Signal the whole foreground group, as a terminal does; every process must be gone in time, with exit code 130."""
-    family = run.family()
-    assert run.process.pid in [process.pid for process in family]
-    began = time.monotonic()
-    for _ in range(times):
-        run.signal_all(signum)
-        time.sleep(0.3)
-    assert run.ends(GONE_WITHIN_S) == 130, run.console()
-    assert wait_until_gone(family, GONE_WITHIN_S - (time.monotonic() - began)) == []
-    assert run.family() == []
-    assert "every process that was started is stopped" in run.console()
-    assert "Traceback" not in run.console()
-
-
-def test_a_start_can_be_interrupted(start: Start) -> None:
-    run = start(*SMALL)
-    run.wait_for("starting the engine")
-    time.sleep(3.0)
-    interrupt(run, signal.SIGTERM, times=2)
-    assert "the run had not begun, and leaves nothing" in run.console()
-    assert not run.path.exists() and not list(run.path.parent.glob(".*"))
 
 
 def test_imports_can_be_interrupted(start: Start) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -115,15 +116,15 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 
 def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head) -> None:
-    """By `fp8rl submit`, from the folder that relative paths are relative to."""
+    """By `fp8rl submit`, from the folder that relative paths are relative to. The job below has an engine, too."""
     address = head.environment["RAY_API_SERVER_ADDRESS"]
-    command = f"fp8rl submit examples/arithmetic.yaml --address {address} --wait run.name=two run.steps=2"
-    printed = head.taken(" ".join([command, *SMALL]), "job      raysubmit_")
-    assert "step 2/2  reward" in printed, printed
+    command = f"fp8rl submit examples/arithmetic_sft.yaml --address {address} --wait run.name=two run.steps=2"
+    settings = ["model.path=examples/models/tiny_qwen3_moe", "algorithm.batch_size=16"]
+    printed = head.taken(" ".join([command, *settings]), "job      raysubmit_")
+    assert "step 2/2  " in printed, printed
     assert re.search(r"job      raysubmit_\w+: SUCCEEDED", printed)
     rows = [json.loads(line) for line in (head.folder / "runs/two/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
+    assert [row["step"] for row in rows] == [1, 2]
     assert of_runs(head.mark) == []
 
 
@@ -144,15 +145,35 @@ def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
     assert "interrupted: ending every process of the run" in logs and "Traceback" not in logs, logs
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
 
 
-def test_a_run_beside_a_cluster_does_not_join_it(head: Head, tmp_path: Path) -> None:
+def test_a_run_beside_a_cluster_does_not_join_it_and_its_start_can_be_interrupted(head: Head, tmp_path: Path) -> None:
     run = StartedRun(tmp_path, *SMALL)
     try:
         run.wait_for("starting the engine")
         assert "gcs_server" in {process.name() for process in run.family()}
+        time.sleep(3.0)
+        interrupt(run, signal.SIGTERM, times=2)
+        assert "the run had not begun, and leaves nothing" in run.console()
+        assert not run.path.exists() and not list(run.path.parent.glob(".*"))
     finally:
         run.destroy()
+
+
+def interrupt(run: StartedRun, signum: int, times: int = 1) -> None:
+    """Signal the whole foreground group, as a terminal does; every process must be gone in time, with exit code 130."""
+    family = run.family()
+    assert run.process.pid in [process.pid for process in family]
+    began = time.monotonic()
+    for _ in range(times):
+        run.signal_all(signum)
+        time.sleep(0.3)
+    assert run.ends(GONE_WITHIN_S) == 130, run.console()
+    assert wait_until_gone(family, GONE_WITHIN_S - (time.monotonic() - began)) == []
+    assert run.family() == []
+    assert "every process that was started is stopped" in run.console()
+    assert "Traceback" not in run.console()
 
 
 def free_port() -> int:

@@ -94,8 +94,15 @@ def family_of(stack: Stack, index: int) -> dict[str, psutil.Process]:
     return {"server": server, **{" ".join(child.cmdline()): child for child in server.children(recursive=True)}}
 
 
-def begin(stack: Stack, asked: list[Group]) -> list[PendingGroup]:
-    """Groups under way on both engines."""
+def part_of(family: dict[str, psutil.Process], part: str) -> psutil.Process:
+    return next(process for name, process in family.items() if part in name)
+
+
+def begin(stack: Stack, asked: list[Group], *stopped: psutil.Process) -> list[PendingGroup]:
+    """Groups under way on both engines. stopped: processes without which an engine answers none, however slow this
+    one is."""
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
     admitted = stack.sampling.admit(asked, stack.sampling.at(1.0))
     assert wait_until(lambda: all(slot.answers for slot in stack.engines.slots), START_S)
     time.sleep(0.2)
@@ -113,8 +120,9 @@ def bits(answers: list[Trajectory]) -> list[Any]:
 def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_verified(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
-    admitted = begin(stack, asked)
-    server_of(stack, 1).kill()
+    family = family_of(stack, 1)
+    admitted = begin(stack, asked, part_of(family, "scheduler"))
+    family["server"].kill()
     killed = time.monotonic()
     answers = collected(stack, admitted)
     answered_s = time.monotonic() - killed
@@ -133,10 +141,9 @@ def test_engines_that_hang_are_told_from_dead_ones_and_replaced(
 ) -> None:
     """The one in its server, the other in its scheduler."""
     assert wait_until(lambda: all(len(family_of(stack, engine)) > 1 for engine in (0, 1)), START_S)
-    families = [family_of(stack, engine) for engine in (0, 1)]  # beforehand: a quick engine would have answered
-    admitted = begin(stack, asked)
-    for family, part in zip(families, ("server", "scheduler"), strict=True):
-        next(process for name, process in family.items() if part in name).send_signal(signal.SIGSTOP)
+    families = [family_of(stack, engine) for engine in (0, 1)]
+    parts = zip(families, ("server", "scheduler"), strict=True)
+    admitted = begin(stack, asked, *(part_of(family, part) for family, part in parts))
     assert bits(collected(stack, admitted)) == bits(undisturbed)
     assert sum("has not answered for" in line and "though its process is there" in line for line in told) == 2
     processes = [process for family in families for process in family.values()]
@@ -183,7 +190,7 @@ def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_the
 def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
-    admitted = begin(stack, asked)
+    admitted = begin(stack, asked, part_of(family_of(stack, 0), "scheduler"))
     ray.kill(stack.engines.slots[0].actor)
     assert bits(collected(stack, admitted)) == bits(undisturbed)
     assert len(told) == 1 and "the actor of the engine is gone" in told[0]

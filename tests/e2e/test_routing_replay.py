@@ -23,12 +23,12 @@ SETUP = Setup(
 
 def test_engine_and_trainer_choose_the_same_experts_before_and_after_an_update(rig: Rig) -> None:
     pipeline = rig.open(SETUP)
-    first = pipeline.sample(1.0)
-    cached = pipeline.sample(0.7)  # of the same prompts, which are all in the prefix cache now
+    first = pipeline.sample(1.0, answers=1)
+    cached = pipeline.sample(0.7, answers=1)  # of the same prompts, which are all in the prefix cache now
     assert_agree(pipeline.trainer.score_routed(cached), cached)
     assert_agree(pipeline.train_step(replace(first, replay=True)), first)
     pipeline.sync()
-    after = pipeline.sample(1.0)
+    after = pipeline.sample(1.0, answers=1)
     assert_agree(pipeline.trainer.score_routed(after), after)
     # The update moved routes, so that those of prompts that were cached before it are new ones.
     prompts = slice(0, 300)
@@ -50,7 +50,7 @@ def test_experts_are_reported_for_every_turn_of_a_conversation_and_what_it_is_to
 
 def test_replay_brings_a_trainer_with_another_router_closer(rig: Rig) -> None:
     pipeline = rig.open(SETUP)
-    batch = pipeline.sample(1.0)
+    batch = pipeline.sample(1.0, answers=1)
     pipeline.trainer.apply(perturb_routers, 0.02)
     alone = pipeline.trainer.score_routed(batch)
     replayed = pipeline.trainer.score_routed(replace(batch, replay=True))

@@ -57,7 +57,7 @@ def test_drafts_of_old_weights_change_no_token_of_new_ones(rig: Rig, tmp_path: P
 
 
 def answers(pipeline: Pipeline, sampling: SamplingParams) -> list[Trajectory]:
-    return pipeline.generate(to_groups(prompts(0), 2, run_seed=0, step=1), sampling)
+    return pipeline.generate(to_groups(prompts(0), 1, run_seed=0, step=1), sampling)
 
 
 def agree(pipeline: Pipeline, trajectories: list[Trajectory], sampling: SamplingParams) -> None:

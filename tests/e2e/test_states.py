@@ -31,7 +31,7 @@ from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.batches import cross_entropy
 from tests.support.plants import PLANT, stale_states, states_of_another_request
-from tests.support.rig import CHUNK, Rig, Setup, write_random
+from tests.support.rig import ALONE, CHUNK, Rig, Setup, write_random
 from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -181,9 +181,9 @@ def test_states_that_are_not_a_sequences_own_are_named_first(
     monkeypatch.setenv(PLANT, plant.__name__)
     rig.stop_engine()
     pipeline = rig.open(Setup("qwen3_next"))
-    pipeline.train_step(pipeline.sample(1.0))
+    pipeline.train_step(pipeline.sample(1.0, count=len(ALONE)))
     assert pipeline.sync().mismatched == ()
-    batch = pipeline.sample(1.0)
+    batch = pipeline.sample(1.0, count=len(ALONE))
     setup = pipeline.setup.numerics, pipeline.definition
     first, *others = attribute(pipeline.trainer, pipeline.endpoint, batch, *setup).findings
     rig.stop_engine()

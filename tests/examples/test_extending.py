@@ -4,7 +4,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet
@@ -36,10 +35,6 @@ class Own(PolicyGradient):
     def trajectory_advantages(self, rewards, groups):
         return rewards - self.quantile
 """
-
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
-"""Each of these has a process of its own."""
 
 
 def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> None:
@@ -89,23 +84,22 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
     assert said.strip() == "[-1.0, 3.0]"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "override", "expected"),
     [
         ("class Own: pass", "", "expected a subclass of fp8rl.PolicyGradient"),
-        slow("from fp8rl import PolicyGradient\nclass Other(PolicyGradient): pass", "", "which has Other"),
+        ("from fp8rl import PolicyGradient\nclass Other(PolicyGradient): pass", "", "which has Other"),
         ("import nowhere", "", "a module that can be imported; this one ends in ModuleNotFoundError"),
-        slow(OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
-        slow(OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
+        (OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
+        (OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
         (OWN.replace("rewards - ", "1 / 0 * "), "", "this one raises ZeroDivisionError"),
-        slow(OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
-        slow(
+        (OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
+        (
             "from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass",
             "",
             "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor. Write",
         ),
-        slow(OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
+        (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
         (
             f"{OWN}\n    def shaped(self, outcomes): return outcomes\n",
             "",
@@ -130,9 +124,12 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
     ],
 )
 def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
-    tmp_path: Path, text: str, override: str, expected: str
+    tmp_path: Path, text: str, override: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.py").write_text(text)
+    if "PolicyGradient" in text:  # it can be imported, which takes a process seconds to find out
+        for asks in ("loading", "members"):
+            monkeypatch.setattr(f"fp8rl.rl.experiment.{asks}.check_importable", lambda *_: None)
     overrides = [f"algorithm.name={tmp_path / 'own.py'}:Own", override]
     with pytest.raises(UserError, match="algorithm") as error:
         check_algorithm(load_experiment(EXAMPLES / "arithmetic.yaml", [each for each in overrides if each]))

@@ -277,7 +277,7 @@ from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
 def results():
-    for shape in ((1, 128), (260, 384), (130, 200)):
+    for shape in ((1, 128), (260, 200)):
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()
         x[-1, 3], x[-1, 4], x[0, :128] = math.inf, math.nan, 0
         yield fake_quantize_rows(x, TensorSpec())

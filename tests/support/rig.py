@@ -67,6 +67,8 @@ MODELS = {family: dataclasses.replace(FAMILY, family=family) for family in TinyM
 BLOCK = 128
 CHUNK = 96
 """Tokens of a prefill chunk, shorter than most prompts."""
+ALONE = (1, 2, 17, 40, 97, 128, 300)
+"""Lengths of the first prompts, those of which none begins as another."""
 SHARED_PREFIX = 150
 LONGEST_PROMPT = 330
 NEW_TOKENS = 24
@@ -191,7 +193,7 @@ class Rig:
             self._opened.callback(ray.shutdown)
             self._opened.enter_context(self._template.in_use())
             ray.init(
-                num_cpus=4,
+                num_cpus=1,  # for each, Ray starts a process beforehand; ranks and engines take none
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -217,7 +219,7 @@ class Rig:
     def _trainer_for(self, setup: Setup) -> TrainerGroup:
         if self._trainer is None or self._trainer[0] != setup:
             # Three layers of up to 360 tokens in several micro-batches, and steps large enough to move every expert.
-            config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
+            config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=1024, **dict(setup.layout))
             own = setup.numerics, setup.adapter, setup.shared_base
             self._trainer = setup, self.start_trainer(self.models[setup.model], config, *own)
         return self._trainer[1]
@@ -288,10 +290,11 @@ class Pipeline:
         count: int | None = None,
         cut: Truncation = EVERY_TOKEN,
         supports: bool = False,
+        answers: int = 2,
     ) -> TokenBatch:
-        """Two answers to each of the first `count` prompts, as the loop would batch them."""
+        """So many answers to each of the first `count` prompts, as the loop would batch them."""
         sampling = SamplingParams(NEW_TOKENS, temperature, **dataclasses.asdict(cut), supports=supports)
-        groups = to_groups(prompts(seed)[:count], 2, run_seed=seed, step=1)
+        groups = to_groups(prompts(seed)[:count], answers, run_seed=seed, step=1)
         trajectories = self.generate(groups, sampling)
         return batch_from_trajectories(trajectories, temperature, redraws=len(trajectories), truncation=cut)
 
@@ -377,7 +380,7 @@ def prompts(seed: int) -> list[Prompt]:
         return [draw.randrange(6, vocabulary) for _ in range(count)]  # no special tokens, which would end answers
 
     prefix = tokens(SHARED_PREFIX)
-    alone = [tokens(length) for length in (1, 2, 17, 40, 97, 128, 300)]
+    alone = [tokens(length) for length in ALONE]
     shared = [prefix + tokens(length) for length in (1, 10, 33, 106, LONGEST_PROMPT - SHARED_PREFIX)]
     return [Prompt(Problem("", ""), ids) for ids in alone + shared]
 

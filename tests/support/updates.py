@@ -20,7 +20,7 @@ from tests.support.rig import Pipeline, prompts
 
 PLAIN = SamplingParams(max_new_tokens=150)
 UPDATES = 2
-GROUP = 3
+GROUP = 2
 ASKED = prompts(0)[::2]
 
 

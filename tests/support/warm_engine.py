@@ -111,10 +111,14 @@ class Template:
     def status_of(self, pid: int) -> int | None:
         """Its exit status as `Popen.returncode` has it; None while it runs."""
         with self._lock:
-            while pid not in self._ended and select.select([self._socket], [], [], 0)[0]:
+            while pid not in self._ended and self._waits():
                 _, ended, status = self._next()
                 self._ended[ended] = status
             return self._ended.get(pid)
+
+    def _waits(self) -> bool:
+        """Whether something was said that is not read; several lines may have come as one."""
+        return b"\n" in self._unread or bool(select.select([self._socket], [], [], 0)[0])
 
     def _next(self) -> tuple[str, int, int]:
         while b"\n" not in self._unread:

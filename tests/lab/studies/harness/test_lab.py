@@ -72,6 +72,7 @@ def test_an_interrupt_ends_the_jobs_under_way_and_starts_no_more(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_jobs")
 def test_a_job_that_fails_ends_the_one_beside_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="job 1 fails"):
         Lab(True, (0,), tmp_path, print).each(fail_beside, [(str(tmp_path), n) for n in range(2)], "jobs")
@@ -79,6 +80,7 @@ def test_a_job_that_fails_ends_the_one_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_jobs")
 def test_what_a_process_raises_is_raised_here() -> None:
     with pytest.raises(FileNotFoundError):
         in_own_process(Path("/no/such/file").read_text)
