@@ -27,7 +27,7 @@ from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.plugin.families import Read, sides
-from fp8rl.rollout.plugin.families.ends import whole_product
+from fp8rl.rollout.plugin.normed import whole_product
 from fp8rl.rollout.plugin.state import configure, state
 
 _BEYOND = 4
@@ -167,7 +167,7 @@ class Imagined:
         if operand is None:
             return ops.linear(x, weight, splits, plus)
         plain = partial(ops.fp8_linear, x, weight, operand, self.spec, "bf16")
-        return whole_product(x, operand, plain)(splits, plus)
+        return whole_product(x, state().rows_of(x), operand, plain)(splits, plus)
 
     def weight(self, rows: Sequence[TensorRow], experts: int | None = None) -> Tensor:
         """This rank's parameter of some tensors, one below the other: FP8 codes if they are quantized. experts: of a

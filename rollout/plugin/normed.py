@@ -6,10 +6,13 @@ result is kept beside its quantized rows, and a product asks for them with the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from fp8rl.numerics import ops
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,15 @@ class Normed:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
+
+
+def whole_product(x: Tensor, rows: Any, operand: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the FP8 product of x by the number of splits of K and a term: of the rows that a norm quantized if there
+    are any, else `plain`."""
+
+    def whole(splits: int, plus: Tensor | None) -> Tensor:
+        if rows is None or splits > 1:
+            return plain(splits, plus)
+        return ops.rows_linear(rows, operand, x.dtype, plus)
+
+    return whole

@@ -22,7 +22,7 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
-from fp8rl.rollout.plugin.normed import Normed
+from fp8rl.rollout.plugin.normed import Normed, whole_product
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
@@ -161,21 +161,8 @@ def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
     def product(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return partial(of, x, layer.weight, operand, spec, "bf16")
 
-    whole = whole_product(x, operand, product(ops.fp8_linear))
+    whole = whole_product(x, current.rows_of(x), operand, product(ops.fp8_linear))
     return _product(layer, x, bias, product(ops.fp8_linear_partial), whole)
-
-
-def whole_product(x: Tensor, operand: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the FP8 product of x by the number of splits of K and a term: of the rows that a norm quantized if there
-    are any, else `plain`."""
-    rows = state().rows_of(x)
-
-    def whole(splits: int, plus: Tensor | None) -> Tensor:
-        if rows is None or splits > 1:
-            return plain(splits, plus)
-        return ops.rows_linear(rows, operand, x.dtype, plus)
-
-    return whole
 
 
 def _product(
