@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp8rl.diagnose.plan import layouts, verdict
+from fp8rl.diagnose.plan.decode import Decode, decode_step
 from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
-from fp8rl.diagnose.plan.time import Decode, StepTime, decode_step, step_time
+from fp8rl.diagnose.plan.time import StepTime, step_time
 from fp8rl.diagnose.plan.verdict import Bracket, Pays
 from fp8rl.diagnose.report import Remark, Report
 from fp8rl.numerics.config import Mode
@@ -281,7 +282,10 @@ def _batches(job: Job) -> list[int]:
 def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[Decode, Decode]:
     """The time of a decode step in the spec's precision and in BF16."""
     first, second = (
-        decode_step(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp)
+        decode_step(
+            *(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp),
+            each.numerics.mode,
+        )
         for each in (job, job.in_bf16())
     )
     return first, second

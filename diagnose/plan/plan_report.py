@@ -165,11 +165,11 @@ def _times(plan: Plan) -> RenderableType:
 def _decode(plan: Plan) -> RenderableType:
     speeds = (f"tokens/s, {plan.job.numerics.rollout}", "tokens/s, bf16")
     rows = [
-        ("an engine", str(side.batch), f"{side.tokens_per_second:,.0f}", f"{bf16.tokens_per_second:,.0f}",
-         _gb(side.weights), _gb(side.cache))
+        ("an engine", str(side.batch), str(side.kernels), f"{side.tokens_per_second:,.0f}",
+         f"{bf16.tokens_per_second:,.0f}", _gb(side.weights), _gb(side.cache))
         for side, bf16 in plan.decode
     ]  # fmt: skip
-    return grid(("decoding", "answers", *speeds, "weights read (GB)", "cache read (GB)"), rows)
+    return grid(("decoding", "answers", "kernels", *speeds, "weights read (GB)", "cache read (GB)"), rows)
 
 
 def _gb(value: float) -> str:

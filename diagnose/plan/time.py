@@ -1,4 +1,4 @@
-"""The time of a training step, as a sum of parts on the slowest pipeline stage, and of a decode step.
+"""The time of a training step, as a sum of parts on the slowest pipeline stage.
 
 A product takes as long as its FLOPs or its bytes, whichever is more; FP8 adds a pass over each operand that it
 quantizes. Attention is BF16, its backward 2.5 forwards. Between those, what is kept is written, read, and its gradient
@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8rl.diagnose.plan.efficiency import Rates
-from fp8rl.models.shape import Shape, WeightGroup, overlap
-from fp8rl.numerics.spec import QuantSpec
+from fp8rl.models.shape import WeightGroup, overlap
 from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
 from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
-from fp8rl.weight_sync.served import weight_bytes
 
 LAUNCH_S = 5e-6
 OPTIMIZER_BYTES = 30
@@ -213,50 +211,6 @@ def _update(job: Job, bandwidth: float, stage: int) -> float:
 
 def _layers(job: Job, stage: int) -> range:
     return layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
-
-
-# How fast one engine decodes: a step reads the weights that its answers use, and their keys and values.
-
-
-@dataclass(frozen=True)
-class Decode:
-    """One decode step of an engine. seconds: of it; weights, cache: bytes read; batch: answers, a token each."""
-
-    batch: int
-    seconds: float
-    weights: float
-    cache: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.batch / self.seconds
-
-
-def experts_read(experts: int, top_k: int, batch: int) -> float:
-    """Expected number of a layer's experts that a batch takes, if each takes any as likely: E (1 - (1 - k/E)^B)."""
-    return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0
-
-
-def decode_step(
-    shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float, ranks: int = 1
-) -> Decode:
-    """Time of one decode step on an engine of `ranks` GPUs, launched as one CUDA graph.
-
-    batch: answers at a time. context: tokens that each has so far.
-    """
-    sizes = shape.sizes
-    read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
-    weights = sum(
-        weight_bytes(shape, weight, spec) * (read if weight.share == "experts" else 1.0)
-        for weight in shape.weights
-        if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
-    )
-    cache = batch * (context * shape.kv_bytes() + 2 * shape.request_bytes())  # a state is read and written
-    memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)
-    fp8 = spec.quantized
-    flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))
-    attention = batch * shape.attention_flops(context) / ranks / (gpu.bf16 * rates.attention)
-    return Decode(batch, max(memory, flops + attention), weights, cache)
 
 
 # What ranks send each other in a step: tokens to experts, parts of a sequence, gradients and weights.

@@ -22,9 +22,9 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes
 from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
-from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
+from fp8rl.numerics.ops import ExpertWeights, Fused, HeadNorms, LowRank, NewSlots
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
-from fp8rl.numerics.ops.experts import adapted_grouped_linear
+from fp8rl.numerics.ops.experts import adapted_grouped_linear, routed_in_steps
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.numerics.quantize import quantize
@@ -282,8 +282,34 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
         "bf16 product in slices": (ops.linear(x, w, 2), ops.merge_partials(bf16_partials, x.dtype)),
         "fp8_linear in slices": (product(x, 2), ops.merge_partials(fp8_partials, x.dtype)),
     }
-    forms |= _adapted_forms(random, x, w, counts)
-    return forms
+    return forms | _adapted_forms(random, x, w, counts) | _fused_forms(random, w13, w2, spec)
+
+
+def _fused_forms(
+    random: Callable[..., Tensor], w13: ExpertWeights, w2: ExpertWeights, spec: QuantSpec
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what an engine may compute in one kernel, and in several; of experts w13 [3, 384, 512]."""
+    x, residual, norm, heads = random(_MANY, 512), random(_MANY, 512), random(512), random(_MANY, 8, 128)
+    normed, total, rows = ops.norm_rows(x, residual, norm, 1e-6, spec.activation)
+    separate = ops.add_rms_norm(x, residual, norm, 1e-6)
+    first = ops.weight_operand(quantize(w13.weights[0], spec.weight))
+    product = ops.fp8_linear(separate[0], w13.weights[0], first, spec)
+    probs, chosen = ops.route(random(_MANY, 3, dtype=torch.float32), 2, True)
+    routed = routed_in_steps(separate[0], probs, chosen, w13, w2, spec, "bf16")
+
+    q, k, v = heads.split((4, 2, 2), 1)
+    norms, token = HeadNorms(random(128), random(128), 1e-6), torch.arange(_MANY, device=x.device)
+    cache = NewSlots(torch.zeros_like(k), torch.zeros_like(v), token.flip(0), v)
+    turned = ops.rope_heads(q, k, token, 1e6, norms=norms, cache=cache)
+    weighted = ((q, norms.queries), (k, norms.keys))
+    parts = [ops.rope(ops.rms_norm(each, weight, 1e-6)[None], token[None], 1e6)[0] for each, weight in weighted]
+    return {
+        "norm_rows": (torch.cat((normed, total)), torch.cat(separate)),
+        "rows_linear": (ops.rows_linear(rows, first, x.dtype), product),
+        "rope_heads": (torch.cat(turned, 1), torch.cat(parts, 1)),
+        "rope_heads into a cache": (torch.cat((cache.keys, cache.values), 1), torch.cat((parts[1], v), 1).flip(0)),
+        "routed_experts": (ops.routed_experts(normed, probs, chosen, w13, w2, spec, "bf16", rows), routed),
+    }
 
 
 def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k: int) -> LowRank:

@@ -47,6 +47,15 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, spec: TensorSpec) -
     return out, inverse_rms
 
 
+def norm_rows(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, spec: TensorSpec
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    """`numerics.ops.norm_rows`, in one pass."""
+    rows = empty_rows(x.shape, spec, x.device)
+    normed, total, _ = _launch(x, weight, eps, residual, rows, kept=True)
+    return normed, total, rows
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,14 +98,22 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor
 
 
 def _launch(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, quantized: QuantizedTensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    quantized: QuantizedTensor | None = None,
+    kept: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (normed, x + residual, 1 / rms); a result that is not asked for is x."""
+    """Return (normed, x + residual, 1 / rms); a result that is not asked for is x.
+
+    quantized: gets the codes of the norm, which is itself not stored unless `kept`.
+    """
     hidden = x.shape[-1]
     flat = as_rows(x)
     other = flat if residual is None else residual.reshape(-1, hidden).contiguous()
     total = flat if residual is None else torch.empty_like(other)
-    normed = flat if quantized else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = flat if quantized and not kept else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverse_rms = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     block = _block(hidden)
     if x.numel():
@@ -106,6 +123,7 @@ def _launch(
             *(len(flat), hidden, flat.stride(0), eps, *(quantized.scale_inv.stride() if quantized else (0, 0))),
             ADD=residual is not None,
             QUANTIZE=quantized is not None,
+            KEEP=quantized is None or kept,
             **format_constants(quantized.spec if quantized else None),
             **block,
         )
@@ -126,12 +144,25 @@ def _sum(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
     return pairwise_sum(tl.reshape(x, (ROWS, COUNT)), COUNT)
 
 
+@triton.jit
+def inverse_rms_of(x, hidden, eps, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """1 / rms of x [rows, groups, 128], which has zeros behind the first `hidden` numbers of a row."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(_sum(wide * wide, ROWS, GROUPS * 128) / hidden + eps)
+
+
+@triton.jit
+def times_weight(x, inverse_rms, weight):
+    """The normed x, rounded to its dtype."""
+    return cast(x.to(tl.float32) * inverse_rms * weight.to(tl.float32), x.dtype)
+
+
 @triton.jit(do_not_specialize=["rows", "scale_group"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, inverse_ptr, codes_ptr, scale_ptr,
     rows, hidden, stride, eps, scale_row, scale_group,
-    ADD: tl.constexpr, QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    ADD: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
+    E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -143,10 +174,9 @@ def _forward_kernel(
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
         x = cast(x.to(tl.float32) + residual.to(tl.float32), x.dtype)
         tl.store(total_ptr + at, x, mask=inside)
-    wide = x.to(tl.float32)
-    inverse_rms = tl.rsqrt(_sum(wide * wide, ROWS, GROUPS * 128) / hidden + eps)
-    weight = tl.load(weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
-    normed = cast(wide * inverse_rms[:, None, None] * weight, x.dtype)
+    inverse_rms = inverse_rms_of(x, hidden, eps, ROWS, GROUPS)
+    weight = tl.load(weight_ptr + column, mask=column < hidden, other=0.0)
+    normed = times_weight(x, inverse_rms[:, None, None], weight)
     tl.store(inverse_ptr + row, inverse_rms, mask=row < rows)
     if QUANTIZE:
         rounded = normed.to(tl.float32)
@@ -155,7 +185,7 @@ def _forward_kernel(
         held = (row < rows)[:, None] & (group < tl.cdiv(hidden, GROUP))[None, :]
         where = scale_ptr + row[:, None] * scale_row + group[None, :] * scale_group
         tl.store(where, inverse(scale, POW2), mask=held)
-    else:
+    if KEEP:
         tl.store(normed_ptr + at, normed, mask=inside)
 
 

@@ -67,7 +67,7 @@ def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = Non
     total, k = rows.shape
     out = out or empty_rows(x.shape, spec, x.device)
     if x.numel():
-        scales = out.scale_inv.reshape(total, -1)  # a view
+        scales = out.scale_inv if out.scale_inv.dim() == 2 else out.scale_inv.reshape(total, -1)  # a view
         _rows_kernel[triton.cdiv(total, _ROWS), triton.cdiv(k, _GROUPS * _GROUP)](
             *(rows, out.data, scales, total, k, rows.stride(0), *scales.stride()),
             **format_constants(spec),
@@ -144,7 +144,8 @@ def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> 
     *lead, groups = scale_shape(shape, spec)
     scale_inv = torch.empty(groups, math.prod(lead), dtype=torch.float32, device=device).t()
     data = torch.empty(shape, dtype=spec.dtype, device=device)
-    return QuantizedTensor(data, scale_inv.view(*lead, groups), spec)
+    # A view gives the only row of a matrix another stride, and kernels of it another variant.
+    return QuantizedTensor(data, scale_inv if len(lead) == 1 else scale_inv.view(*lead, groups), spec)
 
 
 def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:

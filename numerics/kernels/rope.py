@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8rl.numerics.kernels.arithmetic import cast, dense_rows
-from fp8rl.numerics.ops.rope import Scaling, frequencies
+from fp8rl.numerics.kernels.arithmetic import GROUP, cast, dense_rows
+from fp8rl.numerics.kernels.norm import inverse_rms_of, times_weight
+from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, Scaling, frequencies
 
 _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
@@ -32,6 +33,42 @@ def rope(
 def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
     """`numerics.ops.rope_pairs`."""
     return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
+
+
+def rope_heads(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    theta: float,
+    rotary_dim: int | None = None,
+    scaling: Scaling | None = None,
+    norms: HeadNorms | None = None,
+    cache: NewSlots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`numerics.ops.rope_heads`: a program has some heads of a token, queries or keys."""
+    (tokens, heads, dim), key_heads, rotary = q.shape, k.shape[1], rotary_dim or q.shape[2]
+    q, k = dense_rows(q), dense_rows(k)
+    q_out, k_out = (torch.empty(tokens, n, dim, dtype=q.dtype, device=q.device) for n in (heads, key_heads))
+    if not tokens:
+        return q_out, k_out
+    weights, eps = (q, k), 0.0
+    if norms is not None:
+        weights, eps = (norms.queries, norms.keys), norms.eps
+    value, caches, slots = k, (k, k), positions
+    if cache is not None:
+        value, caches, slots = dense_rows(cache.new_values), (cache.keys, cache.values), cache.slots.contiguous()
+    _heads_kernel[tokens, triton.cdiv(heads, _HEADS) + triton.cdiv(key_heads, _HEADS)](
+        *(q, k, value, q_out, k_out, *weights, positions.contiguous(), _frequencies(theta, rotary, scaling, q.device)),
+        *(*caches, slots, heads, key_heads, *q.stride()[:2], *k.stride()[:2], *value.stride()[:2]),
+        *(*caches[0].stride()[:2], *caches[1].stride()[:2], eps),
+        NORM=norms is not None,
+        STORE=cache is not None,
+        VALUE=value.shape[2],
+        BLOCK_OF_VALUE=triton.next_power_of_2(value.shape[2]),
+        GROUPS=triton.next_power_of_2(triton.cdiv(dim, GROUP.value)),
+        **_shape(dim, rotary, False),
+    )
+    return q_out, k_out
 
 
 class _Rope(torch.autograd.Function):
@@ -59,15 +96,16 @@ def _rotate(x: Tensor, positions: Tensor, form: tuple[float, int, Scaling | None
         _kernel[tokens, triton.cdiv(heads, _HEADS)](
             *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, scaling, x.device), out),
             *(heads, flat.stride(0), flat.stride(1), direction),
-            HALF=rotary_dim // 2,
-            REST=dim - rotary_dim,
-            PAIRS=pairs,
-            BLOCK=triton.next_power_of_2(rotary_dim // 2),
-            HEADS=_HEADS,
-            num_warps=4,
-            enable_fp_fusion=False,
+            **_shape(dim, rotary_dim, pairs),
         )
     return out.view(x.shape)
+
+
+def _shape(dim: int, rotary_dim: int, pairs: bool) -> dict[str, Any]:
+    """Return the constants that both kernels have."""
+    half = rotary_dim // 2
+    block = {"HALF": half, "REST": dim - rotary_dim, "BLOCK": triton.next_power_of_2(half), "HEADS": _HEADS}
+    return block | {"PAIRS": pairs, "num_warps": 4, "enable_fp_fusion": False}
 
 
 @functools.lru_cache(maxsize=8)
@@ -82,24 +120,105 @@ def _kernel(
     HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """PAIRS: neighbours turn together, else the channels of the first half with those of the second."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    cos, sin = _turn(positions_ptr + token, frequencies_ptr, direction, HALF, BLOCK)
+    at = x_ptr + token * token_stride + head * head_stride
+    start = out_ptr + (token * heads + head) * (2 * HALF + REST)
+    _rotate_heads(at, start, start, head < heads, cos, sin, cos, at, False, False, HALF, REST, PAIRS, BLOCK)
+
+
+@triton.jit(do_not_specialize=["heads", "key_heads"])
+def _heads_kernel(
+    q_ptr, k_ptr, value_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, frequencies_ptr,
+    k_cache_ptr, v_cache_ptr, slots_ptr, heads, key_heads, q_token, q_head, k_token, k_head, v_token, v_head,
+    k_slot, k_slot_head, v_slot, v_slot_head, eps,
+    NORM: tl.constexpr, STORE: tl.constexpr, VALUE: tl.constexpr, BLOCK_OF_VALUE: tl.constexpr, GROUPS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token, block, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HEADS)
+    cos, sin = _turn(positions_ptr + token, frequencies_ptr, 1.0, HALF, BLOCK)
+    of_queries = tl.cdiv(heads, HEADS)
+    if block < of_queries:
+        head = (block * HEADS + lane)[:, None]
+        at = q_ptr + token * q_token + head * q_head
+        to = q_out_ptr + (token * heads + head) * (2 * HALF + REST)
+        _norm_and_rotate(
+            at, to, to, head < heads, q_weight_ptr, eps, cos, sin, NORM, False, GROUPS, HALF, REST, PAIRS, BLOCK, HEADS
+        )
+    else:
+        head = ((block - of_queries) * HEADS + lane)[:, None]
+        at = k_ptr + token * k_token + head * k_head
+        to, slot = k_out_ptr + (token * key_heads + head) * (2 * HALF + REST), token
+        if STORE:
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+            column = tl.arange(0, BLOCK_OF_VALUE)[None, :]
+            inside = (head < key_heads) & (column < VALUE)
+            value = tl.load(value_ptr + token * v_token + head * v_head + column, mask=inside)
+            tl.store(v_cache_ptr + slot * v_slot + head * v_slot_head + column, value, mask=inside)
+        kept = k_cache_ptr + slot * k_slot + head * k_slot_head
+        _norm_and_rotate(
+            at, to, kept, head < key_heads, k_weight_ptr, eps, cos, sin,
+            NORM, STORE, GROUPS, HALF, REST, PAIRS, BLOCK, HEADS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn(position_ptr, frequencies_ptr, direction, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Cosine and sine of each pair's angle, FP32 [1, BLOCK]."""
+    half = tl.arange(0, BLOCK)
+    angle = tl.load(position_ptr).to(tl.float64) * tl.load(frequencies_ptr + half, mask=half < HALF, other=0.0)
+    angle = (angle - tl.floor(angle / _TURN) * _TURN).to(tl.float32)
+    return tl.cos(angle)[None, :], (tl.sin(angle) * direction)[None, :]
+
+
+@triton.jit
+def _norm_and_rotate(
+    at, to, kept, exists, weight_ptr, eps, cos, sin, NORM: tl.constexpr, STORE: tl.constexpr, GROUPS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """`_rotate_heads`, of norms if NORM; the sum of a head's squares is that of `rms_norm`."""
+    inverse_rms = cos
+    if NORM:
+        DIM: tl.constexpr = 2 * HALF + REST
+        column = tl.arange(0, GROUPS)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+        x = tl.load(at[:, :, None] + column, mask=exists[:, :, None] & (column < DIM), other=0.0)
+        inverse_rms = inverse_rms_of(x, DIM, eps, HEADS, GROUPS)[:, None]
+    _rotate_heads(at, to, kept, exists, cos, sin, inverse_rms, weight_ptr, NORM, STORE, HALF, REST, PAIRS, BLOCK)
+
+
+@triton.jit
+def _rotate_heads(
+    at, to, kept, exists, cos, sin, inverse_rms, weight_ptr, NORM: tl.constexpr, STORE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate the heads [HEADS, 1] at `at` and store them at `to`, and with STORE at `kept` as well."""
     EACH: tl.constexpr = 2 if PAIRS else 1
     PARTNER: tl.constexpr = 1 if PAIRS else HALF
-    token = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, BLOCK)
-    angle = tl.load(positions_ptr + token).to(tl.float64) * tl.load(frequencies_ptr + half, mask=half < HALF, other=0.0)
-    angle = (angle - tl.floor(angle / _TURN) * _TURN).to(tl.float32)
-    cos, sin = tl.cos(angle)[None, :], (tl.sin(angle) * direction)[None, :]
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    inside = (head < heads) & (half < HALF)[None, :]
-    at = x_ptr + token * token_stride + head * head_stride + EACH * half[None, :]
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + PARTNER, mask=inside, other=0.0).to(tl.float32)
-    start = out_ptr + (token * heads + head) * (2 * HALF + REST)
-    to = start + EACH * half[None, :]
-    tl.store(to, cast(first * cos - second * sin, out_ptr.dtype.element_ty), mask=inside)
-    tl.store(to + PARTNER, cast(second * cos + first * sin, out_ptr.dtype.element_ty), mask=inside)
+    half = tl.arange(0, BLOCK)[None, :]
+    inside, column = exists & (half < HALF), EACH * half
+    first = _channels(at, column, inside, inverse_rms, weight_ptr, NORM).to(tl.float32)
+    second = _channels(at, column + PARTNER, inside, inverse_rms, weight_ptr, NORM).to(tl.float32)
+    turned = cast(first * cos - second * sin, to.dtype.element_ty)
+    partner = cast(second * cos + first * sin, to.dtype.element_ty)
+    tl.store(to + column, turned, mask=inside)
+    tl.store(to + column + PARTNER, partner, mask=inside)
+    if STORE:
+        tl.store(kept + column, turned, mask=inside)
+        tl.store(kept + column + PARTNER, partner, mask=inside)
     for passed in range(2 * HALF, 2 * HALF + REST, BLOCK):
-        column = passed + half[None, :]
-        inside = (head < heads) & (column < 2 * HALF + REST)
-        whole = tl.load(x_ptr + token * token_stride + head * head_stride + column, mask=inside)
-        tl.store(start + column, whole, mask=inside)
+        column = passed + half
+        inside = exists & (column < 2 * HALF + REST)
+        whole = _channels(at, column, inside, inverse_rms, weight_ptr, NORM)
+        tl.store(to + column, whole, mask=inside)
+        if STORE:
+            tl.store(kept + column, whole, mask=inside)
+
+
+@triton.jit
+def _channels(at, column, inside, inverse_rms, weight_ptr, NORM: tl.constexpr):
+    """Channels of heads as they are, or normed and rounded."""
+    x = tl.load(at + column, mask=inside, other=0.0)
+    if NORM:
+        x = times_weight(x, inverse_rms, tl.load(weight_ptr + column, mask=inside, other=0.0))
+    return x

@@ -32,10 +32,13 @@ def top_experts(probs: Tensor, top_k: int) -> Tensor:
 
 
 def route(
-    logits: Tensor, top_k: int, renormalize: bool, choose: Callable[[Tensor, int], Tensor] = by_definition
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    choose: Callable[[Tensor, int], Tensor] = by_definition,
+    ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """Route logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], ascending, as
-    `numerics.ops.experts.route`.
+    """Route logits [T, E] -> probabilities FP32 [T, k] and experts [T, k], ascending, as `numerics.ops.experts.route`.
 
     Another `choose` than the default is given the probabilities; the k different experts that it chooses get the same
     bits as if the kernel had chosen them.
@@ -48,8 +51,8 @@ def route(
     if choose is not by_definition:
         probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         _launch(_softmax_kernel, logits.detach(), probs)
-        given = choose(probs, top_k).sort(-1).values.contiguous()
-    return _Route.apply(logits, top_k, renormalize, given)
+        given = choose(probs, top_k).sort(-1).values.to(ids).contiguous()
+    return _Route.apply(logits, top_k, renormalize, given, ids)
 
 
 def route_sigmoid(
@@ -61,6 +64,7 @@ def route_sigmoid(
     renormalize: bool,
     factor: float,
     choose: Callable[[Tensor, int], Tensor] = by_definition,
+    ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """`numerics.ops.experts.route_sigmoid`; another `choose` than the default as in `route`.
 
@@ -73,15 +77,16 @@ def route_sigmoid(
     if choose is not by_definition:
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         _launch(_kept_kernel, logits.detach(), bias, scores, **grouping)
-        given = choose(scores, top_k).sort(-1).values.contiguous()
-    return _RouteSigmoid.apply(logits, bias, top_k, renormalize, factor, grouping, given)
+        given = choose(scores, top_k).sort(-1).values.to(ids).contiguous()
+    return _RouteSigmoid.apply(logits, bias, top_k, renormalize, factor, grouping, given, ids)
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        probs = torch.zeros(len(logits), top_k, dtype=torch.float32, device=logits.device)
-        chosen = torch.empty(probs.shape, dtype=torch.int64, device=logits.device) if given is None else given
+    def forward(
+        ctx: Any, logits: Tensor, top_k: int, renormalize: bool, given: Tensor | None, ids: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        probs, chosen = _room(logits, top_k, given, ids)
         _launch(_route_kernel, logits, probs, chosen, TOP_K=top_k, RENORMALIZE=renormalize, GIVEN=given is not None)
         ctx.save_for_backward(logits, chosen)
         ctx.renormalize = renormalize
@@ -89,14 +94,14 @@ class _Route(torch.autograd.Function):
         return probs, chosen
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient of the definition, at the experts of the forward."""
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            probs = logits.float().softmax(-1).gather(1, chosen)
+            probs = logits.float().softmax(-1).gather(1, chosen.long())
             probs = probs / probs.sum(-1, keepdim=True) if ctx.renormalize else probs
-        return torch.autograd.grad(probs, logits, grads[0])[0], None, None, None
+        return torch.autograd.grad(probs, logits, grads[0])[0], None, None, None, None
 
 
 class _RouteSigmoid(torch.autograd.Function):
@@ -110,9 +115,9 @@ class _RouteSigmoid(torch.autograd.Function):
         factor: float,
         grouping: dict[str, int],
         given: Tensor | None,
+        ids: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        probs = torch.zeros(len(logits), top_k, dtype=torch.float32, device=logits.device)
-        chosen = torch.empty(probs.shape, dtype=torch.int64, device=logits.device) if given is None else given
+        probs, chosen = _room(logits, top_k, given, ids)
         constants = {"TOP_K": top_k, "RENORMALIZE": renormalize, "FACTOR": factor, "GIVEN": given is not None}
         constants["SMALLEST_SUM"] = SMALLEST_SUM
         _launch(_route_sigmoid_kernel, logits, bias, probs, chosen, **constants, **grouping)
@@ -127,10 +132,18 @@ class _RouteSigmoid(torch.autograd.Function):
         logits, chosen = ctx.saved_tensors
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            probs = logits.float().sigmoid().gather(1, chosen)
+            probs = logits.float().sigmoid().gather(1, chosen.long())
             probs = probs / (probs.sum(-1, keepdim=True) + SMALLEST_SUM) if ctx.renormalize else probs
             probs = probs * ctx.factor
-        return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 6
+        return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 7
+
+
+def _room(logits: Tensor, top_k: int, given: Tensor | None, ids: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate probabilities and, where they are not given, experts. A kernel that chooses writes all k of a token; of
+    experts that are given, some may be the same."""
+    allocate = torch.empty if given is None else torch.zeros
+    probs = allocate(len(logits), top_k, dtype=torch.float32, device=logits.device)
+    return probs, torch.empty(probs.shape, dtype=ids, device=logits.device) if given is None else given
 
 
 def _checked(top_k: int, x: Tensor) -> int:
@@ -277,7 +290,7 @@ def _store(probs, chosen, probs_ptr, chosen_ptr, real, expert, GIVEN: tl.constex
     rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
     tl.store(probs_ptr + rank, probs, mask=chosen & real)
     if not GIVEN:
-        tl.store(chosen_ptr + rank, expert.to(tl.int64), mask=chosen & real)
+        tl.store(chosen_ptr + rank, expert.to(chosen_ptr.dtype.element_ty), mask=chosen & real)
 
 
 @triton.jit

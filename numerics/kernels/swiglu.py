@@ -126,24 +126,29 @@ def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -
     return _Combine.apply(outputs, probs, order, dtype)
 
 
+def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute `combine` without a gradient; row_of int64 [T * k]: where each pair's output stands."""
+    (tokens, top_k), hidden = probs.shape, outputs.shape[1]
+    out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
+    if out.numel():
+        _combine_kernel[tokens, triton.cdiv(hidden, _COMBINE_BLOCK)](
+            *(outputs, probs, row_of, out, hidden),
+            TOP_K=top_k,
+            BLOCK=_COMBINE_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-        (tokens, top_k), hidden = probs.shape, outputs.shape[1]
         outputs, probs = outputs.contiguous(), probs.contiguous()
         row_of = torch.empty_like(order)
         row_of[order] = torch.arange(order.numel(), device=order.device, dtype=order.dtype)
         ctx.save_for_backward(outputs, probs, row_of)
-        out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
-        if out.numel():
-            _combine_kernel[tokens, triton.cdiv(hidden, _COMBINE_BLOCK)](
-                *(outputs, probs, row_of, out, hidden),
-                TOP_K=top_k,
-                BLOCK=_COMBINE_BLOCK,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
-        return out
+        return combine_rows(outputs, probs, row_of, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

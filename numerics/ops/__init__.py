@@ -24,6 +24,7 @@ from fp8rl.numerics.ops.experts import (
     group_by_expert,
     route,
     route_sigmoid,
+    routed_experts,
     top_experts,
 )
 from fp8rl.numerics.ops.gated_delta import delta_gates, gated_delta_rule, paged_gated_delta_rule
@@ -44,6 +45,7 @@ from fp8rl.numerics.ops.linear import (
     linear_partial,
     merge_partials,
     norm_fp8_linear,
+    rows_linear,
     trained_operand,
     weight_operand,
 )
@@ -60,6 +62,6 @@ from fp8rl.numerics.ops.low_rank import (
     reaching_term,
     updates,
 )
-from fp8rl.numerics.ops.norm import add_rms_norm, around_zero, rms_norm, swiglu
-from fp8rl.numerics.ops.rope import rope, rope_pairs
+from fp8rl.numerics.ops.norm import add_rms_norm, around_zero, norm_rows, rms_norm, swiglu
+from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, rope, rope_heads, rope_pairs
 from fp8rl.numerics.ops.short_conv import causal_conv, paged_causal_conv

@@ -61,7 +61,7 @@ def paged_attention(
     v_cache: Tensor,
     table: Tensor,
     requests: Tensor,
-    new: Tensor,
+    new: Tensor | None,
     lengths: Tensor,
     scale: float,
 ) -> Tensor:
@@ -70,9 +70,10 @@ def paged_attention(
     q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache [slots, kv heads, D] and v_cache
     [slots, kv heads, E] hold their keys and values too. Key t of sequence b is in slot table[requests[b], t]; table int
     [rows, max], requests int [B]. new int [B] counts new tokens, 0 or more, lengths int [B] all of them: new token i
-    of sequence b stands at position lengths[b] - new[b] + i. Returns [tokens, heads, E], zeros for tokens of no
-    sequence or without keys.
+    of sequence b stands at position lengths[b] - new[b] + i; None: every sequence has one. Returns [tokens, heads, E],
+    zeros for tokens of no sequence or without keys.
     """
+    new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     starts = new.cumsum(0) - new
     for rows in _of_similar_length(new, lengths):

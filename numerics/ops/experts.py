@@ -28,12 +28,16 @@ def top_experts(probs: Tensor, top_k: int) -> Tensor:
 
 @op
 def route(
-    logits: Tensor, top_k: int, renormalize: bool, choose: Callable[[Tensor, int], Tensor] = top_experts
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    choose: Callable[[Tensor, int], Tensor] = top_experts,
+    ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """Softmax in FP32 over all experts, then the top k, then (if asked) their probabilities divided by their sum.
 
-    logits [T, E] -> probabilities FP32 [T, k] and experts int64 [T, k], in ascending expert id within a token, which is
-    also the order in which their outputs are added (`combine`). Gradients flow through the probabilities alone.
+    logits [T, E] -> probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token, which
+    is also the order in which their outputs are added (`combine`). Gradients flow through the probabilities alone.
 
     choose: takes the experts from the detached probabilities, with the signature of `top_experts`; replaying a route
         that was chosen elsewhere changes nothing else.
@@ -41,7 +45,7 @@ def route(
     probs = logits.float().softmax(-1)
     experts = choose(probs.detach(), top_k).sort(-1).values
     chosen = probs.gather(1, experts)
-    return (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen), experts
+    return (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen), experts.to(ids)
 
 
 @op
@@ -54,6 +58,7 @@ def route_sigmoid(
     renormalize: bool,
     factor: float,
     choose: Callable[[Tensor, int], Tensor] = top_experts,
+    ids: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid in FP32, the top k of sigmoid + bias within the best groups, and the sigmoids of the chosen, scaled.
 
@@ -62,13 +67,14 @@ def route_sigmoid(
     highest, and the k best experts of them are taken; of equals the lower group and the lower id. Probabilities are
     without bias: divided by their sum + 1e-20 if `renormalize`, then times `factor`.
 
-    Returns probabilities FP32 [T, k] and experts int64 [T, k], in ascending expert id within a token. Gradients flow
+    Returns probabilities FP32 [T, k] and experts [T, k] as `ids`, in ascending expert id within a token. Gradients flow
     through the probabilities alone. choose: as in `route`, of what experts are chosen by, -inf outside the kept groups.
     """
     scores = sigmoid(logits.float())
     experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
     chosen = scores.gather(1, experts)
-    return (chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen) * factor, experts
+    chosen = chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen
+    return chosen * factor, experts.to(ids)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -100,6 +106,10 @@ class ExpertWeights:
     """Their operand; None: not quantized."""
     low_rank: LowRank | None = None
     """The adapter, each expert's own or one for all; None: none."""
+
+    def of_rows(self, index: Tensor) -> ExpertWeights:
+        """Return them for these rows of x, int64 [T]."""
+        return self if self.low_rank is None else dataclasses.replace(self, low_rank=self.low_rank.of_rows(index))
 
 
 @op
@@ -139,6 +149,42 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     flat = experts.reshape(-1)
     counts = flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
     return flat.argsort(stable=True), counts
+
+
+@op
+def routed_experts(
+    x: Tensor,
+    probs: Tensor,
+    chosen: Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    spec: QuantSpec | None = None,
+    backward: Backward = "fp8",
+    rows: Any = None,
+) -> Tensor:
+    """Run each token of x [T, H] through its experts, and add up their outputs, weighted: [T, H].
+
+    probs FP32 [T, k], chosen int [T, k]: as `route` gives them. weights: of all experts, stacked; adapters of rows are
+    of tokens. rows: x as `norm_rows` quantized it; None: it is not at hand. A kernel need not lay out the pairs of
+    tokens and experts in several steps.
+    """
+    return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
+
+
+def routed_in_steps(
+    x: Tensor,
+    probs: Tensor,
+    chosen: Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    spec: QuantSpec | None,
+    backward: Backward,
+) -> Tensor:
+    """Compute `routed_experts` of its parts."""
+    order, counts = group_by_expert(chosen.long(), len(w13.weights))
+    token = order // chosen.shape[1]
+    outputs = experts(x[token], counts, w13.of_rows(token), w2.of_rows(token), spec, backward)
+    return combine(outputs, probs, order, x.dtype)
 
 
 @op

@@ -54,7 +54,14 @@ def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int,
 
 @op
 def paged_latent_attention(
-    q: Tensor, cache: Tensor, table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor, rank: int, scale: float
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    new: Tensor | None,
+    lengths: Tensor,
+    rank: int,
+    scale: float,
 ) -> Tensor:
     """Compute `latent_attention` of the newest tokens over rows in the slots of a cache [slots, D], bit for bit.
 

@@ -121,6 +121,15 @@ def norm_fp8_linear(
     return fp8_linear(rms_norm(x, norm_weight, eps), weight, operand, spec, backward)
 
 
+@op
+def rows_linear(rows: Any, operand: Any, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
+    """Compute `fp8_linear` of rows that are quantized already, as `norm_rows` gives them. No gradient.
+
+    operand: the `weight_operand` of a weight [N, K]. Returns [T, N] in `dtype`, BF16 or FP32; plus as in `linear`.
+    """
+    return product(rows, dense(operand), dtype, plus)
+
+
 def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias [N] to product [..., N], in a second rounding behind that of the product; None: return the product.
 

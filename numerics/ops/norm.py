@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.quantize import fake_quantize_rows
+from fp8rl.numerics.spec import TensorSpec
 
 
 @op
@@ -25,6 +27,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Return (rms_norm(s), s) with s = x + residual, rounded to x's dtype *before* the norm, as Megatron stores it."""
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+@op
+def norm_rows(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, spec: TensorSpec
+) -> tuple[Tensor, Tensor, Any]:
+    """Return `add_rms_norm`, and the normed rows as `rows_linear` and `routed_experts` take them, quantized by `spec`.
+
+    x [T, H]. residual: None where there is none yet; the sum is x then. No gradient. One op, because a kernel need not
+    read the norm again to quantize it.
+    """
+    normed, total = (rms_norm(x, weight, eps), x) if residual is None else add_rms_norm(x, residual, weight, eps)
+    return normed, total, fake_quantize_rows(normed, spec)
 
 
 def around_zero(weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.norm import rms_norm
 
 
 class Scaling(Hashable, Protocol):
@@ -103,6 +104,53 @@ def rope(
 def rope_pairs(x: Tensor, positions: Tensor, theta: float, scaling: Scaling | None = None) -> Tensor:
     """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`."""
     return _Rope.apply(x, positions, theta, x.shape[-1], scaling, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNorms:
+    """The norms of each head of queries and keys, before they are rotated."""
+
+    queries: Tensor
+    """Weight [D]."""
+    keys: Tensor
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NewSlots:
+    """The slots of a paged cache that get the keys and values of new tokens."""
+
+    keys: Tensor
+    """[slots, kv heads, D], of the cache."""
+    values: Tensor
+    """[slots, kv heads, E], of the cache."""
+    slots: Tensor
+    """int [T], of each token."""
+    new_values: Tensor
+    """[T, kv heads, E]."""
+
+
+@op
+def rope_heads(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    theta: float,
+    rotary_dim: int | None = None,
+    scaling: Scaling | None = None,
+    norms: HeadNorms | None = None,
+    cache: NewSlots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Norm each head if there are norms (`rms_norm`), rotate it (`rope`), and put keys and values into a cache.
+
+    q [T, heads, D], k [T, kv heads, D], positions int64 [T]. cache: None where something else writes it. No gradient.
+    """
+    if norms is not None:
+        q, k = rms_norm(q, norms.queries, norms.eps), rms_norm(k, norms.keys, norms.eps)
+    q, k = (rope(x[None], positions[None], theta, rotary_dim, scaling)[0] for x in (q, k))
+    if cache is not None:
+        cache.keys[cache.slots.long()], cache.values[cache.slots.long()] = k, cache.new_values
+    return q, k
 
 
 def frequencies(theta: float, rotary_dim: int, scaling: Scaling | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.plugin.families import Read, sides
+from fp8rl.rollout.plugin.normed import whole_product
 from fp8rl.rollout.plugin.state import configure, state
 
 _BEYOND = 4
@@ -123,9 +124,9 @@ class Imagined:
         return self.whole(self.tokens)
 
     @property
-    def new(self) -> Tensor:
-        """As SGLang has it: int64 in decode, int32 in prefill."""
-        return self.whole(self.sequences, dtype=torch.int64 if self.decodes else torch.int32)
+    def new(self) -> Tensor | None:
+        """The new tokens of each sequence; None in decode, where each has one."""
+        return None if self.decodes else self.whole(self.sequences, dtype=torch.int32)
 
     @property
     def table(self) -> Tensor:
@@ -165,7 +166,8 @@ class Imagined:
         plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
         if operand is None:
             return ops.linear(x, weight, splits, plus)
-        return ops.fp8_linear(x, weight, operand, self.spec, "bf16", splits, plus)
+        plain = partial(ops.fp8_linear, x, weight, operand, self.spec, "bf16")
+        return whole_product(x, state().rows_of(x), operand, plain)(splits, plus)
 
     def weight(self, rows: Sequence[TensorRow], experts: int | None = None) -> Tensor:
         """This rank's parameter of some tensors, one below the other: FP8 codes if they are quantized. experts: of a

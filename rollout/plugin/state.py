@@ -19,6 +19,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.files import code_digest
 from fp8rl.numerics.core.memory import Holding, format_of, holding
 from fp8rl.rollout.plugin.families import families
+from fp8rl.rollout.plugin.normed import Normed
 from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 
@@ -42,8 +43,14 @@ class EngineState:
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
     without_deepgemm: str | None = None
+    normed: Normed | None = None
+    """The last norm's result, where norms quantize it."""
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
     """The memory that was freed here for each tag that sleeps, with its bytes; none where SGLang's saver did it."""
+
+    def rows_of(self, x: Tensor) -> Any:
+        """Return what a norm quantized of x; None: nothing."""
+        return None if self.normed is None else self.normed.rows_of(x)
 
 
 _state: EngineState | None = None

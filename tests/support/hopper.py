@@ -21,6 +21,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from fp8rl.numerics.kernels.ahead import no_device
+from tests.support.sass import arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Compiled:
     respilled: loads and stores of these in innermost loops with products. brought: bytes that a thread copies into
     shared memory in a step of each of these loops. instructions: the matrix and cast instructions of its PTX.
     divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
-    are reduced, which decide the order of addition."""
+    are reduced, which decide the order of addition. arithmetic: of each of the loops with products, what it computes
+    (`tests.support.sass`)."""
 
     name: str
     blocks: int
@@ -38,6 +40,7 @@ class Compiled:
     spilled: int
     respilled: int
     brought: tuple[int, ...]
+    arithmetic: tuple[dict[str, int], ...]
     instructions: tuple[str, ...]
     divisions: int
     sums: tuple[str, ...]
@@ -82,9 +85,9 @@ def _sums(ttgir: str) -> tuple[str, ...]:
     return tuple(sorted({layouts[name] for name in reduced}))
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...]]:
+def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[dict[str, int], ...]]:
     """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
-    innermost loops with products; and what a step of each of these copies into shared memory."""
+    innermost loops with products; what a step of each of these copies into shared memory, and what it computes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -98,7 +101,8 @@ def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...]]:
     assert found is not None, usage
     loops = list(_loops(assembly))
     touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops)
-    return int(found[1]), int(found[2]), touched, tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
+    brought = tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
+    return int(found[1]), int(found[2]), touched, brought, tuple(dict(arithmetic(loop)) for loop in loops)
 
 
 def _bytes(line: str) -> int:

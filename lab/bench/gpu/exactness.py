@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.probe import choose_tiles, row_variant_ops
-from fp8rl.numerics.ops import ExpertWeights
+from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from lab.bench.gpu.measure import Layers, Measured, Sizes, Stopwatch, random
@@ -106,7 +106,7 @@ def _as_trainer(tokens: Tensor, layers: list[Layer], table: Tensor, shape: Layer
         attended = ops.attention(q, k, v, positions, HEAD**-0.5).flatten(2)
         x = x + ops.fp8_linear(attended, w.out, w.out_operand, SPEC)
         normed = ops.rms_norm(x, w.post_norm, EPS)
-        x = x + _moe(normed.flatten(0, 1), w, shape, "fp8").view(x.shape)
+        x = x + _moe(normed.flatten(0, 1), w, shape).view(x.shape)
     return x
 
 
@@ -149,7 +149,7 @@ class Pages:
 
     table: Tensor
     requests: Tensor
-    new: Tensor
+    new: Tensor | None
     lengths: Tensor
     slots: Tensor
 
@@ -161,17 +161,19 @@ def engine_forward(
     of the layers get the new keys and values."""
     residual = None
     for w, (keys, values) in zip(layers, caches, strict=True):
-        x, residual = _normed(x, residual, w.norm)
-        q, k, v = _heads(ops.fp8_linear(x, w.qkv, w.qkv_operand, SPEC, "bf16"), w, shape)
-        q, k = (ops.rope(t[None], positions[None], THETA)[0] for t in (q, k))
-        keys[pages.slots], values[pages.slots] = k, v
+        x, residual, rows = ops.norm_rows(x, residual, w.norm, EPS, SPEC.activation)
+        qkv = ops.rows_linear(rows, w.qkv_operand, x.dtype).unflatten(-1, (-1, HEAD))
+        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], -2)
+        norms, cache = HeadNorms(w.q_norm, w.k_norm, EPS), NewSlots(keys, values, pages.slots, v)
+        q, k = ops.rope_heads(q, k, positions, THETA, norms=norms, cache=cache)
         attended = ops.paged_attention(
             q, keys, values, pages.table, pages.requests, pages.new, pages.lengths, HEAD**-0.5
         )
         x = ops.fp8_linear(attended.flatten(1), w.out, w.out_operand, SPEC, "bf16")
-        x, residual = _normed(x, residual, w.post_norm)
-        x = _moe(x, w, shape, "bf16")
-    return _normed(x, residual, final)[0]
+        x, residual, rows = ops.norm_rows(x, residual, w.post_norm, EPS, SPEC.activation)
+        probs, chosen = ops.route(ops.linear(x, w.router), shape.top_k, True, ids=torch.int32)
+        x = ops.routed_experts(x, probs, chosen, w.w13, w.w2, SPEC, "bf16", rows)
+    return ops.norm_rows(x, residual, final, EPS, SPEC.activation)[0]
 
 
 def _logprobs(x: Tensor, final: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
@@ -179,17 +181,18 @@ def _logprobs(x: Tensor, final: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
     return ops.token_logprobs(logits[:, :-1], tokens[:, 1:], 1.0)[0]
 
 
-def _normed(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return (ops.rms_norm(x, weight, EPS), x) if residual is None else ops.add_rms_norm(x, residual, weight, EPS)
-
-
 def _heads(qkv: Tensor, w: Layer, shape: Layers) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.unflatten(-1, (-1, HEAD)).split([shape.heads, shape.kv_heads, shape.kv_heads], -2)
     return ops.rms_norm(q, w.q_norm, EPS), ops.rms_norm(k, w.k_norm, EPS), v
 
 
-def _moe(x: Tensor, w: Layer, shape: Layers, backward: Any) -> Tensor:
-    probs, chosen = ops.route(ops.linear(x, w.router), shape.top_k, True)
+def _chosen(probs: Tensor, top_k: int) -> Tensor:
+    """Choose as Megatron's router does, which may be told to replay a choice."""
+    return ops.top_experts(probs, top_k)
+
+
+def _moe(x: Tensor, w: Layer, shape: Layers) -> Tensor:
+    probs, chosen = ops.route(ops.linear(x, w.router), shape.top_k, True, _chosen)
     order, counts = ops.group_by_expert(chosen, shape.experts)
-    outputs = ops.experts(x[order // shape.top_k], counts, w.w13, w.w2, SPEC, backward)
+    outputs = ops.experts(x[order // shape.top_k], counts, w.w13, w.w2, SPEC)
     return ops.combine(outputs, probs, order, x.dtype)

@@ -119,7 +119,7 @@ class _Step:
 
     def logits(self) -> Tensor:
         model, rows = self.model, torch.arange(len(self.tokens), device=self.tokens.device)
-        pages = Pages(self.table, rows, torch.ones_like(rows), self.lengths, self.slots)
+        pages = Pages(self.table, rows, None, self.lengths, self.slots)
         embedded = model.table[self.tokens]
         x = engine_forward(embedded, self.positions, model.layers, self.caches, pages, model.final, model.shape)
         return ops.linear(x, model.head)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from fp8rl.diagnose.plan.decode import decode_step
 from fp8rl.diagnose.plan.efficiency import assumed
 from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.diagnose.plan.time import (
     StepTime,
-    decode_step,
     expert_bytes,
     gathered_and_summed_bytes,
     product_bytes,
@@ -162,7 +162,7 @@ def _bf16() -> Iterator[Calculation]:
         "001-4",
         "BF16 saves memory and bandwidth; some ops are bandwidth bound",
         f"half of FP32's bytes; decoding one answer takes {intensity:.1f} FLOP a byte, where an H100 has "
-        f"{gpu.bf16 / gpu.bandwidth:.0f}, so memory sets its speed: {one.seconds * 1e3:.1f} ms a token of Qwen3-8B",
+        f"{gpu.bf16 / gpu.bandwidth:.0f}, so memory sets its speed: {one.work * 1e3:.1f} ms a token of Qwen3-8B",
         "confirmed",
     )
 

@@ -26,10 +26,19 @@ def positions_of(lengths: Tensor, tokens: int) -> Tensor:
 
 
 @triton.jit
+def _new_tokens(new_ptr, index, sequences):
+    """The new tokens of each sequence; without a pointer one of each."""
+    if new_ptr is None:
+        return (index < sequences).to(tl.int32)
+    else:
+        return tl.load(new_ptr + index, mask=index < sequences, other=0).to(tl.int32)
+
+
+@triton.jit
 def find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The sequence of this program (`sequences` if it has none), its tile in it, its first token, its new tokens."""
     index = tl.arange(0, SEQUENCES)
-    new = tl.load(new_ptr + index, mask=index < sequences, other=0).to(tl.int32)
+    new = _new_tokens(new_ptr, index, sequences)
     tiles = tl.cdiv(new * GROUP, ROWS)
     before = tl.cumsum(tiles, 0) <= tl.program_id(0)
     sequence = tl.sum(before.to(tl.int32), 0)
@@ -75,10 +84,10 @@ def parts_of(out: Tensor, key_heads: int, longest: int, tiles: int) -> Parts | N
     return Parts(outs, peaks, totals, programs)
 
 
-def merge_parts(parts: Parts, out: Tensor, new: Tensor, lengths: Tensor, scale: float) -> None:
+def merge_parts(parts: Parts, out: Tensor, new: Tensor | None, lengths: Tensor, scale: float) -> None:
     """Merge the parts of `paged_attention` into out BF16 [tokens, heads, D]; tokens of no sequence are left alone."""
     tokens, heads, dim = out.shape
-    sequences = len(new)
+    sequences = len(lengths)
     _merge_kernel[tokens, triton.cdiv(heads, _ROWS)](
         *(parts.outs, parts.peaks, parts.totals, out, new, lengths, sequences, tokens, heads, scale),
         GROUP=parts.outs.shape[3],
@@ -97,7 +106,7 @@ def _merge_kernel(
 ):  # fmt: skip
     token = tl.program_id(0)
     index = tl.arange(0, SEQUENCES)
-    new = tl.load(new_ptr + index, mask=index < sequences, other=0).to(tl.int32)
+    new = _new_tokens(new_ptr, index, sequences)
     sequence = tl.sum((tl.cumsum(new, 0) <= token).to(tl.int32), 0)
     if sequence >= sequences:
         return

@@ -119,7 +119,7 @@ def paged_attention(
     v_cache: Tensor,
     table: Tensor,
     requests: Tensor,
-    new: Tensor,
+    new: Tensor | None,
     lengths: Tensor,
     scale: float,
 ) -> Tensor:
@@ -138,7 +138,7 @@ def attend_paged(
     v_cache: Tensor,
     table: Tensor,
     requests: Tensor,
-    new: Tensor,
+    new: Tensor | None,
     lengths: Tensor,
     scale: float,
     tail: int = 0,
@@ -146,9 +146,12 @@ def attend_paged(
     """Compute `paged_attention` of arguments that are known to fit; tail: as in `attend`."""
     (tokens, heads, _), dim = q.shape, v_cache.shape[2]
     sequences, group = len(requests), heads // k_cache.shape[1]
-    requests, new, lengths = (x.contiguous() for x in (requests, new, lengths))
+    requests, lengths = requests.contiguous(), lengths.contiguous()
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
-    out = torch.zeros(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    if new is None:  # of every token a result is stored
+        out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    else:
+        new, out = new.contiguous(), torch.zeros(tokens, heads, dim, dtype=q.dtype, device=q.device)
     # Rows of a sequence in the mean; the accumulators of a larger head would leave a short tile's registers.
     height = tile_height(triton.cdiv(tokens * group, max(sequences, 1))) if dim <= 128 else SHORT if tail else TALL
     most_tiles = tokens * group // height + sequences

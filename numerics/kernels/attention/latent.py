@@ -40,7 +40,14 @@ def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int,
 
 
 def paged_latent_attention(
-    q: Tensor, cache: Tensor, table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor, rank: int, scale: float
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    new: Tensor | None,
+    lengths: Tensor,
+    rank: int,
+    scale: float,
 ) -> Tensor:
     """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
     _check(q, cache, rank)

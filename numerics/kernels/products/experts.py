@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.numerics.kernels.products.gather import gather_by_expert
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.linear import WeightOperand
 from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
-from fp8rl.numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
-from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear
+from fp8rl.numerics.kernels.swiglu import combine_rows, swiglu, swiglu_backward, swiglu_quantize
+from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear, routed_in_steps
 from fp8rl.numerics.ops.grouped import Gradients, given_to_autograd
 from fp8rl.numerics.ops.linear import Backward
+from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
 
 
@@ -29,16 +31,45 @@ def experts(
 ) -> Tensor:
     """`numerics.ops.experts`; where all of it is FP8, SwiGLU is quantized where it is computed."""
     fused = backward == "fp8" or not torch.is_grad_enabled()
-    adapted = w13.low_rank is not None or w2.low_rank is not None
-    if spec is None or not fused or adapted or w13.operand is None or w2.operand is None:
+    if spec is None or not fused or not _all_fp8(w13, w2):
         hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
         return adapted_grouped_linear(hidden, counts, w2, spec, backward)
     if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
-        height = tile_height(-(-len(x) // max(counts.numel(), 1)))  # rows of an expert in the mean
-        return _forward(x, make_tiles(counts.to(x.device), len(x), height), spec, w13.operand, w2.operand)[0]
+        tiles = make_tiles(counts.to(x.device), len(x), _height(len(x), counts.numel()))
+        return _forward(x, tiles, spec, w13.operand, w2.operand)[0]
     given = [given_to_autograd(each.weights) for each in (w13, w2)]
     gradients = [Gradients.of(each.weights) for each in (w13, w2)]
     return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *gradients, *given[0], *given[1])
+
+
+def routed_experts(
+    x: Tensor,
+    probs: Tensor,
+    chosen: Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    spec: QuantSpec | None = None,
+    backward: Backward = "fp8",
+    rows: QuantizedTensor | None = None,
+) -> Tensor:
+    """`numerics.ops.routed_experts`; where all of it is FP8 and nothing has a gradient, tokens are quantized before
+    they are laid out by expert, which takes one kernel."""
+    if spec is None or torch.is_grad_enabled() or not _all_fp8(w13, w2) or not len(x):
+        return routed_in_steps(x, probs, chosen, w13, w2, spec, backward)
+    experts = len(w13.weights)
+    rows = quantize_rows(x, spec.activation) if rows is None else rows
+    rows, row_of, tiles = gather_by_expert(rows, chosen, experts, _height(chosen.numel(), experts))
+    out = _products(rows, tiles, spec, w13.operand, w2.operand, x.dtype)[0]
+    return combine_rows(out, probs.contiguous(), row_of, x.dtype)
+
+
+def _all_fp8(*weights: ExpertWeights) -> bool:
+    return all(each.operand is not None and each.low_rank is None for each in weights)
+
+
+def _height(rows: int, experts: int) -> int:
+    """Return the height of tiles for this number of rows, by those of an expert in the mean."""
+    return tile_height(-(-rows // max(experts, 1)))
 
 
 def grouped_linear(
@@ -133,8 +164,14 @@ class _Experts(torch.autograd.Function):
 
 def _forward(x: Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand) -> tuple[Tensor, Tensor]:
     """Return the experts' outputs [T, H], and the input of SwiGLU [T, 2F]."""
-    gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
-    return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype), gate_up
+    return _products(quantize_rows(x, spec.activation), tiles, spec, w13, w2, x.dtype)
+
+
+def _products(
+    rows: QuantizedTensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    gate_up = grouped_gemm(rows, w13.codes, tiles, dtype)
+    return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, dtype), gate_up
 
 
 def _input_gradient(

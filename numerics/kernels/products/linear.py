@@ -106,6 +106,13 @@ def norm_fp8_linear(
     return _Fp8Linear.apply(x, norm_weight, weight, operand, spec, backward, x.dtype, 1, eps, None)
 
 
+def rows_linear(
+    rows: QuantizedTensor, operand: WeightOperand, dtype: torch.dtype, plus: Tensor | None = None
+) -> Tensor:
+    """`numerics.ops.rows_linear`."""
+    return gemm(rows, operand.codes, dtype, 1, _rows(plus, operand.codes.data))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, k_splits: int, plus: Tensor | None) -> Tensor:

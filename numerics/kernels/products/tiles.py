@@ -92,18 +92,24 @@ def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
             remedy="Pass the number of rows of each expert.",
         )
     experts = counts.numel()
-    nonempty = min(experts, rows)
-    most = (rows - nonempty) // height + nonempty
-    expert, first, filled = torch.empty(3, most, dtype=torch.int32, device=counts.device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=counts.device)
+    tiles = room_for_tiles(experts, rows, height, counts.device)
+    most = tiles.expert.numel()
     _tiles_kernel[max(1, triton.cdiv(most, _TILES)),](
-        *(counts, expert, first, filled, starts, experts, most),
+        *(counts, tiles.expert, tiles.first, tiles.rows, tiles.starts, experts, most),
         EXPERTS=triton.next_power_of_2(max(experts, 1)),
         SIZE=height,
         TILES=_TILES,
         num_warps=4,
     )
-    return Tiles(expert, first, filled, starts, height)
+    return tiles
+
+
+def room_for_tiles(experts: int, rows: int, height: int, device: torch.device) -> Tiles:
+    """Allocate the tiles of `rows` rows, the most that they may fill."""
+    nonempty = min(experts, rows)
+    most = (rows - nonempty) // height + nonempty
+    expert, first, filled = torch.empty(3, most, dtype=torch.int32, device=device)
+    return Tiles(expert, first, filled, torch.empty(experts + 1, dtype=torch.int32, device=device), height)
 
 
 @triton.jit(do_not_specialize=["most", "first_ptr", "rows_ptr"])
@@ -113,6 +119,16 @@ def _tiles_kernel(
 ):  # fmt: skip
     each = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + each, mask=each < experts, other=0).to(tl.int32)
+    describe_tiles(counts, expert_ptr, first_ptr, rows_ptr, starts_ptr, experts, most, EXPERTS, SIZE, TILES)
+
+
+@triton.jit
+def describe_tiles(
+    counts, expert_ptr, first_ptr, rows_ptr, starts_ptr, experts, most,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Store this program's TILES tiles of experts that have `counts` rows, int32 [EXPERTS]."""
+    each = tl.arange(0, EXPERTS)
     tiles = (counts + SIZE - 1) // SIZE
     last_tile, last_row = tl.cumsum(tiles, 0), tl.cumsum(counts, 0)  # one past the last
     if tl.program_id(0) == 0:

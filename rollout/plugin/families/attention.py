@@ -12,6 +12,7 @@ from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QK
 from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.ops import HeadNorms, NewSlots
 from fp8rl.rollout.plugin.families import OF_ITS_SCHEDULER, EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.plugin.families.ends import epsilon, launch_norm, never
 from fp8rl.rollout.plugin.state import state
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON = "layers.attention.triton_backend.TritonAttnBackend."
 _ROTARY = "layers.rotary_embedding.base.RotaryEmbedding."
+_QWEN3, _QWEN3_MOE = "models.qwen3.Qwen3Attention.", "models.qwen3_moe.Qwen3MoeAttention."
+FUSED_HEADS = {"Qwen3ForCausalLM": False, "Qwen3MoeForCausalLM": True}
+"""Architectures whose norms of heads and rotation are one op on a GPU; True: which writes the cache as well."""
 _ROPE = "positions query key offsets fused_set_kv_buffer_arg"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
@@ -36,9 +40,10 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
             Hook(_ROTARY + "forward_cuda", "replace", rotary_embedding, _ROPE, (ops.rope,)),
             Hook(_TRITON + "forward_extend", "replace", attention_backend_extend, _LAYER, (ops.attention,)),
             Hook(_TRITON + "forward_decode", "replace", attention_backend_decode, _LAYER, (ops.attention,)),
-            # Kernels that fuse ops which are hooked one by one.
+            # A kernel that fuses norms which are hooked one by one.
             Hook("models.utils.can_use_fused_inplace_qknorm", "replace", never, "head_dim dtype"),
-            Hook("models.utils.enable_fused_set_kv_buffer", "replace", never, "forward_batch"),
+            Hook(_QWEN3 + "forward_prepare_native", "around", qwen3_heads, "positions hidden_states"),
+            Hook(_QWEN3_MOE + "apply_qk_norm_rope", "around", qwen3_moe_heads, "qkv positions forward_batch"),
         )
     extend = f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}"
     return (
@@ -49,15 +54,62 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
 
 
 def rotary_embedding(
-    self: Any, positions: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any
+    self: Any,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    offsets: Tensor | None = None,
+    fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    where, scaling = positions.reshape(1, -1), state().weights.definition.sizes.rope_scaling
+    if fused_set_kv_buffer_arg is not None:
+        raise NotImplementedError("exact mode: found a model whose rotation writes the cache; use another model")
+    return _rotated(self, positions, query, key)
 
-    def rotated(x: Tensor) -> Tensor:
-        heads = x.reshape(1, x.shape[0], -1, self.head_size)
-        return ops.rope(heads, where, self.base, self.rotary_dim, scaling).reshape(x.shape)
 
-    return rotated(query), rotated(key)
+def _rotated(
+    rotary: Any,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    norms: HeadNorms | None = None,
+    cache: NewSlots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ops.rope_heads` of query and key [T, heads * D]."""
+    q, k = (x.reshape(len(x), -1, rotary.head_size) for x in (query, key))
+    scaling = state().weights.definition.sizes.rope_scaling
+    q, k = ops.rope_heads(q, k, positions.flatten(), rotary.base, rotary.rotary_dim, scaling, norms, cache)
+    return q.view(query.shape), k.view(key.shape)
+
+
+def qwen3_heads(original: Any, self: Any, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`Qwen3Attention.forward_prepare_native`: its product, the norms of heads, and the rotation."""
+    if self.use_fused_qk_norm_mrope:  # positions of more than one axis
+        return original(self, positions, hidden_states)  # type: ignore[no-any-return]
+    q, k, v = self.qkv_proj(hidden_states)[0].split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    return *_rotated(self.rotary_emb, positions, q, k, _head_norms(self)), v
+
+
+def qwen3_moe_heads(
+    original: Any, self: Any, qkv: Tensor, positions: Tensor, batch: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Qwen3MoeAttention.apply_qk_norm_rope`, which writes keys and values into the cache where SGLang's own kernel
+    could: SGLang asks the same function before it writes them itself."""
+    from sglang.srt.models import utils
+
+    if not self.compatible_with_fused_kv_buffer:  # positions of more than one axis
+        return original(self, qkv, positions, batch)  # type: ignore[no-any-return]
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    cache = None
+    if utils.enable_fused_set_kv_buffer(batch):
+        pool, layer = utils.get_token_to_kv_pool(), self.attn.layer_id
+        new = v.unflatten(-1, (-1, self.head_dim))
+        cache = NewSlots(pool.get_key_buffer(layer), pool.get_value_buffer(layer), batch.out_cache_loc, new)
+    self._used_fused_qk_norm_rope_last_call = False
+    return *_rotated(self.rotary_emb, positions, q, k, _head_norms(self), cache), v
+
+
+def _head_norms(attention: Any) -> HeadNorms:
+    return HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
 
 
 def attention_extend(
@@ -91,7 +143,7 @@ def attention_backend_decode(
 
     In a captured CUDA graph, the batch's lengths and the table of slots are the buffers that each replay fills.
     """
-    return _attend(self, q, k, v, layer, batch, torch.ones_like(batch.seq_lens), save_kv_cache, extras)
+    return _attend(self, q, k, v, layer, batch, None, save_kv_cache, extras)
 
 
 def _attend(
@@ -101,7 +153,7 @@ def _attend(
     v: Tensor,
     layer: Any,
     batch: Any,
-    new: Tensor,
+    new: Tensor | None,
     save: bool,
     extras: dict[str, Any],
 ) -> Tensor:
@@ -165,14 +217,21 @@ def _launch_qkv(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]
 
 
 def _launch_head_norm(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+    if engine.definition.architecture.name in FUSED_HEADS:
+        return (x,)  # with the rotation
     return (launch_norm(engine, site, x.reshape(-1, x.shape[-1]))[0].view(x.shape),)
 
 
 def _launch_rope(engine: Imagined, _: OpSite, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    sizes = engine.sizes
+    sizes, norms, cache = engine.sizes, None, None
+    if (stores := FUSED_HEADS.get(engine.definition.architecture.name)) is not None:
+        norms = HeadNorms(engine.norm(sizes.head_dim), engine.norm(sizes.head_dim), sizes.norm_eps)
+    if stores:
+        new = q.new_empty(len(q), q.shape[1] + 2 * k.shape[1], k.shape[2])[:, -k.shape[1] :]
+        keys, values = (engine.empty(engine.length, *k.shape[1:]) for _ in range(2))
+        cache = NewSlots(keys, values, engine.positions, new)
     module = SimpleNamespace(head_size=sizes.head_dim, base=sizes.rope_theta, rotary_dim=sizes.rotary_dim)
-    rotated = rotary_embedding(module, engine.positions, q.flatten(1), k.flatten(1))
-    return tuple(new.view(old.shape) for new, old in zip(rotated, (q, k), strict=True))
+    return _rotated(module, engine.positions, q, k, norms, cache)
 
 
 def _launch_attention(engine: Imagined, _: OpSite, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

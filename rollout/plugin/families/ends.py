@@ -22,6 +22,7 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
+from fp8rl.rollout.plugin.normed import Normed, whole_product
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ _SGLANGS = TensorSpec(scale="fp32")
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     loads = (Hook(_LLAMA + "load_weights", "around", load_with_scales, "weights"),)
     if numerics.mode == "exact":
-        forward = "forward_cuda" if cuda else "forward_native"
+        forward, norm = ("forward_cuda", norm_and_quantize) if cuda else ("forward_native", rms_norm)
+        around_zero = norm_around_zero_and_quantize if cuda else norm_around_zero
         norms = (ops.rms_norm, ops.add_rms_norm)
         return (
             *loads,
-            Hook(f"layers.layernorm.RMSNorm.{forward}", "replace", rms_norm, _NORM, norms),
-            Hook(f"layers.layernorm.GemmaRMSNorm.{forward}", "replace", norm_around_zero, _AROUND_ZERO, norms),
+            Hook(f"layers.layernorm.RMSNorm.{forward}", "replace", norm, _NORM, norms),
+            Hook(f"layers.layernorm.GemmaRMSNorm.{forward}", "replace", around_zero, _AROUND_ZERO, norms),
             Hook(_PLAIN, "replace", linear, "layer x bias", (ops.linear,)),
             Hook(_FP8, "replace", fp8_linear, "layer x bias", (ops.linear,)),
             Hook(_HEAD, "replace", lm_head, "hidden_states lm_head embedding_bias", (ops.linear,)),
@@ -102,12 +104,50 @@ def norm_around_zero(
     return _rms_norm(self, x, ops.around_zero(self.weight), residual, post_residual_addition)
 
 
-def _rms_norm(module: Any, x: Tensor, weight: Tensor, residual: Tensor | None, addition: Tensor | None) -> Any:
+def norm_and_quantize(
+    self: Any,
+    x: Tensor,
+    residual: Tensor | None = None,
+    post_residual_addition: Tensor | None = None,
+    quant_linear: Any = None,
+) -> Any:
+    """`rms_norm` on a GPU, where a launch costs more than the bytes of the quantized rows."""
+    return _rms_norm(self, x, self.weight, residual, post_residual_addition, quantize=True)
+
+
+def norm_around_zero_and_quantize(
+    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
+) -> Any:
+    return _rms_norm(self, x, ops.around_zero(self.weight), residual, post_residual_addition, quantize=True)
+
+
+def _rms_norm(
+    module: Any,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    addition: Tensor | None,
+    quantize: bool = False,
+) -> Any:
     if addition is not None:
         raise NotImplementedError("exact mode: found a second residual in RMSNorm, expected none; use another model")
+    if quantize and x.dim() == 2 and x.shape[1] == state().weights.definition.sizes.hidden_size:
+        normed, total = add_norm_and_quantize(x, residual, weight, module.variance_epsilon)
+        return normed if residual is None else (normed, total)
     if residual is None:
         return ops.rms_norm(x, weight, module.variance_epsilon)
     return ops.add_rms_norm(x, residual, weight, module.variance_epsilon)
+
+
+def add_norm_and_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of the residual stream, and the sum that it is of. Products find its quantized rows in the state."""
+    current = state()
+    spec = current.numerics.rollout_spec
+    if not spec.quantized:
+        return (ops.rms_norm(x, weight, eps), x) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
+    normed, total, rows = ops.norm_rows(x, residual, weight, eps, spec.activation)
+    current.normed = Normed.of(normed, rows)
+    return normed, total
 
 
 def linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,7 +161,8 @@ def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
     def product(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return partial(of, x, layer.weight, operand, spec, "bf16")
 
-    return _product(layer, x, bias, product(ops.fp8_linear_partial), product(ops.fp8_linear))
+    whole = whole_product(x, current.rows_of(x), operand, product(ops.fp8_linear))
+    return _product(layer, x, bias, product(ops.fp8_linear_partial), whole)
 
 
 def _product(
@@ -236,10 +277,14 @@ def launch_norm(engine: Imagined, _: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     return (ops.rms_norm(x.contiguous(), engine.norm(x.shape[-1]), engine.sizes.norm_eps),)
 
 
+def _launch_norm(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+    if x.shape[-1] != engine.sizes.hidden_size:
+        return launch_norm(engine, site, x)
+    return add_norm_and_quantize(x, None, engine.norm(x.shape[-1]), engine.sizes.norm_eps)[:1]
+
+
 def _launch_add_norm(engine: Imagined, site: OpSite, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
-    if residual is None:
-        return (*launch_norm(engine, site, x), x)
-    return ops.add_rms_norm(x, residual, engine.norm(x.shape[-1]), engine.sizes.norm_eps)
+    return add_norm_and_quantize(x, residual, engine.norm(x.shape[-1]), engine.sizes.norm_eps)
 
 
 def _launch_linear(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
@@ -255,7 +300,7 @@ FAMILY = EngineFamily(
             lambda _, module, tokens: (module(tokens),),
             launch=lambda engine, _, tokens: (engine.empty(len(tokens), engine.sizes.hidden_size),),
         ),
-        NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon, launch=launch_norm),
+        NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon, launch=_launch_norm),
         ADD_NORM: EngineSide(_add_norm, constants=epsilon, launch=_launch_add_norm),
         LINEAR: EngineSide(_linear, launch=_launch_linear),
     },

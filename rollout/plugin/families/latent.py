@@ -74,7 +74,7 @@ class Where:
 
     table: Tensor
     requests: Tensor
-    new: Tensor
+    new: Tensor | None
     lengths: Tensor
 
 
@@ -115,7 +115,7 @@ def attention(
 
     lengths = forward_batch.seq_lens
     decode = forward_batch.forward_mode.is_decode_or_idle()
-    new = torch.ones_like(lengths) if decode else forward_batch.extend_seq_lens
+    new = None if decode else forward_batch.extend_seq_lens
     where = Where(backend.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, new, lengths)
     return self.o_proj(attend(self, q, kv_row, positions, cached, where))[0]
 

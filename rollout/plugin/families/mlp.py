@@ -74,8 +74,7 @@ def fused_topk(
     """others: of SGLang's routers on a GPU; none of them is for a softmax router without shared experts."""
     if correction_bias is not None or scoring_func != "softmax" or any(others.values()):
         raise NotImplementedError("exact mode: found a router with more than a softmax; use another model")
-    probs, experts = ops.route(gating_output, topk, renormalize)
-    return probs, experts.int()
+    return ops.route(gating_output, topk, renormalize, ids=torch.int32)
 
 
 def router_logits(self: Any, hidden_states: Tensor, *others: Any, **unused: Any) -> Tensor:
@@ -98,7 +97,7 @@ def biased_grouped_topk(
     """The factor is in the probabilities, and nowhere else (`lifecycle.after_load_model`)."""
     if num_fused_shared_experts:
         raise NotImplementedError("exact mode: found shared experts among the routed ones, expected them by themselves")
-    probs, experts = ops.route_sigmoid(
+    return ops.route_sigmoid(
         gating_output,
         correction_bias,
         topk,
@@ -106,8 +105,8 @@ def biased_grouped_topk(
         topk_group or 1,
         renormalize,
         routed_scaling_factor or 1.0,
+        ids=torch.int32,
     )
-    return probs, experts.int()
 
 
 def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -123,23 +122,23 @@ def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def _moe(layer: Any, dispatch_output: Any, operand_of: Callable[[Any], Any]) -> Any:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    x = dispatch_output.hidden_states
-    probs, experts, _ = dispatch_output.topk_output
-    spec, low_rank = state().numerics.rollout_spec, state().weights.low_rank
-
-    def weights_of(parameter: Any, rows: Tensor) -> ExpertWeights:
-        beside = low_rank(parameter)
-        return ExpertWeights(parameter, operand_of(parameter), beside and beside.of_rows(rows))
+    x, current = dispatch_output.hidden_states, state()
+    probs, chosen, _ = dispatch_output.topk_output
+    spec = current.numerics.rollout_spec if current.numerics.rollout_spec.quantized else None
+    w13, w2 = (
+        ExpertWeights(parameter, operand_of(parameter), current.weights.low_rank(parameter))
+        for parameter in (layer.w13_weight, layer.w2_weight)
+    )
 
     def outputs_of(choices: Tensor, counts: Tensor) -> Tensor:
-        rows = choices // experts.shape[1]
-        w13, w2 = weights_of(layer.w13_weight, rows), weights_of(layer.w2_weight, rows)
-        return ops.experts(x[rows], counts, w13, w2, spec if spec.quantized else None, "bf16")
+        rows = choices // chosen.shape[1]
+        return ops.experts(x[rows], counts, w13.of_rows(rows), w2.of_rows(rows), spec, "bf16")
 
-    if state().weights.rank.ranks > 1:
-        return StandardCombineInput(hidden_states=_experts_of_ranks(outputs_of, experts.long(), probs, layer, x.dtype))
-    order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
-    return StandardCombineInput(hidden_states=ops.combine(outputs_of(order, counts), probs, order, x.dtype))
+    if current.weights.rank.ranks > 1:
+        combined = _experts_of_ranks(outputs_of, chosen.long(), probs, layer, x.dtype)
+    else:
+        combined = ops.routed_experts(x, probs, chosen, w13, w2, spec, "bf16", current.rows_of(x))
+    return StandardCombineInput(hidden_states=combined)
 
 
 def _experts_of_ranks(
@@ -263,7 +262,9 @@ def _launch_experts(
     stacks = dict.fromkeys(row.engine.parameter for row in rows)  # gate and up, then down
     w13, w2 = (engine.experts([row for row in rows if row.engine.parameter == stack], held) for stack in stacks)
     spec, top_k = engine.spec if engine.spec.quantized else None, chosen.shape[1]
-    order, counts = ops.group_by_expert(chosen.long(), held if engine.ranks == 1 else held + 1)
+    if engine.ranks == 1:
+        return (ops.routed_experts(x, probs, chosen, w13, w2, spec, "bf16", state().rows_of(x)),)
+    order, counts = ops.group_by_expert(chosen.long(), held + 1)
     outputs = ops.experts(x[order // top_k], counts[:held], w13, w2, spec, "bf16")
     return (ops.combine(outputs, probs, order, x.dtype),)
 

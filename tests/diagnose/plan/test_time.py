@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from fp8rl.diagnose.plan.decode import NODE_S, decode_kernels, decode_step, experts_read, over_native
 from fp8rl.diagnose.plan.efficiency import Rates, assumed
 from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.diagnose.plan.time import (
-    decode_step,
     expert_bytes,
-    experts_read,
     gathered_and_summed_bytes,
     kernels,
     step_time,
@@ -188,9 +187,18 @@ def test_a_decode_step_reads_weights_and_cache() -> None:
     one = decode_step(shape, bf16, GPUS["h100"], PERFECT, 1, 1000)
     assert one.weights == 2 * (shape.parameters - 151_936 * 4096)
     assert one.cache == 1000 * 147_456
-    assert one.seconds == pytest.approx((one.weights + one.cache) / 3.35e12)
+    assert one.work == pytest.approx((one.weights + one.cache) / 3.35e12)
+    assert one.seconds == one.work + one.kernels * NODE_S and one.kernels == 36 * 10 + 14
     assert decode_step(shape, spec, GPUS["h100"], PERFECT, 1, 1000).weights < 0.6 * one.weights
     tied = read_shape(CONFIGS / "qwen3_4b")  # its embedding is its head, which each step reads once
     assert decode_step(tied, bf16, GPUS["h100"], PERFECT, 1, 1000).weights == 2 * tied.parameters
     many = decode_step(shape, bf16, GPUS["h100"], PERFECT, 4096, 1)
-    assert many.seconds > 2 * 4096 * shape.active_parameters / 989e12
+    assert many.work > 2 * 4096 * shape.active_parameters / 989e12
+
+
+def test_an_exact_decode_step_has_no_more_kernels_than_a_native_one() -> None:
+    """Of Qwen3-30B-A3B on an H100, 64 answers of 4,096 tokens: by bytes and kernels, not by how fast a kernel is."""
+    spec, rates = NATIVE.rollout_spec, assumed("exact").slow
+    assert decode_kernels(QWEN, spec, "exact") == 48 * 15 + 14 <= decode_kernels(QWEN, spec, "native")
+    assert over_native(QWEN, spec, GPUS["h100"], rates, 64, 4096) <= 1.1
+    assert over_native(QWEN, spec, GPUS["h100"], rates, 1, 4096) <= 1.1

@@ -9,8 +9,8 @@ from tests.support.hopper import found_elsewhere
 
 pytestmark = pytest.mark.slow
 
-OF_A_LAYER, BESIDE_LAYERS = 34, 7
-"""Launches, as counted on 2026-11-23: to be lowered. An op of torch counts once; its sort takes a few."""
+OF_A_LAYER, BESIDE_LAYERS = 14, 7
+"""Launches, an op of torch counted once; the engine's own are in `tests/rollout/plugin/test_launches.py`."""
 VARIANTS = 36
 """Compiled kernels: 15 of attention, for 9 powers of two of sequences, 2 heights of tiles, and chunks of keys spread
 over programs or not; 7 of products, for operands, widths and heights of tiles, grouped or not; at most 3 of any
@@ -34,7 +34,8 @@ def whole(*shape, dtype=torch.int64):
 
 def step(layers, tokens, sequences):
     caches = [torch.empty(2, 1 << 16, SHAPE.kv_heads, HEAD, dtype=torch.bfloat16, device=META) for _ in layers]
-    pages = Pages(whole(300, CONTEXT, dtype=torch.int32), *(whole(sequences) for _ in range(3)), whole(tokens))
+    new = None if tokens == sequences else whole(sequences, dtype=torch.int32)
+    pages = Pages(whole(300, CONTEXT, dtype=torch.int32), whole(sequences), new, whole(sequences), whole(tokens))
     x = engine_forward(head[whole(tokens)], whole(tokens), layers, caches, pages, norm, SHAPE)
     logits, temperatures = ops.linear(x[:sequences], head), torch.empty(sequences, device=META)
     drawn = ops.draw(logits, temperatures, whole(sequences), whole(sequences))

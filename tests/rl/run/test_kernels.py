@@ -51,7 +51,7 @@ def whole(*shape, dtype=torch.int64):
 
 def served(tokens, sequences):
     caches = [torch.empty(2, 1 << 16, SHAPE.kv_heads, HEAD, dtype=torch.bfloat16, device=META)]
-    counts = whole(sequences, dtype=torch.int64 if tokens == sequences else torch.int32)
+    counts = None if tokens == sequences else whole(sequences, dtype=torch.int32)
     pages = Pages(whole(300, CONTEXT, dtype=torch.int32), whole(sequences), counts, whole(sequences), whole(tokens))
     x = engine_forward(head[whole(tokens)], whole(tokens), [layer], caches, pages, norm, SHAPE)
     logits, temperatures = ops.linear(x[:sequences], head).float(), torch.empty(sequences, device=META)

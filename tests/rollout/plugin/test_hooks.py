@@ -133,11 +133,15 @@ def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two(
 
 
 def test_exact_mode_replaces_the_same_ops_on_both_devices() -> None:
-    """On a GPU under their other names, and with it what would fuse two of them."""
+    """On a GPU under their other names, and with it what fuses some of them, ours or SGLang's."""
     cpu, gpu = ops_hooked(False, mode="exact") - {ROPE_ON_CPU}, ops_hooked(True, mode="exact")
     renamed = {target.replace("forward_native", "forward_cuda") for target in cpu - gpu}
     attention = {target for target in cpu ^ gpu if "attention" in target}
-    fusions = {"models.utils.can_use_fused_inplace_qknorm", "models.utils.enable_fused_set_kv_buffer"}
+    heads = {
+        "models.qwen3.Qwen3Attention.forward_prepare_native",
+        "models.qwen3_moe.Qwen3MoeAttention.apply_qk_norm_rope",
+    }
+    fusions = {"models.utils.can_use_fused_inplace_qknorm", *heads}
     assert len(attention) == 4
     assert renamed - attention - {"layers.moe.topk.fused_topk_native"} == gpu - cpu - attention - fusions - {
         "layers.moe.topk.fused_topk"

@@ -16,8 +16,10 @@ from fp8rl.rollout.plugin.families.attention import (
     attention_backend_extend,
     attention_decode,
     attention_extend,
+    qwen3_moe_heads,
 )
 from fp8rl.rollout.plugin.families.mlp import fused_topk
+from fp8rl.rollout.plugin.normed import Normed
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
 LENGTHS = (1, 7, 64, 129, 300, 301)
@@ -180,6 +182,49 @@ def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
     assert torch.equal(found, cache.expected[rows].flatten(1))
     again = attention_backend_decode(backend, cache.q[rows].flatten(1), k + 1, v, layer, described, save_kv_cache=False)
     assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_are_normed_rotated_and_written_as_sglang_would(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """On a GPU, where SGLang lets a kernel of its own write the cache or not."""
+    from sglang.srt.models import utils
+
+    from fp8rl.rollout.plugin.families import attention
+
+    norms = [SimpleNamespace(weight=torch.rand(DIM).bfloat16(), variance_epsilon=1e-6) for _ in range(2)]
+    rotary = SimpleNamespace(head_size=DIM, base=1e4, rotary_dim=DIM)
+    sizes = {"q_size": HEADS * DIM, "kv_size": KEY_HEADS * DIM, "head_dim": DIM}
+    layer = SimpleNamespace(
+        q_norm=norms[0], k_norm=norms[1], rotary_emb=rotary, attn=SimpleNamespace(layer_id=0),
+        compatible_with_fused_kv_buffer=True, **sizes,
+    )  # fmt: skip
+    pool = SimpleNamespace(k=torch.zeros(9, KEY_HEADS, DIM).bfloat16(), v=torch.zeros(9, KEY_HEADS, DIM).bfloat16())
+    pool.get_key_buffer, pool.get_value_buffer = lambda layer: pool.k, lambda layer: pool.v
+    monkeypatch.setattr(utils, "enable_fused_set_kv_buffer", lambda batch: fused)
+    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
+    definition = SimpleNamespace(sizes=SimpleNamespace(rope_scaling=None))
+    monkeypatch.setattr(attention, "state", lambda: SimpleNamespace(weights=SimpleNamespace(definition=definition)))
+
+    qkv, positions = torch.randn(3, (HEADS + 2 * KEY_HEADS) * DIM).bfloat16(), torch.tensor([0, 5, 300])
+    slots = torch.tensor([4, 2, 7])
+    q, k, v = qwen3_moe_heads(None, layer, qkv, positions, SimpleNamespace(out_cache_loc=slots))
+    parts = qkv.unflatten(1, (-1, DIM)).split((HEADS, KEY_HEADS, KEY_HEADS), 1)
+    normed = (ops.rms_norm(part, norm.weight, 1e-6) for part, norm in zip(parts, norms))
+    rotated = [ops.rope(each[None], positions[None], 1e4)[0] for each in normed]
+    assert torch.equal(q, rotated[0].flatten(1)) and torch.equal(k, rotated[1].flatten(1))
+    assert torch.equal(v, parts[2].flatten(1))
+    assert torch.equal(pool.k[slots], rotated[1] if fused else torch.zeros_like(rotated[1]))
+    assert torch.equal(pool.v[slots], parts[2] if fused else torch.zeros_like(parts[2]))
+
+
+def test_quantized_rows_belong_to_the_norms_result_as_it_was() -> None:
+    x, rows = torch.randn(3, 8), object()
+    kept = Normed.of(x, rows)
+    assert kept.rows_of(x) is rows and kept.rows_of(x.view(-1, 8)) is rows
+    for other in (x.clone(), x[:2], x[1:], x.view(8, 3), x.view(torch.int32), x.t()):
+        assert kept.rows_of(other) is None
+    x.add_(1)
+    assert kept.rows_of(x) is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("sliding_window_size", 64), ("logit_cap", 30.0)])

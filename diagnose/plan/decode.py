@@ -1,0 +1,92 @@
+"""The time of a decode step of one engine: it reads the weights that its answers use, and their keys and values.
+
+The step is one CUDA graph. The host starts it at once, but each of its kernels takes a moment to begin and to end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from fp8rl.diagnose.plan.efficiency import Rates
+from fp8rl.models.shape import Shape
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.experiment.budget.job import Gpu
+from fp8rl.weight_sync.served import weight_bytes
+
+NODE_S = 2.3e-6
+"""Assumed, not measured: what a kernel of a CUDA graph takes beside its bytes and FLOPs."""
+
+OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
+    ("exact", True): (12, 15),
+    ("exact", False): (10, 24),
+    ("native", True): (15, 19),
+    ("native", False): (11, 15),
+}
+"""Kernels of a dense layer and of one with experts, by mode and whether products are FP8: ours as they are counted for
+64 answers of Qwen3-8B and Qwen3-30B-A3B (`tests/rollout/plugin/test_launches.py`), with one of SGLang's that writes the
+cache of a dense layer; SGLang's own by reading 0.5.19."""
+BESIDE_LAYERS = 14
+"""Embedding, last norm, head, truncation, draw and log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One decode step of an engine. work: seconds of its bytes and FLOPs; kernels: of its graph; weights, cache: bytes
+    read; batch: answers, a token each."""
+
+    batch: int
+    work: float
+    kernels: int
+    weights: float
+    cache: float
+
+    @property
+    def seconds(self) -> float:
+        return self.work + NODE_S * self.kernels
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def decode_step(
+    shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float, ranks: int = 1,
+    mode: Mode = "exact",
+) -> Decode:  # fmt: skip
+    """Time of one decode step on an engine of `ranks` GPUs, launched as one CUDA graph.
+
+    batch: answers at a time. context: tokens that each has so far.
+    """
+    sizes = shape.sizes
+    read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
+    weights = sum(
+        weight_bytes(shape, weight, spec) * (read if weight.share == "experts" else 1.0)
+        for weight in shape.weights
+        if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
+    )
+    cache = batch * (context * shape.kv_bytes() + 2 * shape.request_bytes())  # a state is read and written
+    memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)
+    fp8 = spec.quantized
+    flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))
+    attention = batch * shape.attention_flops(context) / ranks / (gpu.bf16 * rates.attention)
+    return Decode(batch, max(memory, flops + attention), decode_kernels(shape, spec, mode), weights, cache)
+
+
+def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
+    """Kernels of a decode step."""
+    of_layer = OF_LAYER[mode, spec.quantized]
+    return BESIDE_LAYERS + sum(of_layer[shape.sizes.has_experts(layer)] for layer in range(shape.sizes.layers))
+
+
+def over_native(shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float) -> float:
+    """Time of a decode step in exact mode over that in native mode, by bytes and kernels alone: how well a kernel uses
+    the GPU is not in it."""
+    exact, native = (decode_step(shape, spec, gpu, rates, batch, context, 1, mode) for mode in get_args(Mode))
+    return exact.seconds / native.seconds
+
+
+def experts_read(experts: int, top_k: int, batch: int) -> float:
+    """Expected number of a layer's experts that a batch takes, if each takes any as likely: E (1 - (1 - k/E)^B)."""
+    return experts * (1 - (1 - top_k / experts) ** batch) if experts else 0.0
