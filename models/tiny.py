@@ -13,14 +13,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from fp8rl.models.architecture import architectures
 from fp8rl.numerics.core.errors import user_error
+
+if TYPE_CHECKING:  # seconds of imports
+    from transformers import PreTrainedModel
 
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
