@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Iterator, Mapping
@@ -117,7 +118,16 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"a pickle that names {module}.{name}")
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """Return a member of an enumeration, which some releases of Python 3.11 pickle as an attribute of its class."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"a pickle that names the attribute {name} of {kind}")
 
 
 ADAPTER, BASE = "adapter", "base"

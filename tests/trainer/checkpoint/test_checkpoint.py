@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
@@ -17,9 +18,11 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.checkpoint import writer as checkpoint_writer
+from fp8rl.trainer.checkpoint.checkpoint import read_metadata
 from fp8rl.trainer.checkpoint.files import (
     CONTENT,
     STATE,
@@ -366,6 +369,33 @@ def test_no_code_of_a_checkpoint_runs(
     with pytest.raises(UserError, match="checkpoint .*a: found"):
         trainer.load(tmp_path / "a")
     assert not (tmp_path / "ran").exists()
+
+
+class _AsOlderPythons(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does, Debian 12's."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_that_another_python_has_written_are_read(kept: tuple[Any, Path], tmp_path: Path) -> None:
+    _, whole = kept
+    found = FileSystemReader(whole / STATE).read_metadata()
+    with (tmp_path / ".metadata").open("wb") as file:
+        _AsOlderPythons(file).dump(found)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert read_metadata(tmp_path / ".metadata") == found
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Path, "touch"), (enum.Enum, "__new__"), (WriteItemType, "mro")])
+def test_no_attribute_but_a_member_of_an_enumeration_is_read(owner: type, name: str, tmp_path: Path) -> None:
+    class Attribute:
+        def __reduce__(self) -> Any:
+            return getattr, (owner, name)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(pickle.UnpicklingError, match="a pickle that names"):
+        read_metadata(tmp_path / ".metadata")
 
 
 @pytest.mark.parametrize("flat", [True, False])
