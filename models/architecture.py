@@ -91,6 +91,11 @@ class Model:
     sizes: ModelSizes
     adapter: AdapterSection | None = None
 
+    @property
+    def whole(self) -> Whole | None:
+        """Return how its checkpoint has it beside a tower; None: it is all of it."""
+        return self.architecture.whole if self.sizes.tower else None
+
     @functools.cached_property
     def shape(self) -> Shape:
         adapters = tuple(row for row in self.tensors.rows.values() if row.adapts is not None) if self.adapter else ()
@@ -192,14 +197,13 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
 
 def whole_of(path: Path, key: str = "model.path") -> Whole | None:
     """Return how a directory's checkpoint has the model of text within it; None: it is that model."""
-    model = read_model(path, key, served=True)
-    return model.architecture.whole if model.sizes.tower else None
+    return read_model(path, key, served=True).whole
 
 
 def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Return the config.json of a directory's model of text, with the names by which it is known alone."""
     config, model = ConfigFile.read(path, key), read_model(path, key, served=True)
-    if not model.sizes.tower or (whole := model.architecture.whole) is None:
+    if (whole := model.whole) is None:
         return config.values
     alone = {"architectures": [model.architecture.name], "model_type": model.architecture.model_type}
     kept = {name: config.values[name] for name in ("dtype", "torch_dtype") if name in config.values}

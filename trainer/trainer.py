@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.backend.probe import allow_deepgemm, choose_tiles, row_variant_ops
+from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles, row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
@@ -244,8 +244,7 @@ def check_row_invariance(deepgemm: bool | None = False) -> None:
     """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0; or if products
     have to run on DeepGEMM, and cannot. None: they run on it where they can."""
     choose_tiles(device.current())
-    reason = allow_deepgemm(device.current()) if deepgemm is not False else None
-    if deepgemm and reason is not None:
+    if (reason := choose_deepgemm(device.current(), deepgemm)) is not None:
         raise user_error(
             "numerics.deepgemm",
             found=f"true, and {reason}",

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8rl.models.architecture import Model, whole_of
 from fp8rl.models.checkpoint.stored import CODES, WeightFiles, check_scales, how_dequantized, is_scales
 from fp8rl.models.checkpoint.writing import INDEX
+from fp8rl.models.whole import Whole
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parsed
 
@@ -42,7 +43,7 @@ def check_stored(
     found: dict[str, tuple[int, ...]] = {}
     coded: list[str] = []
     paths = weight_files(path, key)
-    files = WeightFiles(paths, key, whole_of(path, key))
+    files = WeightFiles(paths, key, model.whole)
     for name, file in files.where.items():
         found[name], dtype = files.described(name)
         if dtype == CODES:
@@ -64,8 +65,8 @@ def check_stored(
         say(how_dequantized(coded, files))
         if other := _other_choice(set(coded), model):
             say(other)
-    if model.sizes.tower:
-        say(_of_tower(path, files, model))
+    if model.whole is not None:
+        say(_of_tower(path, files, model.sizes.tower, model.whole))
     if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
         for name, tensor in stored_tensors(path, model, key):
             check_finite(name, tensor, key)
@@ -117,13 +118,12 @@ def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
     return WeightFiles(weight_files(path, key), key, whole_of(path, key))
 
 
-def _of_tower(path: Path, files: WeightFiles, model: Model) -> str:
-    """Say what is beside a model of text."""
-    whole = model.architecture.whole
-    shapes = [files.described(name)[0] for name in files.where if whole and name.startswith(whole.towers)]
+def _of_tower(path: Path, files: WeightFiles, name: str, whole: Whole) -> str:
+    """Say what is beside a model of text, which has this name with it."""
+    shapes = [files.described(each)[0] for each in files.where if each.startswith(whole.towers)]
     numbers = sum(map(math.prod, shapes))
     return (
-        f"{path} is a {model.sizes.tower}: its text is trained and served. Nothing reads its tower for pictures "
+        f"{path} is a {name}: its text is trained and served. Nothing reads its tower for pictures "
         f"({len(shapes)} tensors, {numbers:,} numbers), and a model that a run writes has it as it is"
     )
 

@@ -184,6 +184,12 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
     return None
 
 
+def choose_deepgemm(device: torch.device | str, wanted: bool | None) -> str | None:
+    """Let FP8 products run on DeepGEMM if they can, unless `wanted` is false. Return the obstacle where it is true."""
+    obstacle = None if wanted is False else allow_deepgemm(device)
+    return obstacle if wanted else None
+
+
 _DENSE = ((1, 384, 512), (65, 192, 2048), (130, 4096, 256), (192, 2048, 768), (4096, 1536, 2048))
 """Rows, N and K of products that two implementations are compared in: ragged and whole tiles, narrow and wide ones."""
 _GROUPED = ((300, 0, 213), 384, 512)

@@ -15,7 +15,7 @@ from fp8rl.models.base import Base, places
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.backend.implementation import choose
-from fp8rl.numerics.backend.probe import allow_deepgemm, choose_tiles
+from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles
 from fp8rl.numerics.core.memory import ZEROS, give_back, mapped, placeholders
 from fp8rl.rollout import protocol
 from fp8rl.rollout.plugin import op_probe, sleeping
@@ -61,9 +61,7 @@ def after_load_model(self: Any) -> None:
             if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
                 module.routed_scaling_factor = 1.0  # of the rounded sum of experts: it is in their probabilities
         choose_tiles(device)
-        if current.numerics.deepgemm is not False:
-            reason = allow_deepgemm(device)
-            current.without_deepgemm = reason if current.numerics.deepgemm else None
+        current.without_deepgemm = choose_deepgemm(device, current.numerics.deepgemm)
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     of_base = places(definition, current.numerics.rollout_spec) if current.waits else ()

@@ -42,8 +42,9 @@ _SGLANGS = TensorSpec(scale="fp32")
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     loads = (Hook(_LLAMA + "load_weights", "around", load_with_scales, "weights"),)
     if numerics.mode == "exact":
-        forward, norm = ("forward_cuda", norm_and_quantize) if cuda else ("forward_native", rms_norm)
-        around_zero = norm_around_zero_and_quantize if cuda else norm_around_zero
+        forward = "forward_cuda" if cuda else "forward_native"
+        norm = _norm_hook(lambda module: module.weight, quantize=cuda)
+        around_zero = _norm_hook(lambda module: ops.around_zero(module.weight), quantize=cuda)
         norms = (ops.rms_norm, ops.add_rms_norm)
         return (
             *loads,
@@ -88,55 +89,32 @@ def load_with_scales(original: Callable[..., Any], self: Any, weights: Iterable[
     return original(self, others())
 
 
-def rms_norm(
-    self: Any,
-    x: Tensor,
-    residual: Tensor | None = None,
-    post_residual_addition: Tensor | None = None,
-    quant_linear: Any = None,
-) -> Any:
-    return _rms_norm(self, x, self.weight, residual, post_residual_addition)
+def _norm_hook(weight_of: Callable[[Any], Tensor], quantize: bool) -> Callable[..., Any]:
+    """The forward of a norm by the shared ops. quantize: the residual stream's in one launch with its quantized rows,
+    since on a GPU a launch costs more than their bytes."""
 
-
-def norm_around_zero(
-    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
-) -> Any:
-    return _rms_norm(self, x, ops.around_zero(self.weight), residual, post_residual_addition)
-
-
-def norm_and_quantize(
-    self: Any,
-    x: Tensor,
-    residual: Tensor | None = None,
-    post_residual_addition: Tensor | None = None,
-    quant_linear: Any = None,
-) -> Any:
-    """`rms_norm` on a GPU, where a launch costs more than the bytes of the quantized rows."""
-    return _rms_norm(self, x, self.weight, residual, post_residual_addition, quantize=True)
-
-
-def norm_around_zero_and_quantize(
-    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
-) -> Any:
-    return _rms_norm(self, x, ops.around_zero(self.weight), residual, post_residual_addition, quantize=True)
-
-
-def _rms_norm(
-    module: Any,
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    addition: Tensor | None,
-    quantize: bool = False,
-) -> Any:
-    if addition is not None:
-        raise NotImplementedError("exact mode: found a second residual in RMSNorm, expected none; use another model")
-    if quantize and x.dim() == 2 and x.shape[1] == state().weights.definition.sizes.hidden_size:
-        normed, total = add_norm_and_quantize(x, residual, weight, module.variance_epsilon)
+    def norm(
+        self: Any,
+        x: Tensor,
+        residual: Tensor | None = None,
+        post_residual_addition: Tensor | None = None,
+        quant_linear: Any = None,
+    ) -> Any:
+        if post_residual_addition is not None:
+            raise NotImplementedError(
+                "exact mode: found a second residual in RMSNorm, expected none; use another model"
+            )
+        stream = x.dim() == 2 and quantize and x.shape[1] == state().weights.definition.sizes.hidden_size
+        computed = add_norm_and_quantize if stream else add_norm
+        normed, total = computed(x, residual, weight_of(self), self.variance_epsilon)
         return normed if residual is None else (normed, total)
-    if residual is None:
-        return ops.rms_norm(x, weight, module.variance_epsilon)
-    return ops.add_rms_norm(x, residual, weight, module.variance_epsilon)
+
+    return norm
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum."""
+    return (ops.rms_norm(x, weight, eps), x) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
 
 
 def add_norm_and_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -144,7 +122,7 @@ def add_norm_and_quantize(x: Tensor, residual: Tensor | None, weight: Tensor, ep
     current = state()
     spec = current.numerics.rollout_spec
     if not spec.quantized:
-        return (ops.rms_norm(x, weight, eps), x) if residual is None else ops.add_rms_norm(x, residual, weight, eps)
+        return add_norm(x, residual, weight, eps)
     normed, total, rows = ops.norm_rows(x, residual, weight, eps, spec.activation)
     current.normed = Normed.of(normed, rows)
     return normed, total
