@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from fp8rl.diagnose.subject import Served
 from fp8rl.models import load_architecture
 from fp8rl.models.architecture import Model
+from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.peft import read_adapter
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.hub import model_directory
@@ -143,12 +145,35 @@ def convert_model(
         tokenizer = load_tokenizer(model, "MODEL")
         if tokenizer.chat_template:
             check_chat_template(tokenizer, model, "MODEL")
-    check_writable(out, "OUT")
-    if os.path.lexists(out):
-        raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
+    _check_new(out)
     with writing(out, "OUT"):
         convert_checkpoint(model, out, spec, adapter=adapter, whole=True)
     return spec
+
+
+def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> dict[str, Any]:
+    """Write a model in whole quantization blocks, or without (pad=False); returns the changed keys of its config.json.
+
+    Raises:
+        UserError: the model cannot be padded, or was not, or `out` exists.
+    """
+    check_path(model, "MODEL")
+    if architecture is not None:
+        load_architecture(str(architecture), "--architecture")
+    model = model_directory(str(model), None, "MODEL")
+    check_stored(model, read_model(model, "MODEL"), "MODEL", say=lambda _: None)
+    _check_new(out)
+    spec = QuantSpec.preset("fp8_block_pow2")
+    with writing(out, "OUT"):
+        if pad:
+            return padded(model, out, "MODEL", lambda wider: check_layout(wider.shape, TrainerSection(), spec))
+        return unpadded(model, out, "MODEL")
+
+
+def _check_new(out: Path) -> None:
+    check_writable(out, "OUT")
+    if os.path.lexists(out):
+        raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
 
 
 # A stored adapter, brought to an engine that was started with the weights which it stands beside.

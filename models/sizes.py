@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.tensors import FP8_BLOCK
 from fp8rl.numerics.ops.rope import Scaling
 
 S = TypeVar("S")
@@ -142,6 +143,7 @@ def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
+        "joined": _joined(head_dim, kv_heads),
         "rotary_dim": head_dim,
         "vocab_size": config.size("vocab_size"),
         "norm_eps": config.number("rms_norm_eps", default=1e-6),
@@ -149,6 +151,12 @@ def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -
         "max_positions": config.size("max_position_embeddings"),
         "tied": config.flag("tie_word_embeddings", default=False),
     }
+
+
+def _joined(head_dim: int, kv_heads: int) -> int:
+    """Heads of 64, as in Qwen2.5-0.5B and Llama-3.2-1B, fill a quantization block in pairs."""
+    count = max(1, FP8_BLOCK // head_dim)
+    return 1 if FP8_BLOCK % head_dim or kv_heads % count else count
 
 
 def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:

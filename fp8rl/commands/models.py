@@ -102,10 +102,30 @@ def convert(
         Path | None, typer.Option(help="LoRA adapter in PEFT's format, e.g. runs/NAME/adapter, to merge first.")
     ] = None,
     architecture: ArchitectureFile = None,
+    pad: Annotated[
+        bool | None,
+        typer.Option(
+            "--pad/--unpad",
+            help="Quantize nothing; fill widths up to whole blocks of 128 with zeros, for training in FP8, or take "
+            "them off again.",
+        ),
+    ] = None,
 ) -> None:
-    """Quantize a checkpoint with the project's one quantizer."""
+    """Quantize a checkpoint with the project's one quantizer, or pad it to whole blocks."""
     with user_errors():
-        from fp8rl.serving import convert_model
+        from fp8rl.serving import convert_model, pad_model
+
+        if pad is not None:
+            if adapter is not None:
+                raise UserError(
+                    "--adapter: found one beside --pad or --unpad, expected none. Merge it first: "
+                    "fp8rl convert MODEL MERGED --preset bf16 --adapter ADAPTER."
+                )
+            with interruptible():
+                changed = pad_model(model, out, pad, architecture)
+            widths = ", ".join(f"{name} = {value}" for name, value in changed.items() if value is not None)
+            show(f"{out}: {'padded to' if pad else 'without padding:'} {widths}", soft_wrap=True)
+            return
 
         def note(text: str) -> None:
             show(f"note: {text}", soft_wrap=True)

@@ -65,7 +65,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
     check_groups(config, experts, groups, kept, top_k)
     family = family_sizes(config, heads, heads, config.size("qk_nope_head_dim") + rope)
     return ModelSizes(
-        **family | {"rotary_dim": rope},
+        **family | {"rotary_dim": rope, "joined": 1},  # no keys and values of a head's own lie in a fused parameter
         ffn_size=config.size("intermediate_size"),
         experts=experts,
         top_k=top_k,

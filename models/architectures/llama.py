@@ -8,7 +8,6 @@ from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-from fp8rl.models.tensors import FP8_BLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,16 +37,9 @@ def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:
             **family_sizes(config, heads, kv_heads, head_dim),
             ffn_size=config.size("intermediate_size"),
             head_norms=None,
-            joined=_joined(head_dim, kv_heads),
             rope_scaling=config.rope_scaling("llama3"),
         ),
     )
-
-
-def _joined(head_dim: int, kv_heads: int) -> int:
-    """Heads of 64, as in Llama-3.2-1B, fill a quantization block in pairs."""
-    count = max(1, FP8_BLOCK // head_dim)
-    return 1 if FP8_BLOCK % head_dim or kv_heads % count else count
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -63,8 +63,8 @@ def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
         taps=config.size("linear_conv_kernel_dim", default=4),
         joined=joined,
     )
-    rotary_dim = config.rotary_dim(head_dim, default=0.25)
-    return own | {"rotary_dim": rotary_dim, "norms_around_zero": True, "kept": (DRAFTS,), "own": (linear,)}
+    changes = {"rotary_dim": config.rotary_dim(head_dim, default=0.25), "joined": 1, "norms_around_zero": True}
+    return own | changes | {"kept": (DRAFTS,), "own": (linear,)}
 
 
 def expert_sizes(config: ConfigFile, experts: int, top_k: int) -> dict[str, Any]:

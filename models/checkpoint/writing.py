@@ -70,6 +70,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         file.write(written)
 
 
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+
+
+def copy_beside_weights(source: Path, out: Path) -> None:
+    """Copy what a model's directory has beside its weights into one that is there; no hidden files."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns(*WEIGHT_FILES, ".*"), dirs_exist_ok=True)
+
+
 def write_directory(
     path: Path,
     tensors: Iterable[tuple[str, Tensor]],

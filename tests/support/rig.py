@@ -54,7 +54,8 @@ FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, 
 MODELS = {family: dataclasses.replace(FAMILY, family=family) for family in TinyModel.families()} | {
     # A head's keys and values are 448 wide: those of two are whole blocks, and two ranks of an engine share four.
     "glm4_moe_lite": dataclasses.replace(FAMILY, family="glm4_moe_lite", heads=4),
-    # Heads of 64, of which two share a quantization block.
+    # Heads of 64, of which two share a quantization block; in a Qwen2 their biases lie as they do.
+    "qwen2": dataclasses.replace(FAMILY, family="qwen2", heads=8, kv_heads=4, head_dim=64),
     "llama": dataclasses.replace(FAMILY, family="llama", heads=8, kv_heads=4, head_dim=64, tied=True),
     "moe": TinyModel(
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False

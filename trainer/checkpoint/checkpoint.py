@@ -132,6 +132,8 @@ def _member(kind: Any, name: str) -> enum.Enum:
 
 ADAPTER, BASE = "adapter", "base"
 """The key of `About.extra` by which a checkpoint says what its adapters are, and in it that of their base's digest."""
+JOINED = "joined_heads"
+"""The key of `About.extra` for `ModelSizes.joined`, 1 where it is absent: rows of queries, keys and values lie by it."""
 _EXTRA = "_extra_state"
 """Part of the names of what TransformerEngine's modules keep for recipes with a history; block scaling has none."""
 
@@ -165,6 +167,8 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
     contents = {name: text.encode() for name, text in texts.items()}
     if (adapter := _adapter_of(parts)) is not None:
         extra = {**extra, ADAPTER: adapter}
+    if (joined := _joined(parts)) > 1:
+        extra = {**extra, JOINED: joined}
     return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, extra, loading=False)))
 
 
@@ -197,6 +201,13 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         part.optimizer.aside.check_here()
     about = read_about(path)
     _check_adapter(path, about.extra.get(ADAPTER), _adapter_of(parts))
+    if (found := about.extra.get(JOINED, 1)) != (expected := _joined(parts)):
+        raise user_error(
+            f"checkpoint {path}: {JOINED}",
+            found=found,
+            expected=f"{expected}, the heads whose rows lie together in this version's model",
+            remedy="Resume with the version of fp8rl that wrote it, or start a new run from its model.",
+        )
     names = sorted(about.files)
     together(lambda: check_digests(path, names[dist.get_rank() :: dist.get_world_size()]))  # each rank its share
     with safe_pickles(path):
@@ -204,7 +215,12 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))
     for name, part in parts.items():
         _restore(part, state[name] if name else state)
-    return about.step, {key: value for key, value in about.extra.items() if key != ADAPTER}
+    return about.step, {key: value for key, value in about.extra.items() if key not in (ADAPTER, JOINED)}
+
+
+def _joined(parts: Parts) -> int:
+    """Return the key-value heads whose rows lie together in the fused parameters, of which all models have as many."""
+    return max(getattr(module, "joined", 1) for part in parts.values() for module in part.model.modules())
 
 
 def _adapter_of(parts: Parts) -> dict[str, Any] | None:

@@ -147,7 +147,8 @@ def _unshared(shape: Shape, ranks: Ranks) -> str | None:
 
 def _remedy_of_piece(split: Split) -> str:
     if not split.leading:
-        return f"Choose a model with aligned dimensions, lower {split.key}, or run {BF16_SIDES}."
+        whole = f"Lower {split.key}" if split.tp > 1 else "Fill it up with zeros (fp8rl convert MODEL OUT --pad)"
+        return f"{whole}, or run {BF16_SIDES}."
     several = split.leading > 1
     return (
         f"It is the width of the dense first layer{'s' * several}: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,7 +18,7 @@ from fp8rl.models.base import Base
 from fp8rl.models.checkpoint.peft import write_adapter
 from fp8rl.models.checkpoint.reading import check_finite, kept_tensors, stored_files
 from fp8rl.models.checkpoint.stored import WeightFiles
-from fp8rl.models.checkpoint.writing import write_directory
+from fp8rl.models.checkpoint.writing import copy_beside_weights, write_directory
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory
@@ -32,8 +31,6 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights
 from fp8rl.trainer.weights.export import Exporter, TableBridge, adopt
-
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
 class HFWeights:
@@ -203,7 +200,7 @@ class HFWeights:
 
     def _copy_description(self, partial: Path) -> None:
         """Copy the files beside the weights; config.json then does not say any more that they are in FP8."""
-        shutil.copytree(self.path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
+        copy_beside_weights(self.path, partial)
         config = json.loads((partial / "config.json").read_text())
         places = [config, *(value for value in config.values() if isinstance(value, dict))]
         found = [place.pop("quantization_config") for place in places if "quantization_config" in place]

@@ -9,6 +9,7 @@ import pickle
 import re
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.checkpoint import writer as checkpoint_writer
-from fp8rl.trainer.checkpoint.checkpoint import read_metadata
+from fp8rl.trainer.checkpoint.checkpoint import JOINED, read_metadata
 from fp8rl.trainer.checkpoint.files import (
     CONTENT,
     STATE,
@@ -253,6 +254,15 @@ def test_what_is_not_a_checkpoint_is_refused(kept: tuple[Any, Path], tmp_path: P
     (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="format"):
         trainer.load(tmp_path)
+
+
+def test_a_checkpoint_whose_heads_lie_otherwise_is_refused(kept: tuple[Any, Path], tmp_path: Path) -> None:
+    trainer, path = kept
+    shutil.copytree(path, tmp_path / "a")
+    about = read_about(path)
+    write_about(tmp_path / "a", replace(about, extra={**about.extra, JOINED: 2}))
+    with pytest.raises(UserError, match="joined_heads: found 2, expected 1"):
+        trainer.load(tmp_path / "a")
 
 
 def flip_bit(file: Path, position: int) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = {
     "qwen2": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
-    "qwen2-tied": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2", tied=True),
+    "qwen2-tied": TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, family="qwen2", tied=True),
     "glm4_moe": TinyModel(
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe"
     ),

@@ -1,0 +1,204 @@
+"""A model in whole quantization blocks: widths that end within a block are filled up with zeros.
+
+The zeros change nothing of what a model computes but the mean in its norms, for which their weights are scaled. Training
+leaves them at zero: what a zero is multiplied by is zero on the other side of the product, so that its gradient is
+exactly zero. :func:`unpadded` takes them off again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models.architecture import Model, read_model
+from fp8rl.models.checkpoint.reading import kept_tensors, stored_tensors
+from fp8rl.models.checkpoint.writing import copy_beside_weights, write_directory
+from fp8rl.models.config_file import ConfigFile
+from fp8rl.models.tensors import FP8_BLOCK, TensorRow
+from fp8rl.numerics.core.errors import UserError, user_error
+
+UNPADDED = "fp8rl_unpadded"
+"""The key of config.json that has the values before, of the keys that padding changed; null for one that was absent."""
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+NORM = "norm.weight"
+MOST = 2
+"""The most times that a width may become as large."""
+
+
+def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) -> dict[str, Any]:
+    """Write the model of `source` in whole blocks, in the dtypes that it is stored in.
+
+    Heads narrower than a block become so many that they fill blocks together. check: refuses the padded model where it
+    cannot be used, before anything is written. Returns the new values of keys of config.json.
+
+    Raises:
+        UserError: the model is one of whole blocks, or zeros would change what it computes.
+    """
+    model, values = read_model(source, key), ConfigFile.read(source, key).values
+    changes = _changes(values, model, key)
+    before = {name: values.get(name) for name in changes}
+    config = values | changes | {UNPADDED: before}
+    wider = _model_of(config, key)
+    check(wider)
+    _refuse_other_norms(model, wider, key)
+    if model.whole is not None or any(True for _ in kept_tensors(source, model, key)):
+        raise user_error(
+            key,
+            found="a model with draft layers or a tower for pictures",
+            expected="one without, as their widths would no longer fit",
+            remedy="Save its text alone with transformers (docs/models.md).",
+        )
+    scale = math.sqrt(model.sizes.hidden_size / wider.sizes.hidden_size)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored_tensors(source, model, key):
+            row = wider.tensors[name]
+            filled = tensor.new_zeros(row.shape)
+            filled[_corner(tensor.shape)] = _scaled(tensor, scale) if _is_norm(row, wider) else tensor
+            yield name, filled
+
+    write_directory(out, tensors(), lambda partial: _describe(source, partial, config))
+    return changes
+
+
+def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
+    """Write a padded model in the widths that it had before; returns them, by the keys of config.json.
+
+    Raises:
+        UserError: it was not padded, or something else than zeros stands where they were.
+    """
+    wider, values = read_model(source, key), ConfigFile.read(source, key).values
+    before = values.get(UNPADDED)
+    if not isinstance(before, dict):
+        raise user_error(
+            f"{key}: {UNPADDED} in {source / 'config.json'}",
+            found=before,
+            expected="the widths before, as `fp8rl convert --pad` writes them",
+            remedy="Leave out --unpad: the model was not padded.",
+        )
+    config = {name: value for name, value in {**values, **before}.items() if value is not None and name != UNPADDED}
+    model = _model_of(config, key)
+    scale = math.sqrt(wider.sizes.hidden_size / model.sizes.hidden_size)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored_tensors(source, wider, key):
+            row = model.tensors[name]
+            kept = tensor[_corner(row.shape)].clone()
+            _check_zeros(name, tensor, row, key)
+            yield name, _scaled(kept, scale) if _is_norm(row, model) else kept
+
+    write_directory(out, tensors(), lambda partial: _describe(source, partial, config))
+    return before
+
+
+def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any]:
+    sizes = model.sizes
+    sized = {name: values[name] for name in WIDTHS if isinstance(values.get(name), int)}
+    changes: dict[str, Any] = {name: _up(size, FP8_BLOCK) for name, size in sized.items() if size % FP8_BLOCK}
+    together = FP8_BLOCK // sizes.head_dim
+    if FP8_BLOCK % sizes.head_dim == 0 and sizes.kv_heads % together:
+        groups = _up(sizes.kv_heads, together)
+        queries = groups * sizes.heads // sizes.kv_heads
+        changes |= {"num_key_value_heads": groups, "num_attention_heads": queries, "head_dim": sizes.head_dim}
+    hidden = changes.get("hidden_size", sizes.hidden_size)
+    while hidden < MOST * sizes.hidden_size and not _accepted(dict(values) | changes | {"hidden_size": hidden}):
+        hidden += FP8_BLOCK
+    if hidden != sizes.hidden_size:
+        changes |= {"hidden_size": hidden, "head_dim": sizes.head_dim}
+        changes |= {"rms_norm_eps": sizes.norm_eps * sizes.hidden_size / hidden}
+    if not changes:
+        raise user_error(
+            key, found="whole blocks in every width", expected="one that ends within a block", remedy="Leave out --pad."
+        )
+    for name, new in changes.items():
+        old = {"num_key_value_heads": sizes.kv_heads, "num_attention_heads": sizes.heads}.get(name, values.get(name))
+        if isinstance(old, int) and new > MOST * old:
+            raise user_error(
+                f"{key}: {name}",
+                found=old,
+                expected=f"at least {-(-new // MOST)}, so that padding to {new} does not more than double it",
+                remedy="Train this model in BF16 on both sides (numerics.preset=bf16 numerics.trainer=bf16 "
+                "numerics.rollout=bf16).",
+            )
+    return changes
+
+
+def _accepted(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers accepts a config.json: it wants a Llama's width to be a multiple of its heads."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return True
+    try:
+        CONFIG_MAPPING[config["model_type"]](**config)
+    except StrictDataclassError:
+        return False
+    return True
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _model_of(config: Mapping[str, Any], key: str) -> Model:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return read_model(Path(folder), key)
+
+
+def _refuse_other_norms(model: Model, wider: Model, key: str) -> None:
+    """All norms that change have the mean of `hidden_size` values, and all have the same epsilon."""
+    rows = {name: row for name, row in model.tensors.rows.items() if name.endswith(NORM)}
+    hidden = (model.sizes.hidden_size,)
+    widens = model.sizes.hidden_size != wider.sizes.hidden_size
+    others = [
+        name for name, row in rows.items() if row.shape != hidden and (widens or wider.tensors[name].shape != row.shape)
+    ]
+    if widens and model.sizes.norms_around_zero:
+        others = list(rows)
+    if others:
+        raise UserError(
+            f"{key}: found the norm {others[0]}, whose mean or epsilon padding would change, expected norms of "
+            f"hidden_size = {model.sizes.hidden_size} values alone. Train this model in BF16 on both sides."
+        )
+
+
+def _is_norm(row: TensorRow, model: Model) -> bool:
+    return row.name.endswith(NORM) and row.shape == (model.sizes.hidden_size,)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in shape)
+
+
+def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
+    """What a product puts out in place of zeros, or what an embedding or a norm has there. The columns of a product may
+    have anything, such as what a merged adapter began with: they are multiplied by zeros."""
+    beyond = [tensor[row.shape[0] :]]
+    if tensor.dim() > 1 and row.op == "embed":
+        beyond.append(tensor[:, row.shape[1] :])
+    count = sum(int(torch.count_nonzero(part)) for part in beyond)
+    if count:
+        raise user_error(
+            f"{key}: {name}",
+            found=f"{count} values that are not zero where it was padded",
+            expected="zeros, which training leaves as they are",
+            remedy="Keep the padded model: something else has changed it.",
+        )
+
+
+def _describe(source: Path, partial: Path, config: Mapping[str, Any]) -> None:
+    copy_beside_weights(source, partial)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
