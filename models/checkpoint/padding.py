@@ -1,8 +1,8 @@
 """A model in whole quantization blocks: widths that end within a block are filled up with zeros.
 
-The zeros change nothing of what a model computes but the mean in its norms, for which their weights are scaled. Training
-leaves them at zero: what a zero is multiplied by is zero on the other side of the product, so that its gradient is
-exactly zero. :func:`unpadded` takes them off again.
+The zeros change one thing that the model computes: the mean in its norms, whose weights are scaled for it. Training
+leaves them at zero, since their gradients are exactly zero: each is the product of two activations or gradients of
+which one belongs to a padded channel, and is zero itself. :func:`unpadded` takes the zeros off again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
             expected="the widths before, as `fp8rl convert --pad` writes them",
             remedy="Leave out --unpad: the model was not padded.",
         )
-    config = {name: value for name, value in {**values, **before}.items() if value is not None and name != UNPADDED}
+    absent = {UNPADDED, *(name for name, value in before.items() if value is None)}
+    config = {name: value for name, value in {**values, **before}.items() if name not in absent}
     model = _model_of(config, key)
     scale = math.sqrt(wider.sizes.hidden_size / model.sizes.hidden_size)
 

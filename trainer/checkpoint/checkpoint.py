@@ -133,7 +133,7 @@ def _member(kind: Any, name: str) -> enum.Enum:
 ADAPTER, BASE = "adapter", "base"
 """The key of `About.extra` by which a checkpoint says what its adapters are, and in it that of their base's digest."""
 JOINED = "joined_heads"
-"""The key of `About.extra` for `ModelSizes.joined`, 1 where it is absent: rows of queries, keys and values lie by it."""
+"""The key of `About.extra` for `ModelSizes.joined`, by which rows of queries, keys and values lie; absent: 1."""
 _EXTRA = "_extra_state"
 """Part of the names of what TransformerEngine's modules keep for recipes with a history; block scaling has none."""
 

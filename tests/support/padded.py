@@ -1,0 +1,52 @@
+"""Small models whose widths end within a quantization block."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fp8rl.models import Model
+from fp8rl.models.tiny import TinyModel, write_tiny_model
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.megatron.model_checks import check_layout
+
+SMOL = TinyModel(
+    layers=2, hidden=192, heads=3, kv_heads=3, head_dim=64, intermediate=200, experts=0, family="llama", tied=True
+)
+"""In the proportions of SmolLM2-135M: heads that do not fill blocks together, and no width that does."""
+QWEN2 = dataclasses.replace(SMOL, heads=6, family="qwen2", tied=False)
+"""With biases, and two queries to a key."""
+MIXTRAL = TinyModel(hidden=256, intermediate=200, family="mixtral")
+"""Of which the experts alone are padded."""
+
+
+def write(path: Path, shape: TinyModel, dtype: torch.dtype = torch.float32) -> Path:
+    """With norms and biases as far from what they begin with as those of a trained model."""
+    write_tiny_model(path, shape)
+    draw = torch.Generator().manual_seed(1)
+    tensors = {
+        name: (each.float() + 0.3 * torch.randn(each.shape, generator=draw) * (each.dim() == 1)).to(dtype)
+        for name, each in load_file(path / "model.safetensors").items()
+    }
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in sorted(path.glob("*.safetensors")) for name, each in load_file(file).items()}
+
+
+def logits(path: Path) -> torch.Tensor:
+    tokens = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found: torch.Tensor = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+    return found
+
+
+def whole_blocks(model: Model) -> None:
+    check_layout(model.shape, TrainerSection(), QuantSpec.preset("fp8_block_pow2"))
