@@ -167,7 +167,11 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     Raises:
         UserError: no readable config, an unknown architecture, or a variant that the shared ops do not define.
     """
-    config = ConfigFile.read(Path(path), key)
+    return model_of(ConfigFile.read(Path(path), key), served=served)
+
+
+def model_of(config: ConfigFile, *, served: bool = False) -> Model:
+    """Return the model that a config.json describes; raises as :func:`read_model` does."""
     known = architectures()
     wholes = {each.whole.name: each for each in known.values() if each.whole is not None}
     choice = " or ".join((*known, *wholes))

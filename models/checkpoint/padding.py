@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.architecture import Model, read_model
+from fp8rl.models.architecture import Model, model_of, read_model
 from fp8rl.models.checkpoint.reading import kept_tensors, stored_tensors
 from fp8rl.models.checkpoint.writing import copy_beside_weights, write_directory
 from fp8rl.models.config_file import ConfigFile
@@ -45,7 +44,7 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     changes = _changes(values, model, key)
     before = {name: values.get(name) for name in changes}
     config = values | changes | {UNPADDED: before}
-    wider = _model_of(config, key)
+    wider = model_of(ConfigFile(config, out / "config.json", key))
     check(wider)
     _refuse_other_norms(model, wider, key)
     if model.whole is not None or any(True for _ in kept_tensors(source, model, key)):
@@ -85,7 +84,7 @@ def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
         )
     absent = {UNPADDED, *(name for name, value in before.items() if value is None)}
     config = {name: value for name, value in {**values, **before}.items() if name not in absent}
-    model = _model_of(config, key)
+    model = model_of(ConfigFile(config, out / "config.json", key))
     scale = math.sqrt(wider.sizes.hidden_size / model.sizes.hidden_size)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -147,12 +146,6 @@ def _accepted(config: Mapping[str, Any]) -> bool:
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
-
-
-def _model_of(config: Mapping[str, Any], key: str) -> Model:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        return read_model(Path(folder), key)
 
 
 def _refuse_other_norms(model: Model, wider: Model, key: str) -> None:
