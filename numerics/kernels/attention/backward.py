@@ -83,13 +83,16 @@ def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
     return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
 
 
-def stages_of(dim: int) -> int:
-    """Return the number of stages in which a loop over keys or rows of this head size copies them.
+def stages_of(dim: int, tail: int = 0) -> int:
+    """Return the number of stages in which a loop over keys or rows copies them into shared memory.
 
     With three, those of the next step are under way while a step is computed; with two, a step waits for all copies
-    and computes while there are none. The third takes up to 225 KiB of a block's shared memory; Hopper has 227, Ada 99.
+    and computes while there are none. dim: of a head, or of a latent that has `tail` channels behind it. A block on
+    Hopper has 227 KiB, of which three stages take up to 225, and more with heads of 256. One on Ada has 99, and as
+    compiled for Blackwell those of a latent take 249.
     """
-    return 3 if dim <= 128 and cuda_capability_geq(9) else 2
+    hopper = cuda_capability_geq(9) and not cuda_capability_geq(10)
+    return 3 if hopper and (dim <= 128 or tail) else 2
 
 
 @triton.jit(do_not_specialize=["sequences", "queries", "keys"])

@@ -186,7 +186,7 @@ def _constants(
     shape = {"FORM": form, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim, "TAIL": tail}
     chunks = {"CHUNK": KEY_CHUNK, "CHUNKED": longest > KEY_CHUNK, "SPREAD": spread}
     threads = 8 if tail else warps(height)  # the sums of a latent's 512 channels take two warp groups' registers
-    return shape | chunks | {"num_warps": threads, "num_stages": stages_of(dim), "enable_fp_fusion": False}
+    return shape | chunks | {"num_warps": threads, "num_stages": stages_of(dim, tail), "enable_fp_fusion": False}
 
 
 def check_dtypes(*tensors: Tensor) -> None:
