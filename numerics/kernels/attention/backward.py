@@ -87,9 +87,9 @@ def stages_of(dim: int, tail: int = 0) -> int:
     """Return the number of stages in which a loop over keys or rows copies them into shared memory.
 
     With three, those of the next step are under way while a step is computed; with two, a step waits for all copies
-    and computes while there are none. dim: of a head, or of a latent that has `tail` channels behind it. A block on
-    Hopper has 227 KiB, of which three stages take up to 225, and more with heads of 256. One on Ada has 99, and as
-    compiled for Blackwell those of a latent take 249.
+    and computes while there are none. dim: the channels of a value; tail: those that a key has behind them, where its
+    value is a part of it. A block on Hopper has 227 KiB, of which three stages take up to 225, and more with 256
+    channels and no tail. One on Ada has 99, and as compiled for Blackwell those with a tail take 249.
     """
     hopper = cuda_capability_geq(9) and not cuda_capability_geq(10)
     return 3 if hopper and (dim <= 128 or tail) else 2
