@@ -28,7 +28,8 @@ from tests.support.sass import arithmetic
 class Compiled:
     """One kernel as it would run. blocks: of its grid. shared: bytes. spilled: bytes of a thread's stack.
     respilled: loads and stores of these in innermost loops with products. brought: bytes that a thread copies into
-    shared memory in a step of each of these loops. instructions: the matrix and cast instructions of its PTX.
+    shared memory in a step of each of these loops. under_way: groups of copies that may still be under way when a step
+    begins to compute (-1: it waits for none). instructions: the matrix and cast instructions of its PTX.
     divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
     are reduced, which decide the order of addition. arithmetic: of each of the loops with products, what it computes
     (`tests.support.sass`)."""
@@ -40,6 +41,7 @@ class Compiled:
     spilled: int
     respilled: int
     brought: tuple[int, ...]
+    under_way: tuple[int, ...]
     arithmetic: tuple[dict[str, int], ...]
     instructions: tuple[str, ...]
     divisions: int
@@ -85,9 +87,10 @@ def _sums(ttgir: str) -> tuple[str, ...]:
     return tuple(sorted({layouts[name] for name in reduced}))
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[dict[str, int], ...]]:
+def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[dict[str, int], ...]]:
     """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
-    innermost loops with products; what a step of each of these copies into shared memory, and what it computes."""
+    innermost loops with products; what a step of each of these copies into shared memory, which of its copies it does
+    not wait for, and what it computes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -102,7 +105,9 @@ def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[dict
     loops = list(_loops(assembly))
     touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops)
     brought = tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
-    return int(found[1]), int(found[2]), touched, brought, tuple(dict(arithmetic(loop)) for loop in loops)
+    waits = [re.findall(r"\bDEPBAR\.LE SB0, (0x\w+)", loop) for loop in loops]
+    under_way = tuple(min((int(left, 16) for left in some), default=-1) for some in waits)
+    return int(found[1]), int(found[2]), touched, brought, under_way, tuple(dict(arithmetic(loop)) for loop in loops)
 
 
 def _bytes(line: str) -> int:

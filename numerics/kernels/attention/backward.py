@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
 from fp8rl.numerics.kernels.attention.chunks import find_sequence
@@ -68,7 +69,7 @@ def _launch(
         D=q.shape[3],
         **sizes,
         num_warps=8,
-        num_stages=2,
+        num_stages=stages_of(q.shape[3]),
     )
 
 
@@ -80,6 +81,18 @@ def packed_constant(lengths: Tensor | None) -> int:
 def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
     """Return the number of tiles of one sequence, or the most that several sequences that lie end to end can need."""
     return triton.cdiv(rows, height) if lengths is None else rows // height + len(lengths)
+
+
+def stages_of(dim: int, tail: int = 0) -> int:
+    """Return the number of stages in which a loop over keys or rows copies them into shared memory.
+
+    With three, those of the next step are under way while a step is computed; with two, a step waits for all copies
+    and computes while there are none. dim: the channels of a value; tail: those that a key has behind them, where its
+    value is a part of it. A block on Hopper has 227 KiB, of which three stages take up to 225, and more with 256
+    channels and no tail. One on Ada has 99, and as compiled for Blackwell those with a tail take 249.
+    """
+    hopper = cuda_capability_geq(9) and not cuda_capability_geq(10)
+    return 3 if hopper and (dim <= 128 or tail) else 2
 
 
 @triton.jit(do_not_specialize=["sequences", "queries", "keys"])

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
-from fp8rl.numerics.kernels.attention.backward import LOG2_E, attention_dkv, attention_dq, packed_constant, tiles_of
+from fp8rl.numerics.kernels.attention.backward import (
+    LOG2_E,
+    attention_dkv,
+    attention_dq,
+    packed_constant,
+    stages_of,
+    tiles_of,
+)
 from fp8rl.numerics.kernels.attention.chunks import (
     divided,
     find_sequence,
@@ -179,7 +186,7 @@ def _constants(
     shape = {"FORM": form, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim, "TAIL": tail}
     chunks = {"CHUNK": KEY_CHUNK, "CHUNKED": longest > KEY_CHUNK, "SPREAD": spread}
     threads = 8 if tail else warps(height)  # the sums of a latent's 512 channels take two warp groups' registers
-    return shape | chunks | {"num_warps": threads, "num_stages": 2, "enable_fp_fusion": False}
+    return shape | chunks | {"num_warps": threads, "num_stages": stages_of(dim, tail), "enable_fp_fusion": False}
 
 
 def check_dtypes(*tensors: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
-from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, packed_constant, tiles_of
+from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, packed_constant, stages_of, tiles_of
 from fp8rl.numerics.kernels.attention.chunks import find_sequence, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
 from fp8rl.numerics.ops.attention import AttentionInputs
@@ -128,7 +128,7 @@ def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp:
             ROWS=rows,
             KEYS=keys,
             num_warps=8,
-            num_stages=2,
+            num_stages=stages_of(dim, channels - dim),
         )
 
     launch(_dq_kernel, tiles_of(queries * heads, _HELD, lengths), dq, _HELD, _TAKEN)

@@ -62,6 +62,14 @@ def test_a_step_over_32_keys_brings_each_of_their_bytes_once(kernels):
         assert kernel["brought"] and set(kernel["brought"]) == {32 * 576 * 2 // 256}
 
 
+def test_the_next_step_is_copied_while_a_step_is_computed(kernels):
+    """As in attention of heads: keys and their tails are two groups of copies, the operands of the rows' gradient
+    five."""
+    groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dk_kernel": 5}
+    loops = [(kernel, kernel["under_way"]) for kernel in kernels if kernel["name"] in groups]
+    assert len(loops) == 9 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
+
+
 def test_gradients_spill_next_to_nothing_and_run_on_the_tensor_core(kernels):
     """A step of the queries' gradient brings 16 keys; one of the rows' 16 queries, of 576 numbers, the gradients of
     their results, of 512 (and 64 zeros), and a position, two numbers of four bytes for some threads."""
