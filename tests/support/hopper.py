@@ -30,8 +30,8 @@ class Compiled:
     respilled: loads and stores of these in innermost loops with products. brought: bytes that a thread copies into
     shared memory in a step of each of these loops. instructions: the matrix and cast instructions of its PTX.
     divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
-    are reduced, which decide the order of addition. arithmetic: of each of the loops with products, what it computes
-    (`tests.support.sass`)."""
+    are reduced, which decide the order of addition. arithmetic: what each of the loops with products computes, or the
+    whole kernel if it has none (`tests.support.sass`)."""
 
     name: str
     blocks: int
@@ -87,7 +87,8 @@ def _sums(ttgir: str) -> tuple[str, ...]:
 
 def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[dict[str, int], ...]]:
     """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
-    innermost loops with products; what a step of each of these copies into shared memory, and what it computes."""
+    innermost loops with products; what a step of each of these copies into shared memory; and what it computes, or the
+    kernel without such a loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -102,7 +103,7 @@ def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[dict
     loops = list(_loops(assembly))
     touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops)
     brought = tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
-    return int(found[1]), int(found[2]), touched, brought, tuple(dict(arithmetic(loop)) for loop in loops)
+    return int(found[1]), int(found[2]), touched, brought, tuple(dict(arithmetic(each)) for each in loops or [assembly])
 
 
 def _bytes(line: str) -> int:
