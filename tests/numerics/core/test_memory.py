@@ -175,3 +175,11 @@ def test_freed_memory_of_a_gpu_goes_back_where_one_was_used(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     give_back()
     assert emptied == [True]
+
+
+def test_memory_of_a_gpu_that_a_process_does_not_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_cuda_ipc(monkeypatch)
+    address = DeviceMemory(64, torch.device("cpu")).address()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(OSError, match=r"GPU GPU-0: found \[\] in this process"):
+        mapped(address)
