@@ -27,7 +27,7 @@ from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rl.run.kernels import ServedModel, warm_once
+from fp8rl.rl.run.kernels import warm_once
 from fp8rl.rollout.protocol import check_report
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda
 from fp8rl.rollout.server.client import EngineClient
@@ -88,10 +88,8 @@ def serve(
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
-    rollout = served.rollout.model_copy(update={"speculation": None} if has_cuda() else {})
-    config = rollout.model_copy(update={"port": port})
-    model = ServedModel(served.path, served.numerics, rollout, served.adapter_config, served.architecture)
-    warm_once(model, own_capability(), say)
+    config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
+    warm_once(served.launched, own_capability(), say)
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
         beside = served.adapter_config
