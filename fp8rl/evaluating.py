@@ -95,7 +95,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         for judge in judges:
             closing.callback(judge.close)
         say(f"starting an engine with {served.path} in {served.numerics.mode} mode")
-        server = closing.enter_context(serve(served, log))
+        server = closing.enter_context(serve(served, log, say))
         background = Background("answers")
         closing.callback(background.close)
         client = EngineClient(server.endpoint)

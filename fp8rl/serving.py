@@ -27,7 +27,9 @@ from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
+from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.engines.serving import expected_report
+from fp8rl.rl.run.kernels import warm_once
 from fp8rl.rollout.protocol import check_report
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda
 from fp8rl.rollout.server.client import EngineClient
@@ -74,16 +76,22 @@ def check_open(host: str, api_key: str | None) -> None:
 
 @contextmanager
 def serve(
-    served: Served, log: Path, port: int | None = None, host: str = LOOPBACK, api_key: str | None = None
+    served: Served,
+    log: Path,
+    say: Callable[[str], object],
+    port: int | None = None,
+    host: str = LOOPBACK,
+    api_key: str | None = None,
 ) -> Iterator[SGLangServer]:
     """An engine with this model and OpenAI's endpoints below `/v1`, for as long as the block lasts.
 
-    port: None takes a free one. api_key: None makes one up.
+    say: told which kernels are compiled before it. port: None takes a free one. api_key: None makes one up.
 
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
     config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
+    warm_once(served.launched, own_capability(), say)
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
         beside = served.adapter_config

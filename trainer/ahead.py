@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -47,10 +48,14 @@ def launch_step(
     numerics: NumericsConfig,
     longest: int,
     truncation: Truncation = EVERY_TOKEN,
+    *,
+    reference: bool = False,
+    critic: TrainerSection | None = None,
 ) -> None:
     """Score and train micro-batches of one rank. The process is good for no other model afterwards.
 
-    path: of the model's config. longest: tokens of a row.
+    path: of the model's config. longest: tokens of a row. reference: whether batches are also scored without the
+    policy's adapters. critic: see `trainer.roles.Roles`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,7 +71,10 @@ def launch_step(
             mock.patch.object(torch.cuda, "current_device", lambda: META),
             mock.patch.object(dispatch, "on_host", _evenly),
         ):
-            _launch(path, definition, config, numerics, longest, truncation, layout)
+            launch = partial(_launch, path, definition, numerics, longest, truncation, layout)
+            launch(config, bare=reference and definition.adapter is not None)
+            if critic is not None:
+                launch(critic.model_copy(update={"pp": 1}), values=True)
     finally:
         parallel.shutdown()
 
@@ -74,45 +82,56 @@ def launch_step(
 def _launch(
     path: Path,
     definition: Model,
-    config: TrainerSection,
     numerics: NumericsConfig,
     longest: int,
     truncation: Truncation,
     layout: Any,
+    config: TrainerSection,
+    bare: bool = False,
+    values: bool = False,
 ) -> None:
+    """bare: score without adapters, too. values: by a critic, in place of log-probabilities."""
     from fp8rl.trainer.adapters import attach, keep_graph
     from fp8rl.trainer.distributed.optimizer import wrap
     from fp8rl.trainer.megatron.lowering import lower
     from fp8rl.trainer.megatron.model import build_model
     from fp8rl.trainer.modules.precision import Precision
     from fp8rl.trainer.modules.weights import matrices
+    from fp8rl.trainer.roles import give_value_head, is_of_value_head, read_values
     from fp8rl.trainer.step.reading import head_of, hidden_states, read_logprobs
     from fp8rl.trainer.weights.hf_weights import HFWeights
 
     cache, lowering = WeightCache(), lower(numerics, False)
     precision = Precision(numerics, cache, definition.sizes.layers)
     model = build_model(definition, config, layout, precision, lowering, longest)
-    _keep_one_of_each(model, precision)
+    if numerics.mode == "exact":
+        _keep_one_of_each(model, precision)
+    else:  # what layers launch there is Megatron's and TransformerEngine's
+        model.decoder.layers = nn.ModuleList()
     weights = HFWeights(path, definition, model.config, numerics.spec.weight, cache, layout)
+    if values:
+        give_value_head(model, layout)
     if definition.adapter is not None:
-        attach(model, weights, cache, definition.adapter, 0)
+        attach(model, weights, cache, definition.adapter, 0, is_of_value_head if values else lambda name: False)
         if config.recompute != "none":
             keep_graph(model)
     rows = weights.rows(model)
     first = {p: next(matrices(name, p))[0] for name, p in model.named_parameters() if p.requires_grad}
     experts = [p for p, name in first.items() if rows[name][0].expert is not None]
     wrapped = wrap(model, lowering, experts)
+    read = read_values if values else partial(read_logprobs, chunk=config.head_chunk_tokens)
     for micro in _micro_batches(config, layout.tp_size * lowering.row_multiple, longest, truncation):
         for training in (False, True):
-            for with_entropy in (False, True)[: 1 + training]:
+            for with_entropy in (False, True)[: 1 + (training and not values)]:
                 with nullcontext() if training else torch.no_grad():
-                    read = read_logprobs(
-                        hidden_states(wrapped, micro), head_of(model), micro, chunk=config.head_chunk_tokens
-                    )
-                if not training:
+                    found = read(hidden_states(wrapped, micro), head_of(model), micro)
+                if not training and not values:
                     _draw(head_of(model), micro)
                 if training:
-                    (read.values.sum() + read.entropy.sum() if with_entropy else read.values.sum()).backward()
+                    (found.values.sum() + found.entropy.sum() if with_entropy else found.values.sum()).backward()
+        if bare:
+            with torch.no_grad(), precision.without_adapters(definition.adapter):
+                read(hidden_states(wrapped, micro), head_of(model), micro)
 
 
 def _draw(head: Head, micro: MicroBatch) -> None:

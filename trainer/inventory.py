@@ -127,8 +127,7 @@ def _parameters(trainer: Scorer) -> Iterator[Holding]:
     for name, parameter in named_weights(trainer.model):
         if te_runtime.is_quantized(parameter):
             weight = te_runtime.quantized(parameter)
-            inner = [value for value in vars(parameter).values() if isinstance(value, Tensor) and value.is_cuda]
-            total = sum(value.nbytes for value in inner)
+            total = sum(each.nbytes for each in te_runtime.stored(parameter))
             yield Holding(name, "parameters", format_of(weight.data.dtype), tuple(parameter.shape), total)
         else:
             yield holding(name, "parameters", parameter.data)

@@ -22,7 +22,6 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.adapters import attach, base_digest, keep_graph, update_survival
 from fp8rl.trainer.checkpoint import checkpoint
@@ -141,13 +140,8 @@ class Trainer(Scorer):
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """Compute with the frozen weights alone, for a block."""
-        adapter = self.definition.adapter
-        # Products of a merged adapter have operands of their own; those of the base are there for the block alone.
-        self._precision.bare = WeightCache() if adapter is not None and adapter.mode == "merged" else self.cache
-        try:
+        with self._precision.without_adapters(self.definition.adapter):
             yield
-        finally:
-            self._precision.bare = None
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
         """`forward_backward` and `update` in one."""

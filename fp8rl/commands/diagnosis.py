@@ -62,31 +62,46 @@ def doctor(
 
 
 def warm(
-    spec: SpecPath,
+    subject: Annotated[
+        Path, typer.Argument(metavar="SPEC|RUN|MODEL", help="YAML spec; or the directory that `serve` is given.")
+    ],
     overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="As of `plan`; by default the one that is here, or h100 where there is none.")
     ] = None,
+    mode: Annotated[Literal["exact", "native"], typer.Option(help="For a MODEL, as of `serve`.")] = "exact",
+    preset: Annotated[Preset, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
     as_json: AsJson = False,
 ) -> None:
-    """Compile the kernels that a spec's trainer and engines launch into Triton's cache, with or without a GPU.
+    """Compile the kernels that a spec's trainer and engines launch, or `fp8rl serve`, into Triton's cache, with or
+    without a GPU.
 
     TRITON_CACHE_DIR names the cache, which can be carried to machines with the same Triton. Exit code 0, 2 for bad
     input.
     """
     with user_errors():
+        from fp8rl.diagnose.subject import read_served
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.budget.job import gpu_named
         from fp8rl.rl.experiment.contents import fetched
         from fp8rl.rl.run.cluster.placement import own_capability
+        from fp8rl.rl.run.kernels import Subject
         from fp8rl.rl.run.kernels import warm as compile_kernels
 
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
-        found = compile_kernels(fetched(load_experiment(spec, overrides or [])), capability, progress())
+        if subject.is_dir():
+            if overrides:
+                raise user_error(
+                    "KEY=VALUE", found=overrides, expected="none beside a directory", remedy="Leave it out."
+                )
+            launched: Subject = read_served(subject, mode, preset).launched
+        else:
+            launched = fetched(load_experiment(subject, overrides or []))
+        found = compile_kernels(launched, capability, progress())
     if as_json:
         print(json.dumps(None if found is None else asdict(found)))
     elif found is None:
-        show("nothing to compile: this spec runs no kernels of ours on such GPUs")
+        show("nothing to compile: it runs no kernels of ours on such GPUs")
     else:
         later = f"; ops of {', '.join(found.unknown)} are compiled when they first run" if found.unknown else ""
         show(f"{found.kernels} kernels in {found.directory}, of which {found.compiled} were compiled now{later}")

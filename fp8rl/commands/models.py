@@ -49,7 +49,7 @@ def serve(
         mode = served.numerics.mode
         show(f"starting an engine with {served.path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
-            with serving.serve(served, Path(folder) / "engine.log", port, host, api_key) as server:
+            with serving.serve(served, Path(folder) / "engine.log", progress(), port, host, api_key) as server:
                 url, key = server.endpoint.url, shlex.quote(server.endpoint.api_key)
                 if api_key is not None and api_key == os.environ.get("FP8RL_API_KEY"):
                     key = '"$FP8RL_API_KEY"'  # a log of what is printed then has no secret

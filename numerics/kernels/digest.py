@@ -42,7 +42,7 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _kernel(
     table_ptr, weights_ptr, sums_ptr, total,
     ALIGNED: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,

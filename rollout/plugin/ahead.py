@@ -26,7 +26,7 @@ from fp8rl.numerics.ops import ExpertWeights, LowRank
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.plugin.families import Read, sides
+from fp8rl.rollout.plugin.families import Read, families, sides
 from fp8rl.rollout.plugin.normed import whole_product
 from fp8rl.rollout.plugin.state import configure, state
 
@@ -42,7 +42,8 @@ def launch_forwards(
 ) -> list[str]:
     """Decode and prefill batches of one rank of an engine; return the names of forms that have no launch.
 
-    The process is good for no other engine afterwards. adapter: what stands beside the weights.
+    In native mode these are the ops of hooks alone: what else SGLang launches is its own. The process is good for no
+    other engine afterwards. adapter: what stands beside the weights.
     """
     configure(numerics)
     definition = definition.adapted(adapter)
@@ -54,6 +55,10 @@ def launch_forwards(
         for tokens, sequences in batches:
             engine = Imagined(definition, numerics, config.tp, tokens, sequences, length, is_decode)
             state().weights = cast(Any, engine)
+            if numerics.mode == "native":
+                for family in families():
+                    family.launch_native(engine)
+                continue
             values: dict[str, Tensor | None] = {TOKENS: engine.whole(tokens)}
             for site in engine.sites:
                 if (launch := known[site.op.form].launch) is None:
@@ -111,6 +116,12 @@ class Imagined:
             if not row.expert and row.adapts is None:  # experts are alike
                 found.setdefault(row.layer, []).append(row)
         return found
+
+    @cached_property
+    def quantized_widths(self) -> list[int]:
+        """What one rank's FP8 products sum over."""
+        rows = [row for row in self.definition.tensors.rows.values() if self.definition.quantizes(row, self.spec)]
+        return sorted({row.shape[1] // (self.ranks if row.engine.split == 1 else 1) for row in rows})
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=META)

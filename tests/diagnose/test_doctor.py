@@ -128,6 +128,10 @@ def test_an_h200_runs_exact_mode_on_our_kernels() -> None:
         ("trainer", "cuda", "shared ops, Triton kernels"),
         ("engine", "cuda", "shared ops, Triton kernels"),
     ]
+    bare = dataclasses.replace(H200, libraries={**H200.libraries, "sgl-deep-gemm": None})
+    assert ops(judge(bare, numerics())) == ops(without)
+    lacking = dataclasses.replace(H200, without_deepgemm="other bits, in experts")
+    assert keys(judge(lacking, dataclasses.replace(numerics(), deepgemm=True))) == [("DeepGEMM", True)]
     assert found.sides[1].attention == "triton"
     can = found.features[0]
     assert len(found.features) == 8 and (can.fp8, can.blocks, can.mx) == (True, "native", False)

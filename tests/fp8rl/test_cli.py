@@ -182,7 +182,7 @@ def test_serve_prints_a_line_for_another_shell(
 
     @contextmanager
     def serve(
-        served: object, log: object, port: object, host: object, api_key: str | None
+        served: object, log: object, say: object, port: object, host: object, api_key: str | None
     ) -> Iterator[SimpleNamespace]:
         endpoint = SimpleNamespace(url="http://127.0.0.1:1", api_key=api_key or "made-up")
         yield SimpleNamespace(endpoint=endpoint, check=interrupted)

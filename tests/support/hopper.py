@@ -31,8 +31,8 @@ class Compiled:
     shared memory in a step of each of these loops. under_way: groups of copies that may still be under way when a step
     begins to compute (-1: it waits for none). instructions: the matrix and cast instructions of its PTX.
     divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
-    are reduced, which decide the order of addition. arithmetic: of each of the loops with products, what it computes
-    (`tests.support.sass`)."""
+    are reduced, which decide the order of addition. arithmetic: what each of the loops with products computes, or the
+    whole kernel if it has none (`tests.support.sass`)."""
 
     name: str
     blocks: int
@@ -90,7 +90,7 @@ def _sums(ttgir: str) -> tuple[str, ...]:
 def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[dict[str, int], ...]]:
     """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
     innermost loops with products; what a step of each of these copies into shared memory, which of its copies it does
-    not wait for, and what it computes."""
+    not wait for, and what it computes, or the kernel without such a loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -107,7 +107,8 @@ def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[int,
     brought = tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
     waits = [re.findall(r"\bDEPBAR\.LE SB0, (0x\w+)", loop) for loop in loops]
     under_way = tuple(min((int(left, 16) for left in some), default=-1) for some in waits)
-    return int(found[1]), int(found[2]), touched, brought, under_way, tuple(dict(arithmetic(loop)) for loop in loops)
+    computed = tuple(dict(arithmetic(each)) for each in loops or [assembly])
+    return int(found[1]), int(found[2]), touched, brought, under_way, computed
 
 
 def _bytes(line: str) -> int:

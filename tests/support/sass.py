@@ -2,7 +2,8 @@
 
 An instruction's value is described by its name and those of its operands, so that a sum of many numbers is a tree, and
 another order of addition is another tree. What comes from memory or from outside the loop has no description, a
-number of a matrix product is described by its place in the tile.
+number of a matrix product is described by its place in the tile. A number or a constant, whichever some conditions
+choose, is described by the two, in however many steps they choose: the steps change no bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _ARITHMETIC = {"FADD", "FMUL", "FFMA", "FMNMX", "MUFU", "F2FP", "SHFL", "FSEL"}
-_EITHER_WAY = {"FADD", "FMUL", "FFMA", "FMNMX"}
+_EITHER_WAY = {"FADD", "FMUL", "FFMA", "FMNMX", "FSEL"}
 """The first two operands may be exchanged."""
 
 
@@ -21,6 +22,7 @@ def arithmetic(loop: str) -> Counter[str]:
     """The instructions of a loop, disassembled, that compute in floating point: how many there are of each
     description."""
     held: dict[str, str] = {}
+    choices: dict[str, set[str]] = {}
     found: Counter[str] = Counter()
     for line in loop.splitlines():
         if (instruction := _INSTRUCTION.search(line)) is None:
@@ -36,8 +38,15 @@ def arithmetic(loop: str) -> Counter[str]:
             read = [_described(source, held) for source in sources]
             if kind in _EITHER_WAY:
                 read[:2] = sorted(read[:2])
+            if kind == "FSEL":
+                read = read[:2]  # whatever the condition
+                if before := [each for each in read if {*read} - {each} <= choices.get(each, set())]:
+                    held[result] = before[0]
+                    continue
             text = f"{name} {' '.join(read)}"
             held[result] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            if kind == "FSEL":
+                choices[held[result]] = {*read} - {"outside"}
             found[f"{name} {held[result]}"] += 1
         elif operands[0].startswith("R"):
             wide = re.search(r"\.(64|128)\b", name)

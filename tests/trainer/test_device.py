@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
@@ -47,6 +49,18 @@ def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.Mo
     with pytest.raises(JoinedError):
         parallel.initialize(TrainerSection(dp=4), rank=2, host="10.0.0.1")
     assert gpus == [2]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_rank_starts_with_what_its_device_takes(gpus: list[int], gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler on a CPU, a toolkit to build kernels with on a GPU; both before the ops' implementation."""
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(device, "enable_compiler", lambda: done.append("compiler"))
+    monkeypatch.setattr(device, "use_toolkit", lambda: done.append("toolkit"))
+    monkeypatch.setattr(device.implementation, "choose", lambda device, spec: done.append(device))
+    device.start(1, NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
+    assert done == (["toolkit", torch.device("cuda", 1)] if gpu else ["compiler", torch.device("cpu")])
 
 
 def test_without_gpus_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

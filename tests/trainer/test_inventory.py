@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from fp8rl.trainer.inventory import inventory, transfers
+from fp8rl.trainer.inventory import _parameters, inventory, transfers
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.blockwise import BlockwiseWeight
 from tests.support.holdings import bytes_held
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.trainers import MakeTrainer
@@ -85,3 +88,13 @@ def test_a_step_hands_its_gradients_to_a_collective_in_fp32_and_gathers_weights_
     assert {each.format for each in gathered} == {"bf16"}
     (norm,) = [each for each in sent if each.kind == "rest"]
     assert norm.collective == "allreduce_" and norm.format == "fp32" and norm.bytes == 4
+
+
+def test_a_weight_of_transformer_engine_is_its_codes_and_scales_without_what_megatron_hangs_on_it() -> None:
+    model = torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16)
+    model.weight = weight = BlockwiseWeight(torch.randn(256, 512).bfloat16())
+    weight.main_grad = weight.main_param = torch.zeros(256, 512)
+    weight._columnwise_data = None
+    (found,) = _parameters(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    assert (found.name, found.kind, found.shape) == ("weight", "parameters", (256, 512))
+    assert found.format == "e4m3" and found.bytes == 256 * 512 + 4 * 2 * 4  # FP32, 2 x 4 blocks

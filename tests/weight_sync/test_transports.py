@@ -8,7 +8,9 @@ import multiprocessing
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -172,3 +174,22 @@ def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
     assert kinds.keys() == set(get_args(SyncSection.model_fields["transport"].annotation))
     for name, kind in kinds.items():
         assert type(make_transport(SyncSection(transport=name), tmp_path, tmp_path, SPEC)) is kind
+
+
+def test_memory_of_a_gpu_goes_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = tuple(range(tensor_transport._DEVICE + 3))
+    monkeypatch.setattr(tensor_transport.reductions, "reduce_tensor", lambda tensor: ("rebuild", arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
+    rebuild, sent = tensor_transport._Mapped(SimpleNamespace(is_cuda=True)).__reduce__()  # type: ignore[arg-type]
+    place = tensor_transport._DEVICE
+    assert rebuild == "rebuild" and sent == (*arguments[:place], f"GPU-{place}", *arguments[place + 1 :])
+
+
+def test_buckets_are_filled_on_the_trainers_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread of its own, which would begin with the first of the node."""
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    engines = send(TensorTransport(1 << 20), TENSORS.items())
+    assert engines[0].tensors.keys() == TENSORS.keys() and entered and set(entered) == {3}

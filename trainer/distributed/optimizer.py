@@ -87,9 +87,7 @@ class Optimizer:
                 _create_moments(become(optimizer, GatheredInPieces))
                 optimizer.aside, optimizer.beside = self.aside, self.inner.chained_optimizers
         self.schedule = schedule(self.inner, config, total_steps)
-        on_host = torch.cuda.is_available() and config.optimizer.offload
-        ranks = all_gathered(platform.node()).count(platform.node()) if on_host else 1
-        self._threads = host_threads(on_host, len(os.sched_getaffinity(0)), ranks)
+        self._threads = step_threads(config.optimizer.offload)
 
     def zero_grad(self) -> None:
         """Set all gradients to zero; call it before each forward and backward pass."""
@@ -213,10 +211,13 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerSection, total_steps: i
     )
 
 
-def host_threads(gpu: bool, cores: int, ranks: int) -> int:
-    """Return the threads with which a rank steps its optimizer: on the host beside a GPU its share of the cores of a
-    node that has so many ranks. Else it keeps its one, as ops on a CPU give a row the same bits with one alone."""
-    return max(1, cores // ranks) if gpu else 1
+def step_threads(offload: bool) -> int:
+    """Return the threads with which this rank steps its optimizer: on the host beside a GPU its share of the node's
+    cores. Else it keeps its one, as ops on a CPU give a row the same bits with one alone."""
+    if not (offload and torch.cuda.is_available()):
+        return 1
+    ranks = all_gathered(platform.node()).count(platform.node())
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,14 @@ def quantized(parameter: Any) -> QuantizedTensor:
     rows, columns = (size // spec.group for size in parameter.shape)
     codes = parameter._rowwise_data.view(spec.dtype).view(parameter.shape)
     return QuantizedTensor(codes, parameter._rowwise_scale_inv[:rows, :columns], spec)
+
+
+def stored(parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the codes and scales of a parameter: by rows, and by columns where products have asked for them. Megatron
+    hangs gradients and masters on it as well."""
+    for name, value in vars(parameter).items():
+        if name.startswith(("_rowwise_", "_columnwise_")) and value is not None:
+            yield value
 
 
 @torch.no_grad()

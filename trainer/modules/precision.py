@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,16 @@ class Precision:
     def weights(self) -> WeightCache:
         """The operands of what is computed now."""
         return self.cache if self.bare is None else self.bare
+
+    @contextmanager
+    def without_adapters(self, adapter: AdapterSection | None) -> Iterator[None]:
+        """Compute with the frozen weights alone, for a block. adapter: what the model has beside them, or in them."""
+        # Products of a merged adapter have operands of their own; those of the base are there for the block alone.
+        self.bare = WeightCache() if adapter is not None and adapter.mode == "merged" else self.cache
+        try:
+            yield
+        finally:
+            self.bare = None
 
     def of_layer(self, layer: int) -> LayerPrecision:
         """Return what the modules of layer 0 to `layers` - 1 share."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
+from fp8rl.trainer import device
 from fp8rl.trainer.distributed.parallel import in_turn, open_store
 from fp8rl.weight_sync.buckets import Bucket, Named, Packer
 
@@ -74,7 +75,7 @@ def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
 async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple[str, Any]]:
     """Open a group of this process, rank 0, and the engines, for the block; give its name and the group."""
     name = f"weights-{secrets.token_hex(4)}"
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = device.collectives(device.current())
     first = list(itertools.accumulate((engine.ranks for engine in engines), initial=1))  # rank of each engine
     size = first[-1]
     with in_turn(_QUEUE):

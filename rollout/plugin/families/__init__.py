@@ -111,6 +111,8 @@ class EngineFamily:
     """Copies that SGLang's model has of its weights, by weight."""
     caches: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
     """What a ModelRunner of SGLang keeps of sequences beside its pool of keys and values, by name."""
+    launch_native: Callable[[Any], None] = lambda engine: None
+    """Call the ops that its hooks call in native mode on a GPU, given `rollout.plugin.ahead.Imagined`."""
 
 
 _registered: list[EngineFamily] = []

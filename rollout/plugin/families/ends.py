@@ -19,7 +19,7 @@ from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import LowRank
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, quantize, scale_shape
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.plugin.normed import Normed, whole_product
@@ -272,6 +272,21 @@ def _launch_linear(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, .
     return (ops.linear(x[: engine.sequences], engine.weight(rows)),)  # the head sees last tokens
 
 
+def _launch_native(engine: Imagined) -> None:
+    """Quantize activations of each width that FP8 products take, whose scales SGLang lays out by rows or by groups."""
+    spec = engine.spec.activation
+    if not engine.spec.quantized or spec == _SGLANGS:
+        return
+    for width in engine.quantized_widths:
+        x, codes = engine.empty(engine.tokens, width), engine.empty(engine.tokens, width, dtype=spec.dtype)
+        rows, groups = scale_shape(x.shape, spec)
+        by_rows, by_groups = (engine.empty(*shape, dtype=torch.float32) for shape in ((rows, groups), (groups, rows)))
+        for scales in (by_rows, by_groups.t()):
+            quantize(x, spec, QuantizedTensor(codes, scales, spec))
+        if width == spec.group:
+            quantize(x, spec)
+
+
 FAMILY = EngineFamily(
     sides={
         EMBED: EngineSide(
@@ -283,4 +298,5 @@ FAMILY = EngineFamily(
         LINEAR: EngineSide(_linear, launch=_launch_linear),
     },
     hooks=_hooks,
+    launch_native=_launch_native,
 )

@@ -284,4 +284,13 @@ def _launch(engine: Imagined, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
     return (ops.token_logprobs(narrow, tokens, temperatures)[0],)
 
 
-FAMILY = EngineFamily(sides={LOGPROBS: EngineSide(_logprobs, launch=_launch)}, hooks=_hooks)
+def _launch_native(engine: Imagined) -> None:
+    """Draw a token for each sequence; SGLang hands probabilities over in FP32."""
+    count = engine.sequences
+    logits = engine.empty(count, engine.sizes.vocab_size, dtype=torch.float32)
+    _drawn(logits, engine.empty(count, dtype=torch.float32), engine.whole(count), engine.whole(count))
+
+
+FAMILY = EngineFamily(
+    sides={LOGPROBS: EngineSide(_logprobs, launch=_launch)}, hooks=_hooks, launch_native=_launch_native
+)

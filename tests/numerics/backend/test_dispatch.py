@@ -11,6 +11,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.implementation import choose, expandable_segments, implementation_for, using
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.kernels import cache
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from tests.support.paths import ROOT
@@ -127,3 +128,15 @@ def test_products_of_bf16_add_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     choose("cpu", POW2)
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [((9, 0), "triton"), ((8, 0), "torch")])
+def test_a_gpu_says_by_its_capability_what_its_process_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
+) -> None:
+    watching: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cache, "watch", lambda: watching.append(True))
+    with using("torch"):
+        assert choose("cuda", POW2) == chosen
+        assert (dispatch.installed() is not None) is bool(watching) is (chosen == "triton")

@@ -14,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.numerics.core.memory import NAN, ZEROS, DeviceMemory, HostMemory, mapped, own_memory, placeholders, shards
+from fp8rl.numerics.core.memory import (
+    NAN,
+    ZEROS,
+    DeviceMemory,
+    HostMemory,
+    give_back,
+    mapped,
+    own_memory,
+    placeholders,
+    shards,
+)
 from tests.support.cuda_ipc import install_cuda_ipc
 
 LIMIT = 100
@@ -155,3 +165,21 @@ def killed_by(action: object) -> int:
         action()  # type: ignore[operator]
         os._exit(0)
     return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+def test_freed_memory_of_a_gpu_goes_back_where_one_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    give_back()
+    assert emptied == [], "this process has used none"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    give_back()
+    assert emptied == [True]
+
+
+def test_memory_of_a_gpu_that_a_process_does_not_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_cuda_ipc(monkeypatch)
+    address = DeviceMemory(64, torch.device("cpu")).address()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(OSError, match=r"GPU GPU-0: found \[\] in this process"):
+        mapped(address)

@@ -145,6 +145,7 @@ def test_strided_inputs_are_read_in_place():
         (2, 2, 64, [1, 70, 130, 33]),
         (1, 1, 16, [150, 130]),  # more than a chunk of keys together, and less each
         (1, 1, 16, [260, 70]),
+        (1, 1, 16, [128]),  # fills a tile, of the two that so many rows could need
     ],
 )
 def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(

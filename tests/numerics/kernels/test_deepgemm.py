@@ -77,6 +77,7 @@ def test_a_product_goes_to_the_library_that_was_allowed(rows):
     a, b = operands(rows, 192, 256)
     ours, stand_in = gemm(a, b, torch.bfloat16), StandIn()
     assert deepgemm.product(a, b, torch.bfloat16, 1, None) is None
+    assert deepgemm.installed() is None
     deepgemm.allow(stand_in.library)
     assert gemm(a, b, torch.bfloat16).equal(ours) and stand_in.calls == ["dense"]
 
@@ -89,7 +90,7 @@ def test_what_it_does_not_know_stays_with_our_kernels():
     gemm(a, operands(192, 64, 256)[0], torch.bfloat16)  # as weight gradients are
     gemm(*operands(8, 72, 256), torch.bfloat16), gemm(*operands(8, 64, 192), torch.bfloat16)
     e5m2 = quantize_rows(random(8, 256), TensorSpec(format="e5m2"))
-    gemm(e5m2, b, torch.bfloat16)
+    gemm(e5m2, b, torch.bfloat16), gemm(random(8, 256), random(64, 256), torch.bfloat16)
     few, b = quantize_rows(random(200, 256), ROWS), quantize_blocks(random(3, 64, 256, seed=1), BLOCKS)
     grouped_gemm(few, b, make_tiles(torch.tensor([100, 40, 60], device=DEVICE), 200), torch.bfloat16)
     assert stand_in.calls == []

@@ -19,6 +19,7 @@ def test_the_kernel_gives_the_digests_of_torch():
     with using("triton"):
         assert tensor_digests(tensors()) == expected
         assert tensor_digests(tensors()[::-1]) == expected[::-1]
+        assert [tensor_digest(tensor) for tensor in tensors()] == expected, "aligned, where others in a launch are not"
 
 
 def test_sums_of_no_words():

@@ -77,6 +77,8 @@ def test_heads_that_are_normed_rotated_and_stored(heads, key_heads, dim, rotary,
         caches[0][slots], caches[1][slots] = parts[1], v
         assert all(same(a, b) and same(c, b) for a, b, c in zip(found, parts, alone, strict=True))
         assert same(stored, caches)
+        none = rope.rope_heads(q[:0], k[:0], positions[:0], 1e6, rotary, scaling, each)
+        assert [x.shape for x in none] == [(0, heads, dim), (0, key_heads, dim)]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """The product kernels: against float64 within the accumulator's bound, and bit for bit where the order decides."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fp8rl.numerics.kernels.products.gemm
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.kernels.products import gemm as product
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, quantize
 from fp8rl.numerics.spec import TensorSpec
@@ -129,7 +131,7 @@ def test_programs_share_the_tiles(monkeypatch):
     a, b = quantized(numbers(300, 256), TensorSpec()), quantized(numbers(300, 256, seed=1), BLOCK)
     expected = gemm(a, b, torch.bfloat16)
     for count in (2, 4, 100):
-        monkeypatch.setattr(fp8rl.numerics.kernels.products.gemm, "programs", lambda device, count=count: count)
+        monkeypatch.setattr(product, "programs", lambda device, count=count: count)
         same(gemm(a, b, torch.bfloat16), expected)
 
 
@@ -238,3 +240,12 @@ def test_what_does_not_fit_is_refused():
         gemm(x, x.float(), torch.float32)
     with pytest.raises(UserError, match="k_splits: found 4"):
         gemm(a, b, torch.float32, 4)
+
+
+def test_a_gpu_has_a_program_for_each_of_its_multiprocessors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    product._multiprocessors.cache_clear()
+    try:
+        assert product.programs(torch.device("cuda", 0)) == 132 and product.programs(torch.device("cpu")) == 1
+    finally:
+        product._multiprocessors.cache_clear()

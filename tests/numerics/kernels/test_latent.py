@@ -50,9 +50,10 @@ def test_error_is_that_of_weights_and_result_in_bf16(length, heads, monkeypatch)
 
 
 @pytest.mark.slow
-def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients():
-    q, rows, positions = inputs(3, 80, 3)
-    lengths = torch.tensor([1, 70, 33], device=DEVICE)
+@pytest.mark.parametrize("heads, lengths", [(3, [1, 70, 33]), (1, [64])], ids=("several", "one that fills a tile"))
+def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, lengths):
+    q, rows, positions = inputs(len(lengths), 80, heads)
+    lengths = torch.tensor(lengths, device=DEVICE)
     real = torch.arange(80, device=DEVICE) < lengths[:, None]
     padded = passed(lambda q, rows: latent_attention(q, rows, positions, RANK, SCALE), q, rows, real=real)
 

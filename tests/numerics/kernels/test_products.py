@@ -49,6 +49,28 @@ def test_fp8_linear(spec, backward):
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
+def test_a_weight_that_is_frozen_gets_no_gradient(backward):
+    def run():
+        x, w = random(9, 256).requires_grad_(), random(192, 256, seed=1, scale=0.1)
+        return with_gradients(ops.fp8_linear(x, w, ops.trained_operand(w, POW2.weight), POW2, backward), x)
+
+    for found, expected in both(run):
+        assert_close(found, expected)
+
+
+def test_products_of_experts_one_by_one():
+    """As those with a merged adapter are, whose gradient reaches the weight."""
+
+    def run():
+        x, w = random(40, 128).requires_grad_(), random(3, 256, 128, seed=1, scale=0.1).requires_grad_()
+        operand, counts = ops.group_operand(w.detach(), POW2.weight), torch.tensor([25, 0, 15], device=x.device)
+        return with_gradients(grouped_linear(x, counts, w, operand, POW2), x, w)
+
+    for found, expected in both(run):
+        assert_close(found, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
 def test_norm_and_product_are_the_two_ops(backward):
@@ -100,9 +122,12 @@ def test_no_tokens(backward):
     assert not leaf[2].any() and not leaf[3].any() and out.shape == (0, 256)
 
 
-def test_linear():
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_linear(dtype):
+    """Rows in FP32 are multiplied in FP32."""
+
     def run():
-        x, w = random(2, 9, 256).requires_grad_(), random(100, 256, seed=1).requires_grad_()
+        x, w = random(2, 9, 256, dtype=dtype).requires_grad_(), random(100, 256, seed=1).requires_grad_()
         return with_gradients(ops.linear(x, w), x, w)
 
     for found, expected in both(run):

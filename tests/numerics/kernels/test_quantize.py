@@ -126,6 +126,17 @@ def test_many_matrices_of_any_shape_in_one_launch(dtype):
             same(one, quantize(w, spec))
 
 
+def test_many_tensors_in_rows_are_each_quantized_alone():
+    rows = [numbers(3, 256), numbers(2, 128, dtype=torch.float32)]
+    for one, x in zip(quantize_many([x.to(DEVICE) for x in rows], TensorSpec()), rows, strict=True):
+        same(one, quantize(x, TensorSpec()))
+    empty = torch.empty(0, 128, dtype=torch.bfloat16)
+    same(
+        quantize_many([empty.to(DEVICE)], TensorSpec(granularity="block"))[0],
+        quantize(empty, TensorSpec(granularity="block")),
+    )
+
+
 @pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256), (300,)])
 def test_no_rows_as_on_a_rank_whose_experts_nobody_chose_and_a_single_one(shape):
     x = numbers(2, *shape)[0] if shape[0] else torch.empty(shape, dtype=torch.bfloat16)

@@ -1,76 +1,202 @@
 """The variants of an op compute the same in their loops over keys or K, as compiled for an H200: the same instructions,
 each of the same operands, so that sums are added in the same order."""
 
+from __future__ import annotations
+
 import pytest
 
-from tests.support.hopper import compiled_elsewhere
+from tests.support.hopper import found_elsewhere
 from tests.support.sass import arithmetic
 
 SCRIPT = """
+import dataclasses, json
 import torch
+from fp8rl.numerics.kernels import gated_delta, short_conv
+from fp8rl.numerics.kernels.attention import latent
+from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
 from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.kernels.products.grouped import grouped_gemm
+from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from fp8rl.numerics.ops import AttentionInputs
 from fp8rl.numerics.kernels.quantize import empty_blocks, empty_rows
+from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
 from tests.support.hopper import compiled_only
 
-def tensor(*shape, dtype=torch.bfloat16):
+half, full = torch.bfloat16, torch.float32
+
+def tensor(*shape, dtype=half):
     return torch.zeros(*shape, dtype=dtype)
 
-def rows(count):
-    return empty_rows((count, 512), TensorSpec(), "cpu")
-
-tiles.allow_short(True)
-dense, stack = (empty_blocks(shape, TensorSpec(granularity="block"), "cpu") for shape in ((384, 512), (3, 384, 512)))
-each, cache, table = torch.full((4,), 64), tensor(100, 4, 128), tensor(4, 512, dtype=torch.int32)
-with compiled_only() as found:
-    tall, short = (tiles.make_tiles(torch.zeros(3, dtype=torch.int64), 300, height) for height in (128, 64))
+def note(op, launch, *arguments):
     found.clear()
-    paged_attention(tensor(4, 32, 128), cache, cache, table, each, None, each, 0.1)
-    paged_attention(tensor(4, 4, 128), cache, cache, table, each, None, each, 0.1)
-    paged_attention(tensor(256, 32, 128), cache, cache, table, each, each.int(), each, 0.1)
-    attention(tensor(1, 256, 32, 128), *[tensor(1, 256, 4, 128)] * 2, torch.zeros(1, 256).long(), 0.1)
-    packed_attention(tensor(256, 32, 128), *[tensor(256, 4, 128)] * 2, each, 0.1)
-    gemm(rows(300), dense, torch.bfloat16)
-    gemm(rows(7), dense, torch.bfloat16)
-    grouped_gemm(rows(300), stack, tall, torch.bfloat16)
-    grouped_gemm(rows(300), stack, short, torch.bfloat16)
-    gemm(rows(300), dense, torch.bfloat16, 2)
-    gemm(rows(7), dense, torch.bfloat16, 2)
-    gemm(tensor(300, 512), tensor(384, 512), torch.bfloat16)
-    grouped_gemm(tensor(300, 512), tensor(3, 384, 512), tall, torch.bfloat16)
+    launch(*arguments)
+    loops = [each.arithmetic for each in found if each.name not in ("_merge_kernel", "_delta_kernel")]
+    variants.setdefault(op, []).extend(loops)
+
+variants, each = {}, torch.full((4,), 64)
+with compiled_only() as found:
+    CALLS
+print(json.dumps(variants))
 """
-VARIANTS = {
-    "attention: decode, of one head, prefill, contiguous, packed": 5,
-    "FP8 products: tall, short, grouped tall and short": 4,
-    "FP8 products in slices: tall, short": 2,
-    "BF16 products: dense, grouped": 2,
-}
+
+ATTENTION = """
+    cache, table = tensor(100, 4, 128), tensor(4, 512, dtype=torch.int32)
+    op = "attention"
+    note(op, paged_attention, tensor(4, 32, 128), cache, cache, table, each, None, each, 0.1)
+    note(op, paged_attention, tensor(4, 4, 128), cache, cache, table, each, None, each, 0.1)
+    note(op, paged_attention, tensor(256, 32, 128), cache, cache, table, each, each.int(), each, 0.1)
+    note(op, attention, tensor(1, 256, 32, 128), *[tensor(1, 256, 4, 128)] * 2, torch.zeros(1, 256).long(), 0.1)
+    note(op, packed_attention, tensor(256, 32, 128), *[tensor(256, 4, 128)] * 2, each, 0.1)
+
+    for heads, lengths in ((32, None), (32, each), (4, each)):
+        q, k, sums = tensor(1, 256, heads, 128), tensor(1, 256, 4, 128), tensor(1, 256, heads, dtype=full)
+        inputs = AttentionInputs(q, k, k, torch.zeros(1, 256).long(), 0.1, lengths)
+        note("gradient of queries", attention_dq, q, inputs, q, sums)
+        note("gradients of keys and values", attention_dkv, q, inputs, sums, sums)
+"""
+LATENT = """
+    cache, table, op = tensor(100, 576), tensor(4, 512, dtype=torch.int32), "latent attention"
+    for tokens, heads, new in ((4, 16, None), (4, 128, None), (256, 16, each.int())):
+        note(op, latent.paged_latent_attention, tensor(tokens, heads, 576), cache, table, each, new, each, 512, 0.1)
+    q, rows, positions = tensor(1, 256, 128, 576), tensor(1, 256, 576), torch.zeros(1, 256).long()
+    note(op, latent.latent_attention, q, rows, positions, 512, 0.1)
+    note(op, latent.packed_latent_attention, tensor(256, 20, 576), tensor(256, 576), each, 512, 0.1)
+
+    for heads, lengths in ((128, None), (20, each)):
+        q, out, sums = tensor(1, 256, heads, 576), tensor(1, 256, heads, 512), tensor(1, 256, heads, dtype=full)
+        inputs = AttentionInputs(q, rows, rows[..., :512], positions, 0.1, lengths)
+        note("gradients", latent._gradients, out, inputs, out, sums)
+"""
+PRODUCTS = """
+    def rows(count):
+        return empty_rows((count, 512), TensorSpec(), "cpu")
+
+    def groups(*shape, format="e4m3"):
+        spec = TensorSpec(format=format)
+        return QuantizedTensor(torch.empty(shape, dtype=spec.dtype), torch.empty(scale_shape(shape, spec)), spec)
+
+    tiles.allow_short(True)
+    blocks = TensorSpec(granularity="block")
+    dense, stack = (empty_blocks(shape, blocks, "cpu") for shape in ((384, 512), (3, 384, 512)))
+    tall, short = (tiles.make_tiles(torch.zeros(3, dtype=torch.int64), 300, height) for height in (128, 64))
+    for count in (300, 7):
+        note("FP8", gemm, rows(count), dense, half)
+        note("FP8 in slices", gemm, rows(count), dense, half, 2)
+        note("gradient E5M2 of rows", gemm, groups(count, 512, format="e5m2"), dense, half)
+    for some in (tall, short):
+        note("FP8", grouped_gemm, rows(300), stack, some, half)
+    note("BF16", gemm, tensor(300, 512), tensor(384, 512), half)
+    note("BF16", grouped_gemm, tensor(300, 512), tensor(3, 384, 512), tall, half)
+
+    columns = 128 * tall.expert.numel()
+    a, b, total = groups(384, columns), groups(512, columns), tensor(3, 384, 512, dtype=full)
+    for dtype, count in ((full, 384), (half, 384), (full, 7)):
+        note("FP8 gradient of a weight", gemm, groups(count, columns), b, dtype)
+    note("FP8 gradient of a weight", grouped_wgrad, a, b, tall, full)
+    note("FP8 gradient of a weight", grouped_wgrad, a, b, tall, half, total)
+    note("BF16 gradient of a weight", gemm, tensor(384, 304), tensor(512, 304), full)
+    note("BF16 gradient of a weight", grouped_wgrad_matmul, tensor(300, 384), tensor(300, 512), tall, full)
+    note("BF16 gradient of a weight", grouped_wgrad_matmul, tensor(300, 384), tensor(300, 512), tall, half, total)
+"""
+LINEAR = """
+    state, kept = tensor(300, 32, 128, 128, dtype=full), tensor(300, 3, 8192)
+    for tokens, sequences in ((8192, 1), (1, 1), (257, 257)):
+        lengths, begun = torch.full((sequences,), tokens // sequences), torch.ones(sequences, dtype=torch.bool)
+        q, v, g = tensor(tokens, 16, 128), tensor(tokens, 32, 128), tensor(tokens, 32, dtype=full)
+        x, weight, where = tensor(tokens, 8192), tensor(8192, 4), (torch.arange(sequences), lengths, begun)
+        note("gated delta rule", gated_delta.gated_delta_rule, q, q, v, g, g, lengths)
+        note("gated delta rule", gated_delta.paged_gated_delta_rule, q, q, v, g, g, state, *where)
+        note("convolution", short_conv.causal_conv, x, weight, lengths)
+        note("convolution", short_conv.paged_causal_conv, x, weight, kept, *where)
+"""
 
 
-@pytest.mark.slow  # 13 kernels to compile
-def test_variants_of_an_op_add_up_in_one_order():
-    loops = [kernel["arithmetic"] for kernel in compiled_elsewhere(SCRIPT) if kernel["name"] != "_merge_kernel"]
-    assert len(loops) == sum(VARIANTS.values())
-    for op, count in VARIANTS.items():
-        first, *others = (loops.pop(0) for _ in range(count))
-        assert len(first) == 2 and all(sum(loop.values()) > 30 for loop in first), op
-        for place, other in enumerate(others, 1):
-            assert other == first, f"{op}: variant {place}"
+def variants(calls):
+    """Of each op the variants that these calls compile, each with what its loops compute."""
+    return found_elsewhere(SCRIPT.replace("    CALLS", calls))
 
 
+def equal(op, loops, count):
+    first, *others = loops
+    assert len(loops) == count, op
+    for place, other in enumerate(others, 1):
+        assert other == first, f"{op}: variant {place}"
+    return first
+
+
+@pytest.mark.slow  # 11 kernels to compile
+def test_attention_and_its_gradients_add_up_in_one_order():
+    """Decode, of one head, prefill, contiguous, packed; gradients contiguous, packed, of one head."""
+    found = variants(ATTENTION)
+    loops = {op: equal(op, found[op], count) for op, count in zip(found, (5, 3, 3), strict=True)}
+    assert [len(each) for each in loops.values()] == [2, 2, 1]  # without a mask, and with one
+    assert all(sum(loop.values()) > 100 for each in loops.values() for loop in each)
+
+
+@pytest.mark.slow  # 9 kernels to compile
+def test_latent_attention_and_its_gradients_add_up_in_one_order():
+    """Decode of 16 and 128 heads, prefill, contiguous, packed; gradients contiguous of 128 heads, packed of 20."""
+    found = variants(LATENT)
+    assert len(equal("latent attention", found["latent attention"], 5)) == 2
+    queries, rows = found["gradients"][::2], found["gradients"][1::2]
+    for op, loops in (("queries", queries), ("rows", rows)):
+        (loop,) = equal(f"gradient of {op}", loops, 2)
+        assert sum(loop.values()) > 50, op
+
+
+def of_step(loops):
+    """What a step over K computes, apart from the tiles' places and the rounding of a finished tile, which the compiler
+    draws into some of the loops."""
+    smallest = min(loops, key=lambda loop: sum(loop.values()))
+    return {text: count for text, count in smallest.items() if not text.startswith(("MUFU.RCP", "F2FP"))}
+
+
+@pytest.mark.slow  # 18 kernels to compile
+def test_products_and_the_gradients_of_their_operands_add_up_in_one_order():
+    """Products tall, short, grouped tall and short; gradients of weights dense in FP32 and BF16, of few rows, grouped,
+    and added to what is there."""
+    found = variants(PRODUCTS)
+    for op, count in (("FP8", 4), ("FP8 in slices", 2), ("gradient E5M2 of rows", 2), ("BF16", 2)):
+        assert len(equal(op, found[op], count)) == 2 and all(sum(loop.values()) > 30 for loop in found[op][0]), op
+    for op, count, least in (("FP8", 5, 128), ("BF16", 3, 4)):
+        op = f"{op} gradient of a weight"
+        assert sum(equal(op, [of_step(loops) for loops in found[op]], count).values()) >= least, op
+
+
+@pytest.mark.slow  # 4 kernels to compile
+def test_linear_attention_adds_up_in_one_order():
+    """A row of 8,192 tokens, decode of one and of 257 requests, each in the trainer and over an engine's states."""
+    found = variants(LINEAR)
+    (rule,) = equal("gated delta rule", found["gated delta rule"], 6)
+    # A program finds its sequence by adding up lengths, of all threads; channels are summed in a thread.
+    channels = [{text: n for text, n in whole.items() if "SHFL" not in text} for (whole,) in found["convolution"]]
+    assert sum(rule.values()) > 200 and sum(equal("convolution", channels, 6).values()) > 200
+
+
+LOOP = "/*0000*/ HGMMA.64x8x16.F32.BF16 R0, R20, gdesc[UR8], R0, gsb0 ;\n"
 ADDED = "/*0010*/ FADD R4, R1, R2 ;\n/*0020*/ FMUL R9, R1, R1 ;\n/*0030*/ FADD R5, R4, R3 ;"
 
 
 def test_another_order_of_a_sum_is_seen_and_another_schedule_is_not():
-    loop = "/*0000*/ HGMMA.64x8x16.F32.BF16 R0, R20, gdesc[UR8], R0, gsb0 ;\n"
     sum_of_three, later = (
-        arithmetic(loop + ADDED),
+        arithmetic(LOOP + ADDED),
         "\n".join(sorted(ADDED.splitlines(), key=lambda line: "FMUL" in line)),
     )
-    assert arithmetic(loop + later) == sum_of_three
-    assert arithmetic(loop + ADDED.replace("R4, R1, R2", "R4, R2, R1.reuse")) == sum_of_three
-    assert arithmetic(loop + ADDED.replace("R4, R1, R2", "R4, R1, R3").replace("R4, R3 ;", "R4, R2 ;")) != sum_of_three
-    assert arithmetic(loop + ADDED.replace("R5, R4, R3", "R5, R4, -R3")) != sum_of_three
+    assert arithmetic(LOOP + later) == sum_of_three
+    assert arithmetic(LOOP + ADDED.replace("R4, R1, R2", "R4, R2, R1.reuse")) == sum_of_three
+    assert arithmetic(LOOP + ADDED.replace("R4, R1, R2", "R4, R1, R3").replace("R4, R3 ;", "R4, R2 ;")) != sum_of_three
+    assert arithmetic(LOOP + ADDED.replace("R5, R4, R3", "R5, R4, -R3")) != sum_of_three
+
+
+def test_a_mask_in_one_step_or_in_two_is_the_same_and_another_number_is_not():
+    masked = "/*0010*/ FSEL R4, R1, -INF , P0 ;\n/*0030*/ FADD R5, R4, R3 ;"
+    twice = masked.replace("*/ FADD", "*/ FSEL R4, R4, -INF , !P3 ;\n/*0040*/ FADD")
+    assert arithmetic(LOOP + twice) == arithmetic(LOOP + masked)
+    for other in (
+        masked.replace("-INF", "RZ"),
+        twice.replace("R4, R4, -INF", "R4, R4, RZ"),
+        masked.replace("R1", "R2"),
+    ):
+        assert arithmetic(LOOP + other) != arithmetic(LOOP + masked)

@@ -21,14 +21,16 @@ RECORDED = """
 import json
 from pathlib import Path
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.run.kernels import record
+from fp8rl.rl.run.kernels import ServedModel, record
 said = []
 for overrides in json.loads('OVERRIDES'):
     spec = load_experiment(Path("examples/arithmetic.yaml"), [
         "model.path=diagnose/plan/configs/qwen3_30b_a3b", "rollout.context_length=4092",
-        "trainer.micro_batch_tokens=8192", *overrides,
+        "trainer.micro_batch_tokens=8192", *[each for each in overrides if each != "served"],
     ])
-    found, unknown = record(spec, (9, 0))
+    served = ServedModel(spec.model.directory, spec.numerics_config(), spec.rollout)
+    subject = ServedModel.of(json.loads(json.dumps(served.to_dict()))) if "served" in overrides else spec
+    found, unknown = record(subject, (9, 0))
     said.append({"variants": [[kernel, json.loads(data)["key"]] for kernel, data in found], "unknown": unknown})
 print(json.dumps(said))
 """
@@ -58,11 +60,16 @@ def served(tokens, sequences):
     drawn = ops.draw(logits, temperatures, whole(sequences), whole(sequences))
     ops.token_logprobs(logits, drawn, temperatures)
 
-def trained(rows, length):
+def hidden(tokens):
+    return ops.rms_norm(_as_trainer(tokens, [layer], head, SHAPE), norm, 1e-6)
+
+def logprobs(rows, length):
     tokens = whole(rows, length)
-    x = _as_trainer(tokens, [layer], head, SHAPE)
-    logits = ops.linear(ops.rms_norm(x, norm, 1e-6), head)
-    ops.token_logprobs(logits.view(1, rows * length, -1), tokens.view(1, -1), 1.0)[0].sum().backward()
+    logits = ops.linear(hidden(tokens), head)
+    return ops.token_logprobs(logits.view(1, rows * length, -1), tokens.view(1, -1), 1.0)[0]
+
+def values(rows, length):
+    return (hidden(whole(rows, length)).float() * norm.float()).sum(-1).square()
 
 tiles.allow_short(True)
 tiles.allow_wide(True)
@@ -70,6 +77,9 @@ with using("triton"):
     with launches():
         layer, norm = make_layer(SHAPE, META), make_norm(SHAPE.hidden, META)
         head = random(SHAPE.vocab, SHAPE.hidden, device=META)
+    with launches() as scored, torch.no_grad():
+        for batch in ((2, 4096), (1, 777)):
+            logprobs(*batch)
     with launches() as found:
         with torch.no_grad():
             for batch in ((1, 1), (3, 3), (64, 64), (100, 100), (256, 256), (17, 2), (333, 1), (8191, 16)):
@@ -79,8 +89,9 @@ with using("triton"):
         for stack in (layer.w13.weights, layer.w2.weights):
             stack.requires_grad_().main_grad = torch.empty(stack.shape, device=META)  # as Megatron has it
         for batch in ((2, 4096), (1, 777)):
-            trained(*batch)
-print(json.dumps({name: sorted(keys) for name, keys in found.variants.items()}))
+            logprobs(*batch).sum().backward()
+            values(*batch).sum().backward()
+print(json.dumps([{name: sorted(keys) for name, keys in each.variants.items()} for each in (found, scored)]))
 """
 
 
@@ -90,6 +101,16 @@ def recorded(*specs: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def kernels_of(found: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(kernel.rpartition(".")[2].replace(":", "."), key) for kernel, key in found["variants"]}
+
+
+def named(variants: dict[str, list[str]]) -> set[tuple[str, str]]:
+    return {(name, key) for name, keys in variants.items() for key in keys}
+
+
+ADAPTED = ["adapter={rank: 8}"]
+REFERENCE = [*ADAPTED, "algorithm.kl.loss.coefficient=0.1"]
 FAMILIES = {
     "tiny_deepseek": ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.packing=true"],
     "tiny_qwen3_next": [],
@@ -100,14 +121,65 @@ FAMILIES = {
 def test_a_spec_says_which_variants_its_ops_launch_whatever_its_family() -> None:
     """Against a forward that is written op by op, at the sizes of Qwen3-30B-A3B, in batches that nobody recorded."""
     families = [[f"model.path=examples/models/{model}", *ranks] for model, ranks in FAMILIES.items()]
-    (found, *others), launched = recorded([], *families), found_elsewhere(LAUNCHED)
+    found, served, adapted, reference, *others = recorded([], ["served"], ADAPTED, REFERENCE, *families)
+    need, scored = (named(each) for each in found_elsewhere(LAUNCHED))
     assert found["unknown"] == []
-    have = {(kernel.rpartition(".")[2].replace(":", "."), key) for kernel, key in found["variants"]}
-    need = {(name, key) for name, keys in launched.items() for key in keys}
+    have = kernels_of(found)
     assert len(need) > 30 and need <= have, need - have
+    assert len(kernels_of(served)) > 50 and kernels_of(served) <= have, "what `fp8rl serve` launches of the run"
+    assert scored <= kernels_of(reference) and not scored <= kernels_of(adapted), "scored without the adapters"
     assert len(others) == 3
     for other in others:
         assert other["unknown"] == [] and len(other["variants"]) > 100
+
+
+NATIVE = """
+import json
+import torch
+from fp8rl.numerics import ops
+from fp8rl.numerics.backend.implementation import using
+from fp8rl.numerics.digest import chunk_sums
+from fp8rl.numerics.quantize import QuantizedTensor, quantize, quantize_many, scale_shape
+from fp8rl.numerics.spec import QuantSpec
+from tests.support.launches import launches
+
+META, SPEC = torch.device("meta"), QuantSpec.preset("fp8_block_pow2")
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+def coded(spec, *shape, by_groups=False):
+    scales = tensor(*reversed(scale_shape(shape, spec)), dtype=torch.float32).t()
+    return QuantizedTensor(tensor(*shape, dtype=spec.dtype), scales if by_groups else scales.contiguous(), spec)
+
+with using("triton"), launches() as found:
+    for requests in (1, 7, 64, 256):
+        drawn, numbers = tensor(requests, 151936, dtype=torch.float32), tensor(requests, dtype=torch.int64)
+        ops.draw(drawn, tensor(requests, dtype=torch.float32), numbers, numbers)
+    for tokens in (1, 3, 64, 8191):
+        for width in (2048, 4096, 768):
+            for by_groups in (False, True):
+                codes = coded(SPEC.activation, tokens, width, by_groups=by_groups)
+                quantize(tensor(tokens, width), SPEC.activation, codes)
+    for count in (1, 5, 16):
+        quantize_many([tensor(768, 2048)] * count, SPEC.weight, [coded(SPEC.weight, 768, 2048)] * count)
+        for words in (3, 1 << 14, 5 << 14, 16 << 14):
+            chunk_sums([tensor(words, dtype=torch.int32)] * count)
+    for tokens in (777, 8192):
+        logits, named = tensor(1, tokens, 151936).requires_grad_(), tensor(1, tokens, dtype=torch.int64)
+        ops.token_logprobs(logits, named, 1.0)[0].sum().backward()
+        ops.add_by_token(tensor(151936, 2048, dtype=torch.float32), tensor(tokens, 2048), named[0])
+print(json.dumps({name: sorted(keys) for name, keys in found.variants.items()}))
+"""
+
+
+def test_a_native_run_s_own_kernels_are_those_of_its_ends_and_a_critic_adds_none() -> None:
+    """In native mode the draw, SGLang's quantizer of activations, a sync, and what a trainer reads and embeds."""
+    native, plain, ppo = recorded(["numerics.mode=native"], [], ["algorithm.name=ppo"])
+    need, have = named(found_elsewhere(NATIVE)), kernels_of(native)
+    assert len(need) >= 9 and need <= have, need - have
+    assert len(have) < 20, "layers are Megatron's, TransformerEngine's and SGLang's"
+    assert kernels_of(ppo) == kernels_of(plain)
 
 
 CALLS = """

@@ -156,3 +156,22 @@ def test_a_bucket_is_answered_when_the_copies_out_of_it_are_done(fails: bool, mo
     assert parameter.eq(1).all(), "the copy was not done"
     with pytest.raises(RuntimeError, match="commit"):
         state.state().weights.check()
+
+
+def test_a_gpu_that_has_no_kernels_for_the_spec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs cannot hold the ops' definitions in torch. The model is on `meta`, in place of a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    runner = SimpleNamespace(model=torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(RuntimeError, match="found NVIDIA A100 and the spec .* expected a data-centre GPU"):
+        lifecycle.after_load_model(runner)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_routes_are_kept_in_pinned_memory_beside_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[bool] = []
+    full = torch.full
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch, "full", lambda *args, pin_memory, **kw: pinned.append(pin_memory) or full(*args, **kw))
+    kept = SimpleNamespace(_log_allocation=lambda: None)
+    lifecycle.make_host_cache(kept, 5, 3, 2, "routes")
+    assert pinned == [gpu] and kept.buffer.shape == (5, 3, 2) and bool((kept.buffer == -1).all())

@@ -396,3 +396,15 @@ def test_both_halves_of_a_pair_arrive_in_messages_of_their_own_and_a_half_that_d
     served.invalidate()
     served.load(lambda whole: stock.extend(name for name, _ in whole), [(PAIR[1], lost)])
     assert not manifest.differences(served.commit("1")) and not stock
+
+
+def test_memory_in_use_of_a_gpu_is_what_it_says_is_not_free(
+    served: ServedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in served.everything()}
+    everything = sum(storages.values())
+    monkeypatch.setattr(sleeping, "state", lambda: SimpleNamespace(weights=served, released={sleeping.CACHE: []}))
+    monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    found = sleeping.memory(None)
+    assert (found.in_use, found.weights, found.kv_cache) == (70, everything, 0) and everything > 0

@@ -16,9 +16,11 @@ import pytest
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.server import scratch as scratch_module
+from fp8rl.rollout.server import server as server_module
 from fp8rl.rollout.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
 from fp8rl.rollout.server.server import SGLangServer, log_tail
 from fp8rl.rollout.types import EngineDiedError, EngineError
+from tests.support.paths import ROOT
 from tests.support.servers import group_members, shared_memory, small_config, wait_until
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
@@ -276,3 +278,16 @@ def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None
     worker.wait(30)
     server.wait(30)
     assert not (tmp_path / "scratch").exists()
+
+
+def test_on_a_gpu_the_toolkit_is_found_before_an_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception): ...
+
+    def use_toolkit() -> None:
+        raise AskedError
+
+    monkeypatch.setattr(server_module, "has_cuda", lambda: True)
+    monkeypatch.setattr(server_module, "use_toolkit", use_toolkit)
+    with pytest.raises(AskedError):
+        SGLangServer.start(ROOT / "examples/models/tiny_qwen3_moe", small_config(), log_path=tmp_path / "log")
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, nn
 
-from fp8rl.trainer.distributed.optimizer import _create_moments, host_threads
+from fp8rl.trainer.distributed import optimizer as optimizer_module
+from fp8rl.trainer.distributed.optimizer import _create_moments, step_threads
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
 
@@ -108,13 +109,13 @@ def test_a_resumed_one_goes_on_bit_for_bit(streams: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "cores", "ranks", "expected"), [(False, 16, 1, 1), (True, 16, 1, 16), (True, 16, 3, 5)]
+    ("gpu", "offload", "here", "threads"),
+    [(True, True, 1, 16), (True, True, 3, 5), (True, True, 40, 1), (True, False, 1, 1), (False, True, 1, 1)],
 )
-def test_a_rank_steps_with_its_share_of_the_cores_beside_a_gpu(
-    gpu: bool, cores: int, ranks: int, expected: int
+def test_beside_a_gpu_a_rank_steps_on_its_share_of_the_node_s_cores(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, offload: bool, here: int, threads: int
 ) -> None:
-    assert host_threads(gpu, cores, ranks) == expected
-
-
-def test_a_rank_has_a_thread_in_any_case() -> None:
-    assert host_threads(True, 2, 8) == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(optimizer_module.os, "sched_getaffinity", lambda process: range(16))
+    monkeypatch.setattr(optimizer_module, "all_gathered", lambda node: [node] * here + ["another"])
+    assert step_threads(offload) == threads
