@@ -288,7 +288,7 @@ FAMILY = MegatronFamily(
     layer={
         "exact": _layer(conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
         "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
-        # Megatron's product, as TransformerEngine's would be in FP8.
+        # The gates by Megatron's product: TransformerEngine's would be in FP8.
         "transformer_engine": _layer(
             gate_proj=ColumnParallelLinear, conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm
         ),
