@@ -1,5 +1,8 @@
-"""Layers of native mode on a GPU, made and run on a CPU: TransformerEngine's classes have stand-ins that take no keyword
-more than Megatron's wrappers of them do (0.16.1), and compute in BF16."""
+"""Layers of native mode on a GPU, made and run on a CPU.
+
+TransformerEngine's classes have stand-ins that take no keyword more than Megatron's wrappers of them do (0.16.1), and
+compute in BF16.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,9 @@ class TERow(RowLinear):
     ) -> None:
         assert input_is_parallel, "TransformerEngine refuses the other"
         own = {"config": config, "init_method": init_method, "bias": bias, "skip_bias_add": skip_bias_add}
-        super().__init__(inputs, outputs, is_expert=is_expert, tp_group=tp_group, input_is_parallel=True, **own, **PLAIN)
+        super().__init__(
+            inputs, outputs, is_expert=is_expert, tp_group=tp_group, input_is_parallel=True, **own, **PLAIN
+        )
 
 
 class Provider:
@@ -113,7 +118,7 @@ def test_linear_attention_has_tes_products_megatrons_gates_and_the_shared_rule(
     net = trainer.model.decoder.layers[0].self_attention
     found = {name: type(module) for name, module in net.named_children()}
     assert found == {
-        "in_proj": TEColumn,  # in FP8 within the layer's context, which does not ask what a product is for
+        "in_proj": TEColumn,  # in FP8 by the layer's context, which does not ask what a product is for
         "gate_proj": ColumnParallelLinear,  # so that the gates stay in BF16
         "conv1d": ShortConv,
         "core_attention": DeltaRule,
