@@ -287,6 +287,8 @@ CLASSES: tuple[TensorClass, ...] = (
          "{dequantized}", "", "It holds the codes' values exactly."),
         ("engine.kv_cache", "keys and values of tokens that were computed",
          "bf16", "", "The trainer's attention sees BF16 keys and values."),
+        ("engine.state", "states of sequences, to which a layer adds with each token",
+         "fp32", "", "A state is a sum over all tokens, as in the trainer."),
         engine_kv_cache={"remedy": "Start the engine without --kv-cache-dtype."},
     ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, Role, TensorSpec
-from fp8rl.rollout.plugin.state import DERIVED, KV_CACHE, SCALES
+from fp8rl.rollout.plugin.state import DERIVED, KV_CACHE, SCALES, STATES
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
@@ -48,7 +48,12 @@ class Sighting:
 def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
     """held: one rank's inventory (`rollout.plugin.state.inventory`). numerics: as planned."""
     plan = precision_map(numerics)
-    kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache"}
+    kinds = {
+        SCALES: "engine.scale",
+        DERIVED: "engine.derived",
+        KV_CACHE: "engine.kv_cache",
+        STATES: "engine.state",
+    }
     found = []
     for each in held:
         key = kinds.get(each.kind)

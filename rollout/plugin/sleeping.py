@@ -7,6 +7,7 @@ none, on a CPU, this frees the memory of weights and cache. Either way nothing o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.core.memory import give_back
-from fp8rl.rollout.plugin.state import cache_buffers, state
+from fp8rl.rollout.plugin.state import cache_buffers, state, state_buffers
 from fp8rl.rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory
 
 
@@ -63,7 +64,7 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     if CACHE in recv_req.tags:
         runner = self.tp_worker.model_runner
         runner.req_to_token_pool.req_to_token.zero_()
-        for _, buffer in cache_buffers(runner):
+        for buffer in _tensors(runner, CACHE):
             buffer.zero_()
     if WEIGHTS in recv_req.tags:
         state().weights.occupy()
@@ -113,7 +114,7 @@ def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
     if tag == WEIGHTS:
         yield from state().weights.everything()
     elif tag == CACHE:
-        yield from (buffer for _, buffer in cache_buffers(runner))
+        yield from (buffer for _, buffer in chain(cache_buffers(runner), state_buffers(runner)))
 
 
 # Hooks that make a pause safe for an update of the weights, and put its idle time to use.

@@ -98,8 +98,9 @@ def report(runner: Any) -> EngineReport:
 #
 # What a forward holds for a moment is not in it, nor what SGLang keeps beside: requests, tables of slots, CUDA graphs.
 
-WEIGHTS, SCALES, DERIVED, KV_CACHE = "weights", "scales", "derived", "kv_cache"
-"""Kinds of what an engine holds. `derived`: what products multiply with in place of the weights, in further memory."""
+WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv_cache", "states"
+"""Kinds of what an engine holds. `derived`: what products multiply with in place of the weights, in further memory.
+`states`: what a layer adds to with each token of a sequence."""
 
 
 def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
@@ -116,13 +117,20 @@ def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
         # The pool's own dtype: where it is an FP8 one, its buffers are uint8.
         dtype = kept_in if buffer.dtype == torch.uint8 else buffer.dtype
         found.append(Holding(name, KV_CACHE, format_of(dtype), tuple(buffer.shape), buffer.nbytes))
+    found += [holding(name, STATES, buffer) for name, buffer in state_buffers(runner)]
     return tuple(found)
 
 
 def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that hold what sequences leave behind, with their names."""
+    """Yield the tensors that hold what tokens leave behind, with their names."""
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
         for layer, buffer in enumerate(getattr(runner.token_to_kv_pool, f"{kind}_buffer", None) or ()):
             yield f"{kind} of layer {layer}", buffer
     for family in families():
         yield from family.caches(runner)
+
+
+def state_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold the states of sequences, with their names."""
+    for family in families():
+        yield from family.states(runner)

@@ -181,9 +181,9 @@ def test_states_that_are_not_a_sequences_own_are_named_first(
     monkeypatch.setenv(PLANT, plant.__name__)
     rig.stop_engine()
     pipeline = rig.open(Setup("qwen3_next"))
-    pipeline.train_step(pipeline.sample(1.0, count=len(ALONE)))
+    pipeline.train_step(pipeline.sample(1.0, count=len(ALONE), answers=1))
     assert pipeline.sync().mismatched == ()
-    batch = pipeline.sample(1.0, count=len(ALONE))
+    batch = pipeline.sample(1.0, count=len(ALONE), answers=1)
     setup = pipeline.setup.numerics, pipeline.definition
     first, *others = attribute(pipeline.trainer, pipeline.endpoint, batch, *setup).findings
     rig.stop_engine()

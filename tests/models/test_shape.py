@@ -28,6 +28,8 @@ PUBLISHED = {
     "glm_4_7_flash": (29_943_393_920, 54_144),
     "moonlight_16b_a3b": (15_960_110_208, 31_104),
     "qwen3_5_35b_a3b": (34_660_610_688, 20_480),
+    "qwen3_5_4b": (4_205_751_296, 32_768),
+    "qwen3_5_9b": (8_953_803_264, 32_768),
 }
 """Parameters, and bytes of a token in a BF16 KV cache."""
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

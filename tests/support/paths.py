@@ -19,6 +19,9 @@ REAL_SPECS = {
     "deepseek_v3": "h200",
     "qwen3_5_35b_a3b": "h200",
     "qwen3_5_35b_a3b_lora_one_gpu": "h100",
+    "qwen3_5_4b_one_gpu": "h100",
+    "qwen3_5_9b_lora_one_gpu": "h100",
+    "qwen3_5_9b": "h100",
 }
 """Examples for models that people train, and the GPU that each is written for."""
 

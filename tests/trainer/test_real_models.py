@@ -21,6 +21,8 @@ CONFIG_OF = {
     "qwen3_4b_lora_one_gpu": "qwen3_4b",
     "qwen3_30b_a3b_lora_one_gpu": "qwen3_30b_a3b",
     "qwen3_5_35b_a3b_lora_one_gpu": "qwen3_5_35b_a3b",
+    "qwen3_5_4b_one_gpu": "qwen3_5_4b",
+    "qwen3_5_9b_lora_one_gpu": "qwen3_5_9b",
 }
 
 

@@ -110,7 +110,9 @@ class EngineFamily:
     copies: Callable[[nn.Module], Mapping[Tensor, Copies]] = lambda model: {}
     """Copies that SGLang's model has of its weights, by weight."""
     caches: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
-    """What a ModelRunner of SGLang keeps of sequences beside its pool of keys and values, by name."""
+    """What a ModelRunner of SGLang keeps of tokens beside its pool of keys and values, by name."""
+    states: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
+    """What it adds to with each token of a sequence, FP32, by name."""
     launch_native: Callable[[Any], None] = lambda engine: None
     """Call the ops that its hooks call in native mode on a GPU, given `rollout.plugin.ahead.Imagined`."""
 

@@ -11,7 +11,7 @@ from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
-from fp8rl.rollout.plugin.state import state
+from fp8rl.rollout.plugin.families.attention import rotary_embedding
 
 if TYPE_CHECKING:
     from fp8rl.rollout.plugin.ahead import Imagined
@@ -19,27 +19,34 @@ if TYPE_CHECKING:
 _NEXT = "models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention"
 _QWEN3_5 = "models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention"
 _ARGUMENTS = "positions hidden_states forward_batch"
+_ROTARY = "layers.rotary_embedding.mrope.MRotaryEmbedding."
+_ROPE = "positions query key fused_set_kv_buffer_arg"
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     if numerics.mode == "exact":
         provides = (ops.linear, ops.sigmoid_gate)
-        return tuple(Hook(layer, "replace", attention, _ARGUMENTS, provides) for layer in (_NEXT, _QWEN3_5))
+        layers = tuple(Hook(layer, "replace", attention, _ARGUMENTS, provides) for layer in (_NEXT, _QWEN3_5))
+        rotation = _ROTARY + ("forward_cuda" if cuda else "forward_native")
+        return (*layers, Hook(rotation, "replace", text_rotary_embedding, _ROPE, (ops.rope,)))
     # In native mode on a CPU Qwen3.5 calls kernels for CPUs with AMX.
     return () if cuda else (Hook(_QWEN3_5, "replace", attention, _ARGUMENTS),)
 
 
 def attention(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
     """`self_attention` of a layer. A token's position is one number, also in a model that counts images by three."""
-    sizes, where = state().weights.definition.sizes, forward_batch.positions[None]
-
-    def rotated(x: Tensor, norm: Any) -> Tensor:
-        normed = norm(x.flatten(0, 1)).view(1, *x.shape)
-        return ops.rope(normed, where, sizes.rope_theta, sizes.rotary_dim).flatten(2)[0]
-
     q, k, v, gate = split(self.qkv_proj(hidden_states)[0], self.num_heads, self.num_kv_heads, self.head_dim)
-    out = self.attn(rotated(q, self.q_norm), rotated(k, self.k_norm), v.flatten(1), forward_batch)
+    q, k = (norm(x.flatten(0, 1)).view(len(x), -1) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+    q, k = self.rotary_emb(forward_batch.positions, q, k)
+    out = self.attn(q, k, v.flatten(1), forward_batch)
     return self.o_proj(ops.sigmoid_gate(out, gate.flatten(1)))[0]
+
+
+def text_rotary_embedding(
+    self: Any, positions: Tensor, query: Tensor, key: Tensor, fused_set_kv_buffer_arg: Any = None
+) -> tuple[Tensor, Tensor]:
+    """The rotation of a model that counts images by three, of text: positions [T]."""
+    return rotary_embedding(self, positions, query, key, None, fused_set_kv_buffer_arg)
 
 
 def split(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -117,17 +117,21 @@ def rule_of(attn: Any, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tenso
 
 
 def caches(runner: Any) -> Iterator[tuple[str, Tensor]]:
-    """States and rows of all layers and slots, and the keys and values of the layers between, which SGLang then keeps
-    in a pool within its pool."""
+    """Rows of all layers and slots, and the keys and values of the layers between, which SGLang then keeps in a pool
+    within its pool."""
     pool = runner.token_to_kv_pool
     if (inner := getattr(pool, "full_kv_pool", None)) is None:
         return
     for layer, place in pool.full_attention_layer_id_mapping.items():
         yield f"k of layer {layer}", inner.k_buffer[place]
         yield f"v of layer {layer}", inner.v_buffer[place]
-    held = pool.mamba_pool.mamba_cache
-    yield "states of linear attention", held.temporal
-    yield "rows of short convolutions", held.conv[0]
+    yield "rows of short convolutions", pool.mamba_pool.mamba_cache.conv[0]
+
+
+def states_of_layers(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """States of all layers and slots."""
+    if getattr(runner.token_to_kv_pool, "full_kv_pool", None) is not None:
+        yield "states of linear attention", runner.token_to_kv_pool.mamba_pool.mamba_cache.temporal
 
 
 # Ops one by one, on whole sequences.
@@ -226,4 +230,5 @@ FAMILY = EngineFamily(
     },
     hooks=_hooks,
     caches=caches,
+    states=states_of_layers,
 )

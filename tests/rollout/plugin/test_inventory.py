@@ -24,7 +24,7 @@ def held(pool: Any) -> tuple[Holding, ...]:
     return inventory(weights, SimpleNamespace(token_to_kv_pool=pool))
 
 
-def pool(dtype: torch.dtype, **buffers: list[torch.Tensor]) -> SimpleNamespace:
+def pool(dtype: torch.dtype, **buffers: Any) -> SimpleNamespace:
     return SimpleNamespace(dtype=dtype, **buffers)
 
 
@@ -53,6 +53,25 @@ def test_the_cache_is_in_the_format_of_its_pool(dtype: torch.dtype, stored: torc
     found = [each for each in held(pool(dtype, k_buffer=buffers, v_buffer=buffers)) if each.kind == "kv_cache"]
     assert [each.name for each in found] == [f"{kind} of layer {layer}" for kind in "kv" for layer in range(2)]
     assert {(each.format, each.bytes) for each in found} == {(form, 9 * 2 * 128 * stored.itemsize)}
+
+
+def test_states_of_linear_attention_are_no_keys_and_values() -> None:
+    """SGLang has a pool of each within one; layer 1 of two attends."""
+    keys = [torch.zeros(9, 2, 128).bfloat16()]
+    states = SimpleNamespace(temporal=torch.zeros(1, 4, 2, 8, 16), conv=[torch.zeros(1, 4, 6, 3).bfloat16()])
+    hybrid = pool(
+        torch.bfloat16,
+        full_kv_pool=SimpleNamespace(k_buffer=keys, v_buffer=keys),
+        full_attention_layer_id_mapping={1: 0},
+        mamba_pool=SimpleNamespace(mamba_cache=states),
+    )
+    found = {each.name: (each.kind, each.format) for each in held(hybrid) if each.kind in ("kv_cache", "states")}
+    assert found == {
+        "k of layer 1": ("kv_cache", "bf16"),
+        "v of layer 1": ("kv_cache", "bf16"),
+        "rows of short convolutions": ("kv_cache", "bf16"),
+        "states of linear attention": ("states", "fp32"),
+    }
 
 
 def test_an_answer_survives_the_way() -> None:

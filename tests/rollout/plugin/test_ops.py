@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.plugin.families.attention import (
     attention_backend_decode,
     attention_backend_extend,
@@ -19,6 +21,7 @@ from fp8rl.rollout.plugin.families.attention import (
     qwen3_moe_heads,
 )
 from fp8rl.rollout.plugin.families.mlp import fused_topk
+from fp8rl.rollout.plugin.hooks import hooks_for
 from fp8rl.rollout.plugin.normed import Normed
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
@@ -215,6 +218,24 @@ def test_heads_are_normed_rotated_and_written_as_sglang_would(monkeypatch: pytes
     assert torch.equal(v, parts[2].flatten(1))
     assert torch.equal(pool.k[slots], rotated[1] if fused else torch.zeros_like(rotated[1]))
     assert torch.equal(pool.v[slots], parts[2] if fused else torch.zeros_like(parts[2]))
+
+
+@pytest.mark.parametrize("kind", ["base.RotaryEmbedding", "mrope.MRotaryEmbedding"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_text_is_rotated_by_the_op_also_where_a_model_counts_images_by_three(
+    monkeypatch: pytest.MonkeyPatch, kind: str, cuda: bool
+) -> None:
+    from fp8rl.rollout.plugin.families import attention
+
+    target = f"layers.rotary_embedding.{kind}.forward_{'cuda' if cuda else 'native'}"
+    (hook,) = (each for each in hooks_for(NumericsConfig(spec=QuantSpec.preset("bf16")), cuda) if each.target == target)
+    definition = SimpleNamespace(sizes=SimpleNamespace(rope_scaling=None))
+    monkeypatch.setattr(attention, "state", lambda: SimpleNamespace(weights=SimpleNamespace(definition=definition)))
+    q, k, positions = torch.randn(3, HEADS, DIM), torch.randn(3, KEY_HEADS, DIM), torch.tensor([0, 5, 300])
+    rotary = SimpleNamespace(head_size=DIM, base=1e4, rotary_dim=DIM // 4)
+    found = hook.function(rotary, positions, q.flatten(1), k.flatten(1))
+    expected = (ops.rope(each[None], positions[None], 1e4, DIM // 4)[0].flatten(1) for each in (q, k))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_quantized_rows_belong_to_the_norms_result_as_it_was() -> None:

@@ -1,7 +1,9 @@
-"""Linear attention in Megatron: in exact mode by the shared ops, in native mode by Megatron's own rule in torch.
+"""Linear attention in Megatron: in exact mode by the shared ops, in native mode by Megatron's own rule in torch, and
+between TransformerEngine's products by the shared ops again.
 
 Parameters have the names of Megatron's GatedDeltaNet. Products and convolution have their rows head of keys by head of
-keys, so that a tensor-parallel rank has whole heads in a row.
+keys, so that a tensor-parallel rank has whole heads in a row. Megatron's own module is not used: it needs
+flash-linear-attention, has the gates in one product with queries, keys and values, and takes no packed rows.
 """
 
 from __future__ import annotations
@@ -286,6 +288,10 @@ FAMILY = MegatronFamily(
     layer={
         "exact": _layer(conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm),
         "megatron": _layer(gate_proj=ColumnParallelLinear, conv=NativeConv, rule=NativeRule, out_norm=NativeNorm),
+        # The gates by Megatron's product: TransformerEngine's would be in FP8.
+        "transformer_engine": _layer(
+            gate_proj=ColumnParallelLinear, conv=ShortConv, rule=DeltaRule, out_norm=GatedNorm
+        ),
     },
     config=_config,
     own_formats=_own_formats,

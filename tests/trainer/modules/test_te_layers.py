@@ -1,0 +1,133 @@
+"""Layers of native mode on a GPU, made and run on a CPU.
+
+TransformerEngine's classes have stand-ins that take no keyword more than Megatron's wrappers of them do (0.16.1), and
+compute in BF16.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from fp8rl.models.tiny import TinyModel
+from fp8rl.trainer.megatron.lowering import Lowering
+from fp8rl.trainer.modules.families.gated_delta import DeltaRule, GatedNorm, ShortConv
+from fp8rl.trainer.modules.native import ColumnLinear, NormColumnLinear, RMSNorm, RowLinear
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import write_family
+from tests.support.trainers import MakeTrainer
+
+pytestmark = pytest.mark.slow
+
+PLAIN: dict[str, Any] = {"precision": SimpleNamespace(quantizes=lambda kind: False), "kind": ""}
+
+
+class TEColumn(ColumnLinear):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        config: Any,
+        init_method: Callable[..., Any],
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        stride: int = 1,
+    ) -> None:
+        assert not gather_output, "TransformerEngine refuses it"
+        own = {"config": config, "init_method": init_method, "bias": bias, "skip_bias_add": skip_bias_add}
+        super().__init__(inputs, outputs, is_expert=is_expert, tp_group=tp_group, gather_output=False, **own, **PLAIN)
+
+
+class TENormColumn(NormColumnLinear):
+    def __init__(self, inputs: int, outputs: int, **given: Any) -> None:
+        super().__init__(inputs, outputs, **given, **PLAIN)
+
+
+class TERow(RowLinear):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        config: Any,
+        init_method: Callable[..., Any],
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+    ) -> None:
+        assert input_is_parallel, "TransformerEngine refuses the other"
+        own = {"config": config, "init_method": init_method, "bias": bias, "skip_bias_add": skip_bias_add}
+        super().__init__(
+            inputs, outputs, is_expert=is_expert, tp_group=tp_group, input_is_parallel=True, **own, **PLAIN
+        )
+
+
+class Provider:
+    """`TESpecProvider`, as far as dense models ask it."""
+
+    def column_parallel_linear(self) -> type:
+        return TEColumn
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TENormColumn
+
+    def row_parallel_linear(self) -> type:
+        return TERow
+
+    def layer_norm(self, rms_norm: bool) -> type:
+        assert rms_norm
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return DotProductAttention
+
+
+@pytest.fixture
+def on_te(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainers of native mode have TransformerEngine's layers."""
+    module: Any = ModuleType("transformer_engine_spec_provider")
+    module.TESpecProvider = Provider
+    monkeypatch.setitem(sys.modules, f"megatron.core.extensions.{module.__name__}", module)
+    monkeypatch.setattr("fp8rl.trainer.scorer.lower", lambda *_: Lowering(transformer_engine=True))
+    yield
+
+
+def test_linear_attention_has_tes_products_megatrons_gates_and_the_shared_rule(
+    tmp_path: Path, on_te: None, make_trainer: MakeTrainer
+) -> None:
+    shape = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen3_5_text", tied=True)
+    path, batch = write_family(tmp_path / "model", shape), random_batch(2, 60)
+    trainer, exact = make_trainer(path, mode="native"), make_trainer(path)
+    net = trainer.model.decoder.layers[0].self_attention
+    found = {name: type(module) for name, module in net.named_children()}
+    assert found == {
+        "in_proj": TEColumn,  # in FP8 by the layer's context, which does not ask what a product is for
+        "gate_proj": ColumnParallelLinear,  # so that the gates stay in BF16
+        "conv1d": ShortConv,
+        "core_attention": DeltaRule,
+        "out_norm": GatedNorm,
+        "out_proj": TERow,
+    }
+    assert net.A_log.dtype == net.dt_bias.dtype == net.out_norm.weight.dtype == torch.float32
+
+    apart = (trainer.score(batch)[1] - exact.score(batch)[1]).abs()
+    assert 0 < apart.max() and apart.mean() < 0.05
+    one, other = (each.train_step(batch, cross_entropy(batch)).result.grad_norm for each in (trainer, exact))
+    assert one == pytest.approx(other, rel=0.05)
