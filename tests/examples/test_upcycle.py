@@ -1,0 +1,57 @@
+"""A mixture of experts of a dense model begins as that model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.upcycle import upcycle
+from fp8rl.models import read_model
+from fp8rl.models.checkpoint.reading import check_stored
+from fp8rl.models.tiny import TinyModel
+from tests.support.padded import SMOL, logits, weights, write
+
+DENSE = TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, experts=0, family="llama", tied=True)
+
+
+def dense(path: Path) -> Path:
+    """A Llama whose positions are not scaled."""
+    write(path, DENSE)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_without_perturbation_a_mixture_is_the_dense_model(tmp_path: Path) -> None:
+    source = dense(tmp_path / "dense")
+    upcycle(source, tmp_path / "moe", experts=4, top_k=2, noise=0.0)
+    model = read_model(tmp_path / "moe")
+    assert (model.architecture.name, model.sizes.experts, model.sizes.top_k) == ("MixtralForCausalLM", 4, 2)
+    check_stored(tmp_path / "moe", model)
+    torch.testing.assert_close(logits(tmp_path / "moe"), logits(source), rtol=0, atol=1e-5)
+
+
+def test_experts_differ_by_a_seeded_share_of_their_weights(tmp_path: Path) -> None:
+    source = dense(tmp_path / "dense")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        upcycle(source, tmp_path / name, experts=2, noise=0.1, seed=seed)
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    own, matrix = "model.layers.0.block_sparse_moe.experts.{}.w2.weight", "model.layers.0.mlp.down_proj.weight"
+    whole = weights(source)[matrix]
+    assert not torch.equal(a[own.format(0)], a[own.format(1)]) and not torch.equal(a[own.format(0)], c[own.format(0)])
+    assert ((a[own.format(0)] - whole).std() / whole.std()).item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="found Qwen3ForCausalLM, expected a LlamaForCausalLM"):
+        upcycle(write(tmp_path / "qwen", TinyModel(experts=0)), tmp_path / "out")
+    with pytest.raises(SystemExit, match="with unscaled positions"):
+        upcycle(write(tmp_path / "scaled", SMOL), tmp_path / "out")
+    with pytest.raises(SystemExit, match="--top-k: found 5"):
+        upcycle(dense(tmp_path / "dense"), tmp_path / "out", top_k=5)
+    assert not (tmp_path / "out").exists()
