@@ -62,6 +62,8 @@ class ModelSizes:
     joined: int = 1
     """Key-value heads whose rows, with those of their queries, lie together in the trainer's fused parameter: as many
     as fill a quantization block, where a head is narrower than one."""
+    cpu_head_dim: int = 0
+    """The width that SGLang's own model takes for a head on a CPU, whatever config.json says; 0: `head_dim`."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
     norms_around_zero: bool = False

@@ -25,7 +25,9 @@ def sizes(config: ConfigFile) -> ModelSizes:
     kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
     own = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     ffn_size = config.size("intermediate_size")
-    return checked(config, ModelSizes(**own, ffn_size=ffn_size, head_norms=None, qkv_bias=True))
+    return checked(
+        config, ModelSizes(**own, ffn_size=ffn_size, head_norms=None, qkv_bias=True, cpu_head_dim=hidden // heads)
+    )
 
 
 def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:

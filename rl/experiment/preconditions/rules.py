@@ -348,6 +348,25 @@ STATES: tuple[Rule[Case], ...] = (
 )
 
 
+CPU_HEADS: tuple[Rule[Case], ...] = (
+    Rule(
+        "numerics.mode",
+        lambda c: (
+            c.target.known
+            and not c.target.gpus
+            and c.experiment.numerics.mode == "native"
+            and c.sizes.cpu_head_dim not in (0, c.sizes.head_dim)
+        ),
+        lambda c: (
+            f"native on CPUs, with heads of {c.sizes.head_dim} in a model of {c.sizes.heads} heads and hidden_size "
+            f"= {c.sizes.hidden_size}"
+        ),
+        lambda c: f"heads of hidden_size / heads = {c.sizes.cpu_head_dim}, which SGLang's own model takes on a CPU",
+        "Set numerics.mode=exact.",
+    ),
+)
+
+
 def _behind(experiment: Experiment) -> str:
     drafts = experiment.rollout.speculation
     return "" if drafts is None else f" and {drafts.reserve} tokens for drafts"
@@ -394,6 +413,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     _check_rows,
     partial(check_rules, CONTEXT),
     partial(check_rules, STATES),
+    partial(check_rules, CPU_HEADS),
 )
 """Each raises `UserError` for the first of its rules that a spec breaks; they do not rely on each other."""
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 from fp8rl.diagnose.plan.subject import read_subject
 from fp8rl.models.shape import Shape
+from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
@@ -312,6 +314,21 @@ def test_ranks_that_the_model_does_not_divide_into_are_refused() -> None:
         spec = experiment(**more, numerics={"mode": "native"})
         with pytest.raises(UserError, match=f"^{key}: found 3"):
             check_target(spec, shape, on("h200"))
+
+
+def test_native_mode_on_a_cpu_has_heads_as_sglang_takes_them_there(tmp_path: Path) -> None:
+    for heads, head_dim in ((9, 128), (5, 128)):  # of 640 channels
+        path = tmp_path / str(heads)
+        write_tiny_model(path, TinyModel(hidden=640, heads=heads, head_dim=head_dim, experts=0, family="qwen2"))
+        shape, native = read_subject(str(path)).shape, experiment(numerics=NATIVE)
+        if heads * head_dim != 640:
+            with pytest.raises(
+                UserError, match="^numerics.mode: found 'native on CPUs, with heads of 128 .*SGLang's own"
+            ):
+                check_target(native, shape, on(None))
+        else:
+            check_target(native, shape, on(None))
+        check_target(experiment(), shape, on(None))
 
 
 @pytest.mark.parametrize("more", [{"trainer": {"dp": 2}}, {"rollout": {"engines": 2}}])
