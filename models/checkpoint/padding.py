@@ -44,6 +44,7 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     changes = _changes(values, model, key)
     before = {name: values.get(name) for name in changes}
     config = values | changes | {UNPADDED: before}
+    config.pop("quantization_config", None)  # what was in FP8 is read in BF16
     wider = model_of(ConfigFile(config, out / "config.json", key))
     check(wider)
     _refuse_other_norms(model, wider, key)
