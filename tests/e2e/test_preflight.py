@@ -94,8 +94,13 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
     found = Audit.from_json(result.stdout)
     assert found.ok and found.unseen == [] and found.differences == []
     rows = {row.key: row for row in found.rows}
-    # Of one rank, without adapters.
-    assert {key for key, row in rows.items() if not row.found} == {"wire.layer", "adapter.operands", "adapter.merged"}
+    # Of one rank, without adapters and linear attention.
+    assert {key for key, row in rows.items() if not row.found} == {
+        "wire.layer",
+        "engine.state",
+        "adapter.operands",
+        "adapter.merged",
+    }
     sizes = read_model(Path(stack.experiment.model.path)).sizes
     slots = stack.experiment.rollout.cache_tokens + 1  # and SGLang's padding slot
     assert rows["engine.kv_cache"].bytes == 2 * 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * slots

@@ -52,7 +52,7 @@ def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_th
     run: Path, tmp_path: Path, warm_engines: None
 ) -> None:
     served = read_served(run, "exact", "fp8_block_pow2").with_tools("qwen25")
-    with serving.serve(served, tmp_path / "engine.log") as server:
+    with serving.serve(served, tmp_path / "engine.log", print) as server:
         url, key = f"{server.endpoint.url}/v1", server.endpoint.api_key
         with openai.OpenAI(base_url=url, api_key=key) as client, ThreadPoolExecutor(16) as at_once:
             names = [model.id for model in client.models.list()]
@@ -112,6 +112,6 @@ def test_an_adapter_of_another_base_is_refused_before_an_engine_starts(run: Path
     serving.convert_checkpoint(Path(experiment.model.path), other, experiment.numerics_config().spec)
     write(run / "adapter", experiment, other)
     with pytest.raises(UserError, match="trained beside weights with the digest .* Give the model that they were tra"):
-        with serving.serve(read_served(run, "exact", "fp8_block_pow2"), tmp_path / "engine.log"):
+        with serving.serve(read_served(run, "exact", "fp8_block_pow2"), tmp_path / "engine.log", print):
             raise AssertionError("an engine was started")
     assert not (tmp_path / "engine.log").exists()
