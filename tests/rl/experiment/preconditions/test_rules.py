@@ -35,7 +35,7 @@ from tests.support.remedies import mended, overridden
 
 NUMBERS = {"one": 1, "eight": 8, "sixteen": 16}
 KINDS = {"gsm8k": "h200", **REAL_SPECS}
-NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in ("calculator", "smollm2", "tool_calls")}
+NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in ("calculator", "tool_calls")}
 
 
 def on(gpu: str | None) -> Target:
