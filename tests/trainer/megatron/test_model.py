@@ -121,7 +121,7 @@ def test_tensor_parallelism_with_other_k_splits_is_refused(moe_path: Path, make_
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
-        ({"head_dim": 64}, "head_dim"),
+        ({"head_dim": 96}, "head_dim"),
         ({"moe_intermediate_size": 192}, "moe_intermediate_size"),
     ],
 )
