@@ -12,7 +12,6 @@ import importlib.util
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,13 +83,9 @@ def main() -> None:
     if MODEL.exists():
         print(f"{MODEL} is there already")
         return
-    source = packaged()
-    partial = MODEL.with_name(f".{MODEL.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write_model(source, partial)
-    partial.rename(MODEL)
+    write_model(packaged(), MODEL)  # whole, or not at all
     print(f"{MODEL}: SmolLM2-135M-Instruct in BF16, padded to whole blocks")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -141,11 +141,7 @@ def convert_model(
     Raises:
         UserError: the model, the preset or the adapter cannot be used, or `out` exists.
     """
-    check_path(model, "MODEL")
-    if architecture is not None:
-        load_architecture(str(architecture), "--architecture")
-    spec = QuantSpec.preset(preset)
-    model = model_directory(str(model), None, "MODEL")
+    spec, model = QuantSpec.preset(preset), _directory(model, architecture)
     definition = read_model(model, "MODEL")
     check_layout(definition.shape, TrainerSection(), spec)
     check_stored(model, definition, "MODEL", say=note)
@@ -165,10 +161,7 @@ def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> d
     Raises:
         UserError: the model cannot be padded, or was not, or `out` exists.
     """
-    check_path(model, "MODEL")
-    if architecture is not None:
-        load_architecture(str(architecture), "--architecture")
-    model = model_directory(str(model), None, "MODEL")
+    model = _directory(model, architecture)
     check_stored(model, read_model(model, "MODEL"), "MODEL", say=lambda _: None)
     _check_new(out)
     spec = QuantSpec.preset("fp8_block_pow2")
@@ -176,6 +169,14 @@ def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> d
         if pad:
             return padded(model, out, "MODEL", lambda wider: check_layout(wider.shape, TrainerSection(), spec))
         return unpadded(model, out, "MODEL")
+
+
+def _directory(model: Path, architecture: Path | None) -> Path:
+    """Return the directory of a model or of a hub's name, once a user's file that has its architecture is loaded."""
+    check_path(model, "MODEL")
+    if architecture is not None:
+        load_architecture(str(architecture), "--architecture")
+    return model_directory(str(model), None, "MODEL")
 
 
 def _check_new(out: Path) -> None:
