@@ -35,6 +35,7 @@ from fp8rl.numerics.ops.latent import (
     latent_attention,
     packed_latent_attention,
     paged_latent_attention,
+    tree_latent_attention,
 )
 from fp8rl.numerics.ops.linear import (
     add_bias,
@@ -65,3 +66,4 @@ from fp8rl.numerics.ops.low_rank import (
 from fp8rl.numerics.ops.norm import add_rms_norm, around_zero, norm_rows, rms_norm, swiglu
 from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, rope, rope_heads, rope_pairs
 from fp8rl.numerics.ops.short_conv import causal_conv, paged_causal_conv
+from fp8rl.numerics.ops.trees import TokenTree, gathered, tree_attention

@@ -76,7 +76,7 @@ def paged_attention(
     new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     starts = new.cumsum(0) - new
-    for rows in _of_similar_length(new, lengths):
+    for rows in similar_lengths(new, lengths):
         fresh, total = new[rows].long()[:, None], lengths[rows].long()[:, None]
         steps = torch.arange(int(fresh.max()), device=q.device)
         real = steps < fresh
@@ -97,7 +97,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
     """
     starts = lengths.cumsum(0) - lengths
     order, real = [], []
-    for some in _of_similar_length(lengths, lengths):
+    for some in similar_lengths(lengths, lengths):
         own = lengths[some, None]
         steps = torch.arange(int(own.max()), device=q.device)
         real.append(steps < own)
@@ -257,7 +257,7 @@ def _row_positions(positions: Tensor, repeats: int, groups: int) -> Tensor:
     return positions.repeat(1, repeats).repeat_interleave(groups, 0).unsqueeze(-1)
 
 
-def _of_similar_length(new: Tensor, total: Tensor) -> Iterator[Tensor]:
+def similar_lengths(new: Tensor, total: Tensor) -> Iterator[Tensor]:
     """Yield the indices of sequences that are padded to one shape: new and total lengths alike to within a factor of
     two.
 

@@ -28,6 +28,7 @@ from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, op
 from fp8rl.numerics.ops.attention import attention, packed_attention, paged_attention
 from fp8rl.numerics.ops.linear import dense, linear, product, weight_operand, wide_mm
 from fp8rl.numerics.ops.low_rank import LowRank, low_rank_term
+from fp8rl.numerics.ops.trees import TokenTree, tree_attention
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 
@@ -69,6 +70,16 @@ def paged_latent_attention(
     """
     keys = cache.unsqueeze(1)
     return paged_attention(q, keys, keys[..., :rank], table, requests, new, lengths, scale)
+
+
+@op
+def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, scale: float) -> Tensor:
+    """Compute `latent_attention` of each token of a prefix tree over the rows on its path, bit for bit.
+
+    q [T, heads, D]; rows [T, D]. Returns [T, heads, rank].
+    """
+    keys = rows.float().unsqueeze(1)  # the gradients of key and value meet before they are rounded
+    return tree_attention(q, keys, keys[..., :rank], tree, scale)
 
 
 @op

@@ -1,0 +1,84 @@
+"""Attention of rows that share prefixes, each shared token laid and computed once.
+
+Rows are in lexicographic order, and of each only the tokens behind its common prefix with the row before are laid, end
+to end: a prefix tree. A token attends to its path from the root, which is what its row is up to there, so that its
+result has the bits that `ops.attention` gives in each of the rows which share it. In this order the descendants of a
+token are an interval of tokens: query q has key k on its path if and only if k <= q < end[k].
+
+Gradients of a token are those of all its rows: they are added in FP32, and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.ops.attention import attention, similar_lengths
+from fp8rl.numerics.ops.embedding import add_by_token
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """The places of a tree's T tokens in the layout, for its B rows in lexicographic order."""
+
+    new: Tensor
+    """int64 [B], the tokens of each row that are laid for it, 0 or more, T together."""
+    lengths: Tensor
+    """int64 [B], all tokens of each row."""
+    table: Tensor
+    """int64 [B, longest], the path of each row: its token at each position; stale behind its length."""
+    end: Tensor
+    """int64 [T], the token behind the last one whose path each token is on."""
+    flat: Tensor
+    """int64 [sum of lengths], the paths end to end: the tokens of rows that share nothing."""
+    first: Tensor
+    """int64 [T], the first place of each token in `flat`."""
+
+
+@op
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
+    """`attention` of each token over the keys on its path, bit for bit.
+
+    q [T, heads, D]; k [T, kv heads, D]; v [T, kv heads, E]. Returns [T, heads, E].
+    """
+    k, v = k.float(), v.float()  # as the definition takes them: gradients of rows meet before they are rounded
+    starts = tree.new.cumsum(0) - tree.new
+    results, order = [], []
+    for rows in similar_lengths(tree.new, tree.lengths):
+        fresh, total = tree.new[rows, None], tree.lengths[rows, None]
+        steps = torch.arange(int(fresh.max()), device=q.device)
+        real = steps < fresh
+        steps = torch.minimum(steps, fresh - 1)  # a padding query repeats the last real one
+        tokens, slots = starts[rows, None] + steps, tree.table[rows, : int(total.max())]
+        out = attention(gathered(q, tokens), gathered(k, slots), gathered(v, slots), total - fresh + steps, scale)
+        results.append(out[real])
+        order.append(tokens[real])
+    return torch.cat(results)[torch.cat(order).argsort()]
+
+
+def gathered(x: Tensor, index: Tensor) -> Tensor:
+    """Return x[index], whose gradient is added up in FP32 in the order of `index`, and rounded once.
+
+    x [N, ...], index int64 of any shape.
+    """
+    return _Gathered.apply(x, index)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        rows = grads[0].float().reshape(index.numel(), -1)
+        total = rows.new_zeros(ctx.shape[0], rows.shape[1])
+        add_by_token(total, rows, index.flatten())
+        return total.view(ctx.shape).to(ctx.dtype), None
