@@ -25,6 +25,12 @@ def positions_of(lengths: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=lengths.device) - starts
 
 
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Return the strides of positions or of a table, x [rows, n]; 0 for that of one row, which would otherwise be
+    another variant of a kernel for some n."""
+    return x.stride(0) if len(x) > 1 else 0, x.stride(1)
+
+
 @triton.jit
 def _new_tokens(new_ptr, index, sequences):
     """The new tokens of each sequence; without a pointer one of each."""
@@ -46,6 +52,13 @@ def find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constex
     tile = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
     longest_first = tl.sum(tl.where(own, tiles, 0), 0) - 1 - tile
     return sequence, longest_first, tl.sum(tl.where(before, new, 0), 0), tl.sum(tl.where(own, new, 0), 0)
+
+
+@triton.jit
+def key_slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
+    """Offsets of the keys from `start` on: those in the table if keys lie in slots."""
+    key = start + tl.arange(0, KEYS)
+    return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
 
 
 PART_BYTES = 256 << 20
