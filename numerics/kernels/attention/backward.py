@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot, load
-from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, row_strides
+from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots
 from fp8rl.numerics.ops.attention import AttentionInputs
 
 LOG2_E = math.log2(math.e)
@@ -62,7 +62,7 @@ def _launch(
     positions, new, _ = where
     kernel[tiles, k.shape[2], len(q)](
         *(q, k, v, dout, *of_rows, *where, 0 if new is None else len(new), *gradients),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *row_strides(positions)),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *positions.stride()),
         *(q.shape[1], k.shape[1], q.shape[2], inputs.scale * LOG2_E, inputs.scale),
         PACKED=packed_constant(new),
         GROUP=q.shape[2] // k.shape[2],
@@ -110,7 +110,7 @@ def stages_of(dim: int, tail: int = 0) -> int:
     return 3 if hopper and (dim <= 128 or tail) else 2
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, new_ptr, paths_ptr, sequences,
     dq_ptr,
@@ -175,7 +175,7 @@ def _dq_kernel(
     tl.store(dq_ptr + where[:, None] * D + column[None, :], cast(dq * scale, tl.bfloat16), mask=stored[:, None])
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, new_ptr, end_ptr, sequences,
     dk_ptr, dv_ptr,

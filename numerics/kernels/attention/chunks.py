@@ -25,12 +25,6 @@ def positions_of(lengths: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=lengths.device) - starts
 
 
-def row_strides(x: Tensor) -> tuple[int, int]:
-    """Return the strides of positions or of a table, x [rows, n]; 0 for that of one row, which would otherwise be
-    another variant of a kernel for some n."""
-    return x.stride(0) if len(x) > 1 else 0, x.stride(1)
-
-
 @triton.jit
 def _new_tokens(new_ptr, index, sequences):
     """The new tokens of each sequence; without a pointer one of each."""

@@ -40,7 +40,6 @@ from fp8rl.numerics.kernels.attention.chunks import (
     no_keys,
     parts_of,
     positions_of,
-    row_strides,
 )
 from fp8rl.numerics.kernels.products.tiles import SHORT, TALL, tile_height, warps
 from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs
@@ -124,7 +123,7 @@ def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[Tensor, Tensor]:
     sequences, longest = batch if new is None else len(new), places.shape[1] if form == PAGED else k.shape[1]
     _forward_kernel[tiles_of(length * group, height, new), k.shape[2], batch](
         *(q, k, v, out, logsumexp, places, None, new, lengths, None, None, None),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *row_strides(places)),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *places.stride()),
         *(sequences, length, k.shape[1], heads, inputs.scale * LOG2_E),
         **_constants(form, packed_constant(new) or 1, group, dim, height, longest, tail),
     )
@@ -220,7 +219,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise user_error("attention", found=found, expected=expected, remedy="Check the model's head counts.")
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, positions_ptr, requests_ptr, new_ptr, lengths_ptr,
     outs_ptr, peaks_ptr, totals_ptr,

@@ -26,7 +26,7 @@ from fp8rl.numerics.kernels.attention.backward import (
     stages_of,
     tiles_of,
 )
-from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of, row_strides
+from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
 from fp8rl.numerics.ops.attention import AttentionInputs
 from fp8rl.numerics.ops.trees import TokenTree
@@ -136,7 +136,7 @@ def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp:
         positions, new, _ = where
         kernel[tiles_of(held, _HELD, new), batch](
             *(q, k, dout, logsumexp, delta, *where, 0 if new is None else len(new), gradient),
-            *(*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3], *row_strides(positions)),
+            *(*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3], *positions.stride()),
             *(queries, k.shape[1], inputs.scale * LOG2_E, inputs.scale),
             PACKED=packed_constant(new),
             HEADS=heads,
@@ -168,7 +168,7 @@ def _delta_kernel(
     tl.store(delta_ptr + where, tl.sum(dout.to(tl.float32) * result.to(tl.float32), 1), mask=exists)
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _dq_kernel(
     q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, new_ptr, paths_ptr, sequences, dq_ptr,
     q_batch, q_token, q_head, k_batch, k_token, dout_batch, dout_token, dout_head, positions_row, positions_column,
@@ -231,7 +231,7 @@ def _dq_kernel(
     tl.store(dq_ptr + (place * (D + TAIL) + tail), cast(dq_tail * scale, tl.bfloat16), mask=stored)
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _dk_kernel(
     q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, new_ptr, end_ptr, sequences, dk_ptr,
     q_batch, q_token, q_head, k_batch, k_token, dout_batch, dout_token, dout_head, positions_row, positions_column,

@@ -8,6 +8,8 @@ The gradient of a token is added up over the rows that share it in the order of 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -20,26 +22,30 @@ from fp8rl.numerics.ops.trees import TokenTree
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
     """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`).
 
-    A table whose width is a multiple of 16 takes no other variant of the kernels than any other such table.
-
     Raises:
         UserError: as of `forward.attention`.
     """
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
-    return Attention.apply(*rows, _places(q), scale, None, tree)[0]
+    return Attention.apply(*rows, _places(q), scale, None, _with_slots(tree))[0]
 
 
 def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.tree_latent_attention`; see `tree_attention`.
+    """`numerics.ops.tree_latent_attention`, as `tree_attention`.
 
     Raises:
         UserError: as of `latent.latent_attention`.
     """
     check_latent(q, rows, rank)
-    return Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], _places(q), rank, scale, None, tree)[0]
+    q, rows = dense_rows(q)[None], dense_rows(rows)[None]
+    return Latent.apply(q, rows, _places(q[0]), rank, scale, None, _with_slots(tree))[0]
 
 
 def _places(q: Tensor) -> Tensor:
     """int64 [1, T], of the tokens q [T, ...] in the layout."""
     return torch.arange(len(q), device=q.device)[None]
+
+
+def _with_slots(tree: TokenTree) -> TokenTree:
+    """The tree with a table of int32, of which a step's slots stay in registers; those of int64 do not."""
+    return dataclasses.replace(tree, table=tree.table.int())
