@@ -46,8 +46,8 @@ class AttentionInputs:
     """int64, of sequences that lie end to end in a batch of one, whose queries and keys are the same tokens; None: each
     row is a sequence. The torch definitions know the latter alone."""
     tree: TokenTree | None = None
-    """That of the queries and keys of a batch of one, whose positions are then their places in its layout; None: they are
-    none. The torch definitions know the latter alone."""
+    """Of the tokens that are queries and keys of a batch of one; positions are then their places in its layout. The
+    torch definitions know no tree."""
 
 
 @op

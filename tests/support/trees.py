@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -22,7 +23,7 @@ def tree_of(rows: Sequence[Sequence[int]], device: str = "cpu", stale: int = 0) 
             path.append(place)
         paths.append(path)
         new.append(len(places) - before)
-    flat, end, longest = sum(paths, []), [0] * len(places), max(map(len, paths))
+    flat, end, longest = list(chain(*paths)), [0] * len(places), max(map(len, paths))
     for path in paths:
         for place in path:
             end[place] = max(end[place], path[-1] + 1)

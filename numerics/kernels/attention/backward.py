@@ -74,17 +74,19 @@ def _launch(
 
 
 Places = tuple[Tensor, Tensor | None, Tensor | None]
-"""Positions, or the table of a tree; tokens of each sequence if several lie end to end; of a tree what a kernel asks."""
+"""What `places_of_queries` and `places_of_keys` return."""
 
 
 def places_of_queries(inputs: AttentionInputs) -> Places:
-    """Return how a kernel finds the keys of a query. It asks for the length of each path of a tree."""
+    """Return where the dq kernel finds a query's keys: positions, the tokens of each sequence if they lie end to end,
+    and None; of a tree the table, the tokens laid for each row, and the lengths of paths."""
     tree = inputs.tree
     return (inputs.positions, inputs.lengths, None) if tree is None else (tree.table, tree.new, tree.lengths)
 
 
 def places_of_keys(inputs: AttentionInputs) -> Places:
-    """Return how a kernel finds the queries of a key. It asks for the end of those that have a tree's token on their path."""
+    """Return where the dkv kernel finds a key's queries: positions, the tokens of each sequence if they lie end to end,
+    and, of a tree, the end of each token's interval."""
     return inputs.positions, inputs.lengths, None if inputs.tree is None else inputs.tree.end
 
 
