@@ -132,7 +132,7 @@ def equal(op, loops, count):
 
 @pytest.mark.slow  # 14 kernels to compile
 def test_attention_and_its_gradients_add_up_in_one_order():
-    """Decode, of one head, prefill, contiguous, packed, a tree; gradients contiguous, packed, of one head, of a tree."""
+    """Decode, of one head, prefill, contiguous, packed, a tree; gradients contiguous, packed, one head, a tree."""
     found = variants(ATTENTION)
     loops = {op: equal(op, found[op], count) for op, count in zip(found, (6, 4, 4), strict=True)}
     assert [len(each) for each in loops.values()] == [2, 2, 1]  # without a mask, and with one
@@ -141,7 +141,7 @@ def test_attention_and_its_gradients_add_up_in_one_order():
 
 @pytest.mark.slow  # 12 kernels to compile
 def test_latent_attention_and_its_gradients_add_up_in_one_order():
-    """Decode of 16 and 128 heads, prefill, contiguous, packed, a tree; gradients contiguous of 128 heads, packed and of a
+    """Decode of 16 and 128 heads, prefill, contiguous, packed, a tree; gradients contiguous of 128 heads, packed and a
     tree of 20."""
     found = variants(LATENT)
     assert len(equal("latent attention", found["latent attention"], 6)) == 2
