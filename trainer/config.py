@@ -127,6 +127,11 @@ class TrainerSection(RateSection):
         return self.tp * self.copies
 
     @property
+    def packs(self) -> bool:
+        """True if rows lie end to end in a micro-batch, whether or not they share prefixes."""
+        return self.packing or self.prefix_sharing
+
+    @property
     def copies(self) -> int:
         """Ranks that hold the same dense weights, whether they share rows or tokens."""
         return self.dp * self.cp

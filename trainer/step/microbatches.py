@@ -46,6 +46,10 @@ class MicroBatch:
         """Undo `laid`. padding: fills the padding, or anything does."""
         return values
 
+    def figures(self) -> dict[str, Tensor]:
+        """Return metrics of the layout, which are added up over the micro-batches of a pass."""
+        return {}
+
     # A target is a token that the head predicts, from the hidden state of the token before it. Here every token has a
     # target, the one behind it in its row; behind a row's last one nobody asks for it.
 

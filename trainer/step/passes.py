@@ -24,6 +24,7 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
 from fp8rl.trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.routing import Routing, routing_of
+from fp8rl.trainer.step.trees import with_tree_ratio
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def run_pass(
         draws = _collect([output.draws for output in outputs], outputs, undrawn)
     if routing.loads is not None:
         dist.all_reduce(routing.loads, group=layout.dp_group)
-    return RankPass(rows, logprobs, loss, metrics, routes, draws, routing.loads)
+    return RankPass(rows, logprobs, loss, with_tree_ratio(metrics, batch), routes, draws, routing.loads)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _loss(
     else:
         share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
         loss = share.loss
-        metrics = {name: value.detach() for name, value in share.metrics.items()}
+        metrics = {name: value.detach() for name, value in (share.metrics | micro.figures()).items()}
     kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 

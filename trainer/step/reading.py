@@ -148,8 +148,7 @@ class _Sought:
         batch, seeds = micro.batch, None
         positions = torch.arange(batch.width, device=batch.tokens.device).expand_as(batch.tokens)
         if batch.seeds is not None:
-            drawn = batch.real_tokens() & (positions > 0)
-            seeds = by_rank(torch.where(drawn, batch.seeds[:, None], GREEDY))
+            seeds = by_rank(torch.where(batch.loss_mask, batch.seeds[:, None], GREEDY))
         supports = batch.supports and replace(batch.supports, at=by_rank(batch.supports.at))
         return cls(
             by_rank(batch.tokens),

@@ -25,6 +25,8 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import NOT_CARRIED, TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, PackedRows, SharedMicroBatch, rows_of
 
+SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_tokens"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeMicroBatch(PackedMicroBatch):
@@ -86,6 +88,11 @@ class TreeMicroBatch(PackedMicroBatch):
     def by_target(self, found: Tensor, padding: int = 0) -> Tensor:
         return self._where_real(gathered(found, self.target_of), padding)[:, 1:]
 
+    def figures(self) -> dict[str, Tensor]:
+        batch, own = self.batch, self.index[: self.real]
+        sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[own].sum()
+        return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
+
     def _where_real(self, values: Tensor, padding: int) -> Tensor:
         real = self.batch.real_tokens()
         return torch.where(real.view(*real.shape, *[1] * (values.dim() - 2)), values, padding)
@@ -98,6 +105,14 @@ def form_of(config: TrainerSection) -> type[MicroBatch]:
     if config.prefix_sharing:
         return TreeMicroBatch
     return PackedMicroBatch if config.packing else MicroBatch
+
+
+def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
+    """Add the part of the batch's tokens that was laid to the metrics of a pass over trees; others stay as they are."""
+    if SAVED_OTHER not in metrics:
+        return metrics
+    saved = metrics[SAVED_SAMPLED] + metrics[SAVED_OTHER]
+    return metrics | {"train/tree_ratio": 1 - saved / int(batch.lengths.sum())}
 
 
 def token_keys(batch: TokenBatch) -> np.ndarray:
@@ -194,7 +209,8 @@ def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, T
         asked[0, 0] = True  # the head needs something to compute
     seeds = torch.full_like(batch.lengths, GREEDY) if batch.seeds is None else batch.seeds
     supports = torch.full_like(batch.tokens, NOT_CARRIED) if batch.supports is None else batch.supports.at
-    ways = torch.stack([place, seeds[:, None].expand_as(place), batch.loss_mask.long(), supports], -1)[asked]
+    drawn = torch.where(batch.loss_mask, seeds[:, None], GREEDY)
+    ways = torch.stack([place, drawn, batch.loss_mask.long(), supports], -1)[asked]
     kinds, kind = ways.unique(dim=0, return_inverse=True)
     numbers = asked.flatten().nonzero()[:, 0]
     targets = torch.empty(len(kinds), dtype=torch.int64)
