@@ -158,7 +158,7 @@ def _evenly(sizes: torch.Tensor, rows: int) -> list[list[int]]:
 
 
 def _micro_batches(config: TrainerSection, multiple: int, longest: int, truncation: Truncation) -> Iterator[Any]:
-    from fp8rl.trainer.step import microbatches
+    from fp8rl.trainer.step.trees import form_of
 
     if config.cp > 1:
         multiple = config.cp * math.lcm(multiple, CHUNKS)
@@ -168,11 +168,8 @@ def _micro_batches(config: TrainerSection, multiple: int, longest: int, truncati
         lengths, mask = torch.full((rows,), tokens), torch.ones(rows, tokens, dtype=torch.bool)
         mask[:, 0] = False
         batch = TokenBatch(torch.zeros(rows, tokens, dtype=torch.int64), lengths, mask, 1.0, truncation=truncation)
-        form: type[MicroBatch] = microbatches.PackedMicroBatch if config.packing else microbatches.MicroBatch
-        if config.cp > 1:
-            form = microbatches.SharedMicroBatch
         with mock.patch.object(device, "current", lambda: device.CPU):
-            made = form.of(batch, list(range(rows)), multiple)
+            made = form_of(config).of(batch, list(range(rows)), multiple)
         yield _on_meta(made)
 
 

@@ -83,6 +83,10 @@ class TrainerSection(RateSection):
     packing: bool = False
     """Place the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
     Gradients of weights are added up over the tokens in another order. Native mode needs TransformerEngine for it."""
+    prefix_sharing: bool = False
+    """Compute tokens that rows of a micro-batch have in common once: the prompt of a group's answers, the turns before
+    a conversation's branches. Rows are packed, whatever `packing` says. No log-probability changes. Gradients of a
+    shared token are added over its rows before they are rounded. Exact mode only, without `cp`."""
     optimizer: OptimizerSection = OptimizerSection()
     """The memory of the optimizer on a GPU."""
     recompute: Recompute = "none"
@@ -121,6 +125,11 @@ class TrainerSection(RateSection):
     def stage_size(self) -> int:
         """Ranks of a pipeline stage."""
         return self.tp * self.copies
+
+    @property
+    def packs(self) -> bool:
+        """True if rows lie end to end in a micro-batch, whether or not they share prefixes."""
+        return self.packing or self.prefix_sharing
 
     @property
     def copies(self) -> int:

@@ -32,6 +32,7 @@ from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import Objective, Scored
 from fp8rl.trainer.step.passes import RankPass, run_pass
 from fp8rl.trainer.step.reading import Head, Read, read_logprobs
+from fp8rl.trainer.step.trees import form_of
 from fp8rl.trainer.weights.hf_weights import HFWeights
 
 
@@ -153,8 +154,8 @@ class Scorer:
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
         budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
         counting = objective is not None and self.config.router_bias_rate > 0
-        packing = self.config.packing
-        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, packing, counting)
+        form = form_of(self.config)
+        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, form, counting)
 
     def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
         """Return what is made of the final hidden states; see :mod:`trainer.step.reading`."""

@@ -97,6 +97,11 @@ CONDITIONS: dict[str, Condition] = {
         lambda e: f"numerics.mode={e.numerics.mode}, guard.redraws={e.guard.redraws}",
         "exact mode and guard.redraws above 0",
     ),
+    "prefix_sharing": Condition(
+        lambda e: e.trainer.prefix_sharing,
+        lambda e: f"trainer.prefix_sharing={str(e.trainer.prefix_sharing).lower()}",
+        "trainer.prefix_sharing=true",
+    ),
     "merged": Condition(
         lambda e: e.adapter is not None and e.adapter.mode == "merged" and e.numerics.trainer != "bf16",
         lambda e: f"adapter.mode={e.adapter.mode if e.adapter else None}, numerics.trainer={e.numerics.trainer}",

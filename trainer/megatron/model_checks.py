@@ -313,6 +313,20 @@ ROW_RULES: tuple[Rule[Rows], ...] = (
         "Set trainer.packing=false, or numerics.mode=exact.",
     ),
     Rule(
+        "trainer.prefix_sharing",
+        lambda r: r.config.prefix_sharing and r.mode != "exact",
+        lambda r: f"true with numerics.mode={r.mode}",
+        "false: a shared token's bits are those of each of its rows in exact mode alone",
+        "Set trainer.prefix_sharing=false, or numerics.mode=exact.",
+    ),
+    Rule(
+        "trainer.prefix_sharing",
+        lambda r: r.config.prefix_sharing and r.config.cp > 1,
+        lambda r: f"true with trainer.cp={r.config.cp}",
+        "false: context-parallel ranks share the tokens of rows that lie apart",
+        "Set trainer.prefix_sharing=false, or trainer.cp=1.",
+    ),
+    Rule(
         "trainer.cp",
         lambda r: r.config.cp > 1 and r.mode != "exact",
         lambda r: f"{r.config.cp} with numerics.mode={r.mode}",

@@ -109,8 +109,8 @@ class TokenBatch:
     replay: bool = False
     """The trainer takes the experts of `routes` instead of choosing itself (R3, arXiv 2510.11370)."""
     seeds: Tensor | None = None
-    """int64 [B], the seeds of the rows' draws, for the trainer to repeat them; `GREEDY`: not in this row. None: in
-    none."""
+    """int64 [B], the seeds of the rows' draws, for the trainer to repeat those of tokens with a loss; `GREEDY`: not in
+    this row. None: in none."""
     truncation: Truncation = EVERY_TOKEN
     """The limits under which the tokens with a loss were drawn; they are scored among the tokens that these leave."""
     supports: KeptTokenPool | None = None

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from fp8rl.numerics.ops import TokenTree
 from fp8rl.trainer import device
 from fp8rl.trainer.distributed.layout import gathered, own_positions
 from fp8rl.trainer.step.batch import TokenBatch
@@ -32,6 +33,11 @@ class MicroBatch:
         """Build the micro-batch of these rows of `batch`, for a model that takes a multiple of tokens."""
         return cls(rows, pad_to_multiple(rows_of(batch, rows), multiple).to(device.current()))
 
+    @classmethod
+    def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
+        """Assign the rows of `batch` to ranks and micro-batches (`plan`)."""
+        return plan(batch.lengths.tolist(), dp_size, budget, multiple)
+
     def laid(self, values: Tensor) -> Tensor:
         """Lay out values of the batch's tokens [B, S, ...] as the model takes its tokens [b, s, ...]."""
         return values
@@ -39,6 +45,31 @@ class MicroBatch:
     def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
         """Undo `laid`. padding: fills the padding, or anything does."""
         return values
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return metrics of the layout, which are added up over the micro-batches of a pass."""
+        return {}
+
+    # A target is a token that the head predicts, from the hidden state of the token before it. Here every token has a
+    # target, the one behind it in its row; behind a row's last one nobody asks for it.
+
+    def predictors(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states that predict the targets, [n, 1, H], of hidden states [s, b, H]; of both this
+        tensor-parallel rank's part."""
+        return hidden.flatten(0, 1).unsqueeze(1)
+
+    def of_targets(self, values: Tensor) -> Tensor:
+        """Return the values of the targets [N], of those of the batch's tokens [B, S]; N of all tensor-parallel
+        ranks."""
+        return self.laid(values.roll(-1, 1)).t().flatten()
+
+    def by_target(self, found: Tensor, padding: int = 0) -> Tensor:
+        """Return what was found for the targets [N] by token, [B, S - 1], of tokens 1 to S - 1.
+
+        padding: fills the padding, or anything does.
+        """
+        laid = self.laid(self.batch.tokens).t()
+        return self.by_row(found.view(laid.shape).t(), padding)[:, :-1]
 
 
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
@@ -111,6 +142,10 @@ class PackedMicroBatch(MicroBatch):
     """int64 [T], the number of each token among the B * S tokens of `batch`."""
     real: int
     """Tokens that are no padding."""
+
+    @classmethod
+    def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
+        return plan_packed(batch.lengths.tolist(), dp_size, budget, multiple)
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> PackedMicroBatch:
@@ -198,6 +233,8 @@ class PackedRows(PackedSeqParams):
     """int64 [B], of each row."""
     positions: Tensor
     """int64 [T], of each token in its row."""
+    tree: TokenTree | None = None
+    """The prefix tree that the rows are, if what they have in common is laid once."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> PackedRows:

@@ -60,7 +60,7 @@ class PassResult:
     and -1 in the padding; given for a batch with routes, whether or not they are replayed."""
     draws: Tensor | None = None
     """int64 [B, S] on the CPU, the token that `numerics.ops.draw` takes from the trainer's logits in place of each one;
-    -1 at index 0, in the padding and in rows without a seed. None for a batch without seeds."""
+    -1 where the token has no loss or its row no seed. None for a batch without seeds."""
 
 
 @dataclass(frozen=True)

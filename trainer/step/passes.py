@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, SharedMicroBatch, plan, plan_packed
+from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
 from fp8rl.trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.routing import Routing, routing_of
+from fp8rl.trainer.step.trees import with_tree_ratio
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def run_pass(
     multiple: int,
     objective: Objective | None,
     read: Reading = read_logprobs,
-    packing: bool = False,
+    form: type[MicroBatch] = MicroBatch,
     counting: bool = False,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
@@ -66,7 +67,7 @@ def run_pass(
         multiple: the model's rows, or the one that they are packed into, are padded to a multiple of this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
         read: turns final hidden states into results.
-        packing: rows lie end to end in a micro-batch.
+        form: the layout of the rows of a micro-batch.
         counting: count the tokens of each expert.
 
     Raises:
@@ -74,12 +75,9 @@ def run_pass(
         UserError, ValueError: the batch has routes that this model cannot take; see
             :func:`trainer.step.routing.routing_of`.
     """
-    form: type[MicroBatch] = PackedMicroBatch if packing else MicroBatch
-    assign = plan_packed if packing else plan
     if layout.cp_size > 1:
-        form = SharedMicroBatch
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
-    groups = assign(batch.lengths.tolist(), layout.shares, budget, multiple)[layout.share]
+    groups = form.plan(batch, layout.shares, budget, multiple)[layout.share]
     # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
     get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
         model, None, **more
@@ -111,7 +109,7 @@ def run_pass(
         draws = _collect([output.draws for output in outputs], outputs, undrawn)
     if routing.loads is not None:
         dist.all_reduce(routing.loads, group=layout.dp_group)
-    return RankPass(rows, logprobs, loss, metrics, routes, draws, routing.loads)
+    return RankPass(rows, logprobs, loss, with_tree_ratio(metrics, batch), routes, draws, routing.loads)
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def _loss(
     else:
         share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
         loss = share.loss
-        metrics = {name: value.detach() for name, value in share.metrics.items()}
+        metrics = {name: value.detach() for name, value in (share.metrics | micro.figures()).items()}
     kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 

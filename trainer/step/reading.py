@@ -87,21 +87,18 @@ def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | No
     the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state. The gradient
     of the head's weight is added up over chunks in FP32, and rounded once.
     """
-    tokens = micro.laid(micro.batch.tokens)
-    ranks = tokens.shape[1] // hidden.shape[0]
-    rows, sought = hidden.flatten(0, 1).unsqueeze(1), _Sought.of(micro, ranks)
-    chunks = 1 if chunk is None else -(-tokens.numel() // chunk)
+    rows, targets = micro.predictors(hidden), micro.of_targets(micro.batch.tokens)
+    sought = _Sought.of(micro, len(targets) // len(rows))
+    chunks = 1 if chunk is None else -(-len(targets) // chunk)
     if chunks == 1:
         values, entropy, drawn = sought.read(head(rows))
     else:
         values, entropy, drawn = _InChunks.apply(rows, head.weight, head, sought, chunks)
-
-    def by_row(found: Tensor) -> Tensor:
-        return micro.by_row(found.view(tokens.t().shape).t(), UNKNOWN)[:, :-1]
-
     if drawn is not None:
-        drawn = torch.cat([torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), by_row(drawn)], 1)
-    return Read(by_row(values), by_row(entropy), drawn)
+        drawn = torch.cat(
+            [torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), micro.by_target(drawn.flatten(), UNKNOWN)], 1
+        )
+    return Read(micro.by_target(values.flatten()), micro.by_target(entropy.flatten()), drawn)
 
 
 def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -127,39 +124,38 @@ def gpt_of(model: nn.Module) -> GPTModel:
 
 @dataclass(frozen=True)
 class _Sought:
-    """The targets at each token, in the order of the head's rows: [ranks, n], n of each tensor-parallel rank."""
+    """The targets in the order of the head's rows: [ranks, n], n of each tensor-parallel rank."""
 
     tokens: Tensor
-    """int64, the token that follows."""
+    """int64."""
     temperature: float
     seeds: Tensor | None
     """int64, `GREEDY` where none is drawn; None: nowhere."""
     positions: Tensor
-    """int64, of the token in its row."""
+    """int64, of the token before the target in its row."""
     drawn: Tensor
-    """bool, True where the token that follows was drawn."""
+    """bool, True where the target was drawn."""
     truncation: Truncation
     """The limits under which it was drawn."""
     supports: KeptTokenPool | None
-    """Of the tokens that follow."""
+    """Of the targets."""
 
     @classmethod
     def of(cls, micro: MicroBatch, ranks: int) -> _Sought:
         def by_rank(values: Tensor) -> Tensor:
-            return micro.laid(values).t().reshape(ranks, -1)
+            return micro.of_targets(values).view(ranks, -1)
 
         batch, seeds = micro.batch, None
         positions = torch.arange(batch.width, device=batch.tokens.device).expand_as(batch.tokens)
         if batch.seeds is not None:
-            seeds = by_rank(torch.where(positions < batch.lengths[:, None] - 1, batch.seeds[:, None], GREEDY))
-        following = batch.tokens.roll(-1, 1)  # of the last, nobody asks
-        supports = batch.supports and replace(batch.supports, at=by_rank(batch.supports.at.roll(-1, 1)))
+            seeds = by_rank(torch.where(batch.loss_mask, batch.seeds[:, None], GREEDY))
+        supports = batch.supports and replace(batch.supports, at=by_rank(batch.supports.at))
         return cls(
-            by_rank(following),
+            by_rank(batch.tokens),
             batch.temperature,
             seeds,
-            by_rank(positions),
-            by_rank(batch.loss_mask.roll(-1, 1)),
+            by_rank((positions - 1).clamp(min=0)),
+            by_rank(batch.loss_mask),
             batch.truncation,
             supports,
         )

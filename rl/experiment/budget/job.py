@@ -86,7 +86,7 @@ class Job:
         """Tokens of one micro-batch: whole rows, as many as `micro_batch_tokens` allow, and one at least. Packed rows,
         of which some are shorter, fill it."""
         budget = max(self.layout.micro_batch_tokens, self.length)
-        most = budget if self.layout.packing else budget // self.length * self.length
+        most = budget if self.layout.packs else budget // self.length * self.length
         return min(most, -(-self.rows // self.layout.dp) * self.length)
 
     @property

@@ -1,6 +1,9 @@
 """The kernels of attention over prefix trees against those of rows that share nothing, bit for bit, and against
 float64."""
 
+import dataclasses
+import random as python_random
+
 import pytest
 import torch
 
@@ -8,12 +11,11 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.attention.forward import packed_attention
 from fp8rl.numerics.kernels.attention.latent import packed_latent_attention
 from fp8rl.numerics.kernels.attention.trees import tree_attention, tree_latent_attention
+from tests.numerics.ops.test_trees import tree_of
 from tests.support.kernels import DEVICE, random
-from tests.support.trees import branching, tree_of
+from tests.support.trees import branching_rows
 
 SCALE, RANK, TAIL = 0.1, 32, 16
-NOWHERE = 10**9
-"""A slot that is in no tensor."""
 
 
 def keys_and_values(tree, *leaves):
@@ -49,36 +51,45 @@ def passed(op, dout, *leaves):
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def around(split):
-    """Rows that part before, at and behind a split of keys."""
-    return [[*range(n), 1000, 1000] for n in range(split - 1, split + 2)]
+def branching(*longest, seed=0):
+    """Rows whose stretches are up to so long, by depth, of which some end within others. One is there twice."""
+    rows = branching_rows(python_random.Random(seed), [(1, most) for most in longest])
+    return [*rows, rows[0]]
+
+
+def tree_here(rows):
+    """The tree of rows, whose table points behind its rows' ends to where nothing is; and their paths."""
+    tree, paths = tree_of(rows)
+    behind = torch.arange(tree.table.shape[1]) >= tree.lengths[:, None]
+    tree = dataclasses.replace(tree, table=tree.table.masked_fill(behind, 10**9))
+    return type(tree)(**{name: value.to(DEVICE) for name, value in vars(tree).items()}), paths
 
 
 @pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize("depth, longest", ((1, 40), (2, 40), (3, 30), (4, 12)))
+@pytest.mark.parametrize("longest", ((40,), (40, 40), (40, 20, 20), (30, 8, 8, 8)), ids=len)
 def test_results_have_the_bits_of_rows_that_share_nothing_and_so_have_gradients_of_queries(
-    depth, longest, op, flat_op, shapes
+    longest, op, flat_op, shapes
 ):
     """Gradients of keys and values are those of all rows together, of which each is rounded there and none here."""
-    compare_with_rows(branching(depth, longest, seed=depth), op, flat_op, shapes)
+    compare_with_rows(branching(*longest), op, flat_op, shapes)
 
 
 @pytest.mark.slow
 def test_rows_that_part_around_a_split_of_keys():
-    compare_with_rows(around(128), *HEADS)
+    compare_with_rows([[*range(n), 1000, 1000] for n in (127, 128, 129)], *HEADS)
 
 
 @pytest.mark.slow
 def test_rows_that_part_behind_a_chunk_of_keys():
-    tree = tree_of([[*range(1030), end, end] for end in (1, 2)], DEVICE, stale=NOWHERE)
+    tree, _ = tree_here([[*range(1030), end, end] for end in (1, 2)])
     leaves = inputs(((1, 16),) * 3, len(tree.end))
     found = keys_and_values(tree, *leaves)
     assert torch.equal(found[tree.flat], of_rows(tree.lengths, *(x[tree.flat] for x in leaves)))
 
 
 def compare_with_rows(rows, op, flat_op, shapes):
-    tree = tree_of(rows, DEVICE, stale=NOWHERE)
+    tree, _ = tree_here(rows)
     leaves = inputs(shapes, len(tree.end))
     dout = random(*leaves[0].shape, seed=9)
     in_rows = torch.zeros(len(tree.flat), *dout.shape[1:], device=DEVICE).index_copy(0, tree.first, dout.float())
@@ -98,11 +109,11 @@ def close(found, exact):
     assert error.abs().max() <= 2**-6 * exact.abs().max() + 1e-5
 
 
-def attention64(tree, q, k, v):
-    """Attention of each token over its path, by a mask that is read from the paths."""
+def attention64(paths, q, k, v):
+    """Attention of each token over its path."""
     seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
-    for path, length in zip(tree.table, tree.lengths):
-        for i, token in enumerate(path[:length]):
+    for path in paths:
+        for i, token in enumerate(path):
             seen[token, path[: i + 1]] = True
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,thd->hqt", q, k) * SCALE
@@ -111,12 +122,12 @@ def attention64(tree, q, k, v):
 
 @BOTH
 def test_results_and_gradients_are_those_of_float64(op, flat_op, shapes):
-    tree = tree_of(branching(3, 30, seed=7), DEVICE, stale=NOWHERE)
+    tree, paths = tree_here(branching(40, 20, 20, seed=1))
     leaves = inputs(shapes, len(tree.end))
     dout = random(*leaves[0].shape, seed=9)
 
     def exact(q, k, v=None):
-        return attention64(tree, q, *((k[:, None], k[:, None, :RANK]) if v is None else (k, v)))
+        return attention64(paths, q, *((k[:, None], k[:, None, :RANK]) if v is None else (k, v)))
 
     found = passed(lambda *x: op(tree, *x), dout, *leaves)
     for ours, theirs in zip(found, passed(exact, dout, *(x.double() for x in leaves)), strict=True):
@@ -126,8 +137,8 @@ def test_results_and_gradients_are_those_of_float64(op, flat_op, shapes):
 @pytest.mark.slow
 @BOTH
 def test_a_row_of_padding_changes_no_bit_of_the_others_and_two_runs_are_equal(op, flat_op, shapes):
-    rows, padding = branching(3, 20, seed=5), 70
-    tree, padded = tree_of(rows, DEVICE), tree_of([*rows, [5000] * padding], DEVICE)
+    rows, padding = branching(30, 20, 20, seed=2), 70
+    (tree, _), (padded, _) = tree_here(rows), tree_here([*rows, [65_535] * padding])
     assert padded.new[-1] == padded.lengths[-1] == padding
     leaves = inputs(shapes, len(padded.end))
     dout = random(*leaves[0].shape, seed=9)
@@ -140,7 +151,7 @@ def test_a_row_of_padding_changes_no_bit_of_the_others_and_two_runs_are_equal(op
 
 
 def test_what_the_kernels_do_not_know_is_refused():
-    tree = tree_of([[1, 2], [1, 3]], DEVICE)
+    tree, _ = tree_here([[1, 2], [1, 3]])
     q, k = random(3, 2, 16), random(3, 1, 16)
     with pytest.raises(UserError, match="found .*float32"):
         tree_attention(q.float(), k, k, tree, SCALE)

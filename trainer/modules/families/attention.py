@@ -60,7 +60,11 @@ class CoreAttention(nn.Module):
         [T, Hkv, D] -> [T, 1, H * D]"""
         if (rows := packed_seq_params) is not None:
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
-            return ops.packed_attention(query, key, value, rows.lengths, self.scale).flatten(1).unsqueeze(1)
+            if rows.tree is not None:
+                out = ops.tree_attention(query, key, value, rows.tree, self.scale)
+            else:
+                out = ops.packed_attention(query, key, value, rows.lengths, self.scale)
+            return out.flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         if self.shared:
             group = parallel_state.get_context_parallel_group()

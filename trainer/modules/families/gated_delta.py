@@ -187,12 +187,17 @@ class GatedDeltaNet(MegatronModule):
         b, a = b_and_a(self.gate_proj(hidden_states)[0], self.sizes)
         length, batch = mixed.shape[:2]
         lengths = torch.full((batch,), length, device=mixed.device)
+        tree = None
         if packed_seq_params is not None:
-            lengths = packed_seq_params.lengths
+            tree = packed_seq_params.tree
+            lengths = packed_seq_params.lengths if tree is None else tree.lengths
 
         def core(mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
+            if tree is not None:  # the rule alone goes through whole rows: it is small beside the products
+                mixed, b, a = (ops.gathered(x, tree.flat) for x in (mixed, b, a))
             mixed = self.conv1d(mixed, lengths)
-            return self.core_attention(mixed, b, a, self.A_log, self.dt_bias, lengths)
+            out: Tensor = self.core_attention(mixed, b, a, self.A_log, self.dt_bias, lengths)
+            return out if tree is None else out[tree.first]
 
         rows = [x.transpose(0, 1).flatten(0, 1) for x in (mixed, b, a)]
         recompute = self.checkpoints_core and self.training

@@ -170,6 +170,8 @@ class LatentCore(nn.Module):
         if packed is None:
             q, rows = q.transpose(0, 1), rows.transpose(0, 1)
             out = ops.latent_attention(q, rows, positions.t(), rank, self.scale).transpose(0, 1)
+        elif packed.tree is not None:
+            out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, self.scale)[:, None]
         else:
             out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
         out = of_heads(out.flatten(0, 1), plain, value)

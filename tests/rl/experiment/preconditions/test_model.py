@@ -209,6 +209,13 @@ def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
     check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))
 
 
+@pytest.mark.parametrize("other", [{"numerics": {"mode": "native"}}, {"trainer": {"cp": 2}}])
+def test_rows_share_prefixes_in_exact_mode_on_ranks_with_whole_rows(values, other):
+    text = refusal(values, **merged({"trainer": {"prefix_sharing": True}}, **other))
+    assert text.startswith("trainer.prefix_sharing: found 'true with") and "Set trainer.prefix_sharing=false" in text
+    check(parse_experiment(merged(values, trainer={"prefix_sharing": True})))
+
+
 @pytest.fixture
 def teacher(models, tmp_path):
     """A private copy of the dense model, which knows the same tokens."""

@@ -1,0 +1,247 @@
+"""Micro-batches whose rows share prefixes: what rows have in common is laid, and computed, once.
+
+Answers to one prompt, and branches of a conversation, begin alike. In exact mode the bits of a token depend on nothing
+but the tokens before it, so that rows in lexicographic order may be laid as a prefix tree (`numerics.ops.trees`): of
+each row only what follows its common prefix with the row before. A log-probability is read of the hidden state of the
+token before it, which several tokens may follow. Gradients of a shared token are summed over its rows before they are
+rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from fp8rl.numerics.ops import TokenTree, gathered
+from fp8rl.numerics.sampling import GREEDY
+from fp8rl.trainer import device
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.step.batch import NOT_CARRIED, TokenBatch
+from fp8rl.trainer.step.microbatches import MicroBatch, PackedMicroBatch, PackedRows, SharedMicroBatch, rows_of
+
+SAVED_SAMPLED, SAVED_OTHER = "train/saved_sampled_tokens", "train/saved_other_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeMicroBatch(PackedMicroBatch):
+    """Rows as a prefix tree in one row of the model's input [1, T], padded at its end as packed rows are.
+
+    `index` has of each of the T tokens its number in one of the rows that share it.
+    """
+
+    place: Tensor
+    """int64 [B, S], the tree's token for each token of the rows; 0 in the padding."""
+    targets: Tensor
+    """int64 [N], the number of each target among the B * S tokens of `batch`: a token of the tree, once for each way
+    in which it is scored or drawn. The last is repeated, up to a multiple."""
+    parents: Tensor
+    """int64 [N], the tree's token before each target."""
+    target_of: Tensor
+    """int64 [B, S], the place in `targets` of each token of the rows; 0 of those without a target."""
+
+    @classmethod
+    def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
+        return plan_trees(token_keys(batch), batch.lengths.tolist(), dp_size, budget, multiple)
+
+    @classmethod
+    def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> TreeMicroBatch:
+        chosen = rows_of(batch, rows)
+        tree, index, place = build_tree(token_keys(chosen), chosen.lengths.tolist())
+        real, positions = len(index), index % chosen.width
+        targets, parents, target_of = _targets(chosen, place, multiple)
+        if padding := -real % multiple:
+            tree = _padded(tree, real, padding)
+            index = torch.cat([index, index[-1:].expand(padding)])
+            positions = torch.cat([positions, torch.arange(padding)])
+        here = device.current()
+        return cls(
+            rows,
+            chosen.to(here),
+            _layout(tree, positions),
+            index=index.to(here),
+            real=real,
+            place=place.to(here),
+            targets=targets.to(here),
+            parents=parents.to(here),
+            target_of=target_of.to(here),
+        )
+
+    def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
+        return self._where_real(gathered(values[0], self.place), padding)
+
+    def predictors(self, hidden: Tensor) -> Tensor:
+        parents, ranks = self.parents, len(self.index) // len(hidden)
+        if ranks > 1:  # a target and the token before it may be of different ranks
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            parents = parents.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        return gathered(hidden.flatten(0, 1), parents).unsqueeze(1)
+
+    def of_targets(self, values: Tensor) -> Tensor:
+        return values.flatten()[self.targets]
+
+    def by_target(self, found: Tensor, padding: int = 0) -> Tensor:
+        return self._where_real(gathered(found, self.target_of), padding)[:, 1:]
+
+    def figures(self) -> dict[str, Tensor]:
+        batch, own = self.batch, self.index[: self.real]
+        sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[own].sum()
+        return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
+
+    def _where_real(self, values: Tensor, padding: int) -> Tensor:
+        real = self.batch.real_tokens()
+        return torch.where(real.view(*real.shape, *[1] * (values.dim() - 2)), values, padding)
+
+
+def form_of(config: TrainerSection) -> type[MicroBatch]:
+    """Return the layout of micro-batches that a trainer's keys ask for."""
+    if config.cp > 1:
+        return SharedMicroBatch
+    if config.prefix_sharing:
+        return TreeMicroBatch
+    return PackedMicroBatch if config.packing else MicroBatch
+
+
+def with_tree_ratio(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
+    """Add the part of the batch's tokens that was laid to the metrics of a pass over trees; others stay as they are."""
+    if SAVED_OTHER not in metrics:
+        return metrics
+    saved = metrics[SAVED_SAMPLED] + metrics[SAVED_OTHER]
+    return metrics | {"train/tree_ratio": 1 - saved / int(batch.lengths.sum())}
+
+
+def token_keys(batch: TokenBatch) -> np.ndarray:
+    """Return int16 [B, S, C], equal of two tokens that are one behind equal prefixes: their ids and, where routes are
+    replayed, their experts, which engines of two versions choose otherwise."""
+    keys = batch.tokens.cpu().contiguous().numpy().view(np.int16).reshape(*batch.tokens.shape, -1)
+    if not batch.replay:
+        return keys
+    assert batch.routes is not None
+    return np.concatenate([keys, batch.routes.cpu().flatten(2).numpy()], -1)
+
+
+def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor, Tensor]:
+    """Lay rows out as a tree, all on the CPU.
+
+    keys [B, S, C] as of `token_keys`. Returns the tree; int64 [T], of each of its tokens the number among the B * S
+    tokens of the rows that it is laid for; and int64 [B, S], its token for each of theirs, 0 in the padding.
+    """
+    rows, width = keys.shape[:2]
+    place = np.zeros((rows, width), np.int64)
+    order, shared = _in_order(keys, lengths)
+    index, flat, first, new = [], [], [], []
+    tokens, before, laid = 0, 0, 0
+    end = np.zeros(sum(lengths), np.int64)
+    for row, common in zip(order, shared, strict=True):
+        fresh = lengths[row] - common
+        place[row, :common] = place[before, :common]
+        place[row, common : lengths[row]] = np.arange(tokens, tokens + fresh)
+        end[place[before, common : lengths[before]]] = tokens  # these have no further rows
+        index.append(row * width + np.arange(common, lengths[row]))
+        first.append(laid + np.arange(common, lengths[row]))
+        flat.append(place[row, : lengths[row]])
+        new.append(fresh)
+        tokens, before, laid = tokens + fresh, row, laid + lengths[row]
+    end[place[before, : lengths[before]]] = tokens
+    tree = TokenTree(
+        new=torch.tensor(new),
+        lengths=torch.tensor([lengths[row] for row in order]),
+        table=torch.from_numpy(place[order]),
+        end=torch.from_numpy(end[:tokens].copy()),
+        flat=torch.from_numpy(np.concatenate(flat)),
+        first=torch.from_numpy(np.concatenate(first)),
+    )
+    return tree, torch.from_numpy(np.concatenate(index)), torch.from_numpy(place)
+
+
+def plan_trees(keys: np.ndarray, lengths: list[int], dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
+    """Assign rows to ranks and micro-batches by their tokens in a tree, as `plan_packed` does packed ones.
+
+    Rows in lexicographic order are cut into as few runs as the budget takes, of about the same number of tokens; a
+    prefix that a cut goes through is laid in both.
+    """
+    order, shared = _in_order(keys, lengths)
+
+    def cut(room: int) -> list[tuple[int, list[int]]]:
+        """Return runs, each with its tokens, of at most `room` or of one row."""
+        runs: list[tuple[int, list[int]]] = []
+        for row, common in zip(order, shared, strict=True):
+            tokens = runs[-1][0] + lengths[row] - common if runs else room + 1
+            if tokens <= room:
+                runs[-1] = tokens, [*runs[-1][1], row]
+            else:
+                runs.append((lengths[row], [row]))
+        return runs
+
+    room = max(budget // multiple, 1) * multiple
+    count = -(-len(cut(room)) // dp_size) * dp_size
+    low, high = 1, room
+    while low < high:  # the least room with which they are no more
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
+    runs = sorted(cut(high), key=lambda run: -run[0])
+    micro = [rows for _, rows in runs] + [[] for _ in range(count - len(runs))]
+    return [micro[rank::dp_size] for rank in range(dp_size)]
+
+
+def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Return the rows in lexicographic order, and of each the tokens that it has in common with the one before."""
+    order = sorted(range(len(lengths)), key=lambda row: keys[row, : lengths[row]].tobytes())
+    shared = [0]
+    for before, row in pairwise(order):
+        both = min(lengths[before], lengths[row])
+        differ = (keys[before, :both] != keys[row, :both]).any(-1)
+        shared.append(int(differ.argmax()) if differ.any() else both)
+    return order, shared
+
+
+def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `targets`, `parents` and `target_of` of a micro-batch. Rows may draw a token that they share with
+    different seeds, from different supports, or not at all."""
+    asked = batch.real_tokens()
+    asked[:, 0] = False
+    if not asked.any():
+        asked[0, 0] = True  # the head needs something to compute
+    seeds = torch.full_like(batch.lengths, GREEDY) if batch.seeds is None else batch.seeds
+    supports = torch.full_like(batch.tokens, NOT_CARRIED) if batch.supports is None else batch.supports.at
+    drawn = torch.where(batch.loss_mask, seeds[:, None], GREEDY)
+    ways = torch.stack([place, drawn, batch.loss_mask.long(), supports], -1)[asked]
+    kinds, kind = ways.unique(dim=0, return_inverse=True)
+    numbers = asked.flatten().nonzero()[:, 0]
+    targets = torch.empty(len(kinds), dtype=torch.int64)
+    targets[kind] = numbers  # any of the rows that ask for it in this way
+    targets = torch.cat([targets, targets[-1:].expand(-len(targets) % multiple)])
+    target_of = torch.zeros_like(place)
+    target_of[asked] = kind
+    return targets, place.flatten()[(targets - 1).clamp(min=0)], target_of
+
+
+def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
+    """Append a row of its own, of `padding` tokens, to a tree of `tokens`."""
+    own = torch.arange(tokens, tokens + padding)
+    table = tree.table.new_zeros(len(tree.table) + 1, max(tree.table.shape[1], padding))
+    table[:-1, : tree.table.shape[1]] = tree.table
+    table[-1, :padding] = own
+    count = torch.tensor([padding])
+    return TokenTree(
+        new=torch.cat([tree.new, count]),
+        lengths=torch.cat([tree.lengths, count]),
+        table=table,
+        end=torch.cat([tree.end, torch.full_like(own, tokens + padding)]),
+        flat=torch.cat([tree.flat, own]),
+        first=torch.cat([tree.first, len(tree.flat) + torch.arange(padding)]),
+    )
+
+
+def _layout(tree: TokenTree, positions: Tensor) -> PackedRows:
+    """Return the layout for attention: of one row, for whoever does not know of trees."""
+    layout = PackedRows.of(torch.tensor([len(positions)]))
+    here = device.current()
+    layout.positions = positions.to(here)
+    layout.tree = TokenTree(**{name: value.to(here) for name, value in vars(tree).items()})
+    return layout
