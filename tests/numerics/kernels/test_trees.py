@@ -53,7 +53,7 @@ def passed(op, dout, *leaves):
 
 def branching(*longest, seed=0):
     """Rows whose stretches are up to so long, by depth, of which some end within others. One is there twice."""
-    rows = branching_rows(python_random.Random(seed), [(1, most) for most in longest])
+    rows = branching_rows(python_random.Random(seed), [(1, most) for most in longest], branches=2)
     return [*rows, rows[0]]
 
 
