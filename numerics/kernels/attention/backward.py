@@ -24,6 +24,7 @@ from fp8rl.numerics.ops.attention import AttentionInputs
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""
 _LARGE, _SMALL = (128, 64), (64, 64)  # rows or keys that a program holds, and takes at a time
+_SEQUENCES = 16  # end to end, among which a program finds its own, at least: one compiled kernel for few of them
 
 
 def attention_dq(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ def places_of_keys(inputs: AttentionInputs) -> Places:
 
 def packed_constant(lengths: Tensor | None) -> int:
     """Return a power of two, at least the number of sequences that lie end to end; 0: each row is a sequence."""
-    return 0 if lengths is None else triton.next_power_of_2(len(lengths))
+    return 0 if lengths is None else max(_SEQUENCES, triton.next_power_of_2(len(lengths)))
 
 
 def tiles_of(rows: int, height: int, lengths: Tensor | None) -> int:
