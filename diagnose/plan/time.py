@@ -73,7 +73,7 @@ def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     quantization = sum(_operand_bytes(job, each) * each.again for each in parts if each.fp8) / bandwidth
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
-    forward = job.shape.attention_flops(job.length / 2) * share * job.rank_tokens
+    forward = job.shape.attention_flops(job.mean_keys) * share * job.rank_tokens
     attention = (
         forward
         * (1 + (job.layout.recompute in ("attention", "layer")) + BACKWARD_ATTENTION)

@@ -57,7 +57,8 @@ def run() -> Iterator[Result]:
         laid = TreeMicroBatch.of(batch, list(range(batch.rows)), 1).real
         with one_rank() as make:
             made = {side: make(batch.width, micro_batch_tokens=1 << 16, **keys) for side, keys in SIDES.items()}
-            logprobs = [trainer.forward_backward(batch, objective).result.logprobs for trainer in made.values()]
+            done = [trainer.forward_backward(batch, objective) for trainer in made.values()]
+            logprobs = [each.result.logprobs[torch.tensor(each.rows).argsort()] for each in done]
             passes = {side: lambda t=trainer: t.forward_backward(batch, objective) for side, trainer in made.items()}
             times = interleaved(passes, ROUNDS, clock=time.process_time)
         yield Result(

@@ -70,6 +70,10 @@ class Job:
     """The trainer reads frozen weights where engines have them."""
     separate: bool = False
     """Engines have adapters beside their weights."""
+    group: int = 1
+    """Rows that begin with one prompt."""
+    prompt: int = 0
+    """Tokens of it, where the trainer computes them once for the group."""
 
     @property
     def fp8(self) -> bool:
@@ -78,8 +82,21 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step's rows."""
         return self.rows * self.length
+
+    @property
+    def laid_tokens(self) -> int:
+        """Tokens that the trainer computes of them."""
+        return self.tokens - (self.rows - -(-self.rows // self.group)) * self.prompt
+
+    @property
+    def mean_keys(self) -> float:
+        """Mean number of keys that one of these tokens attends to."""
+        answer = self.length - self.prompt
+        of_answers = self.rows * answer * (self.prompt + answer / 2)
+        of_prompts = (self.laid_tokens - self.rows * answer) * self.prompt / 2
+        return (of_answers + of_prompts) / self.laid_tokens
 
     @property
     def micro_batch(self) -> int:
@@ -87,6 +104,8 @@ class Job:
         of which some are shorter, fill it."""
         budget = max(self.layout.micro_batch_tokens, self.length)
         most = budget if self.layout.packs else budget // self.length * self.length
+        if self.prompt:
+            return min(most, max(self.length, -(-self.laid_tokens // self.layout.dp)))
         return min(most, -(-self.rows // self.layout.dp) * self.length)
 
     @property
@@ -97,7 +116,7 @@ class Job:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step, in each data-parallel replica."""
-        return -(-self.tokens // (self.layout.dp * self.micro_batch))
+        return -(-self.laid_tokens // (self.layout.dp * self.micro_batch))
 
     def in_bf16(self) -> Job:
         """Return the job with a BF16 trainer and a BF16 engine."""
@@ -109,7 +128,7 @@ class Job:
         small."""
         share = max(1, tokens // self.layout.dp)
         if share < self.length:
-            return replace(self, rows=self.layout.dp, length=share)
+            return replace(self, rows=self.layout.dp, length=share, prompt=0)
         return replace(self, rows=self.layout.dp * (share // self.length))
 
 
@@ -117,6 +136,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
     """The job of a step on GPUs of so many bytes. length: of each row; without one, as long as `rollout.context_length`
     allows. Where the spec leaves the KV cache open it is 0 here (`fit.with_cache`)."""
     rollout, algorithm = experiment.rollout, experiment.algorithm
+    length = length or rollout.context_length
     rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
     room = engine_room(rollout, gpu_memory)
     return Job(
@@ -125,7 +145,7 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         numerics=experiment.numerics_config(),
         storage=storage,
         rows=rows,
-        length=length or rollout.context_length,
+        length=length,
         engines=rollout.engines if experiment.needs_engines else 0,
         engine_tp=rollout.tp,
         kv_tokens=rollout.max_total_tokens or 0,
@@ -141,6 +161,11 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         critic=algorithm.needs.critic,
         base=experiment.sync.shared_base,
         separate=experiment.adapter is not None and experiment.adapter.mode == "separate",
+        group=rollout.group_size if algorithm.samples else 1,
+        # Of a row of the planned length, all that an answer may not take is its prompt.
+        prompt=max(0, length - rollout.max_new_tokens)
+        if algorithm.samples and experiment.trainer.prefix_sharing
+        else 0,
     )
 
 

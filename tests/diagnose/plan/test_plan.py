@@ -163,6 +163,22 @@ def test_rows_end_to_end_fill_a_micro_batch(eight_h200: Plan) -> None:
     assert [tokens(10 * share, packing) for packing in (False, True)] == [share, share]
 
 
+def test_a_group_s_prompt_is_computed_once() -> None:
+    """Two groups of eight rows of 96 tokens and answers of 32, by their lists of keys."""
+    keys = (
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=8",
+        "rollout.context_length=96",
+        "rollout.max_new_tokens=32",
+    )
+    job = planned("qwen3_8b", *keys, "trainer.prefix_sharing=true", gpus=1).job
+    seen = [at + 1 for at in range(64)] + 8 * [at + 1 for at in range(64, 96)]
+    assert job.laid_tokens == 2 * len(seen) == 640 and job.tokens == 16 * 96
+    assert job.mean_keys == pytest.approx(sum(seen) / len(seen), abs=1)
+    flat = planned("qwen3_8b", *keys, gpus=1)
+    assert flat.job.laid_tokens == flat.job.tokens and flat.job.mean_keys == 48
+
+
 def test_the_first_stage_keeps_most_micro_batches() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.pp=4", "trainer.ep=2", gpu="h200", gpus=8)
     first, last = (activation_bytes(plan.job, stage) for stage in (0, 3))
