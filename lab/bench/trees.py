@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ CASES = {
     "an agent, 800 tokens, three turns of 60 that branch in two": (1, 800, 60, [1, 2, 2, 2], 0.25),
     "64 rows of 128 without anything in common": (64, 128, 0, [], 1.03),
 }
-"""Groups, tokens that all rows of a group share, tokens of a stretch behind them, branches at each depth; and the bar."""
+"""Groups, tokens that a group's rows share, tokens of a stretch behind them, branches at each depth; and the bar."""
 
 
 def batch_of(groups: int, shared: int, stretch: int, branches: list[int]) -> TokenBatch:
@@ -59,7 +60,7 @@ def run() -> Iterator[Result]:
             made = {side: make(batch.width, micro_batch_tokens=1 << 16, **keys) for side, keys in SIDES.items()}
             done = [trainer.forward_backward(batch, objective) for trainer in made.values()]
             logprobs = [each.result.logprobs[torch.tensor(each.rows).argsort()] for each in done]
-            passes = {side: lambda t=trainer: t.forward_backward(batch, objective) for side, trainer in made.items()}
+            passes = {side: partial(trainer.forward_backward, batch, objective) for side, trainer in made.items()}
             times = interleaved(passes, ROUNDS, clock=time.process_time)
         yield Result(
             name=f"CPU time of a pass, tree / rows end to end ({name}; hidden 512, 4 layers)",
