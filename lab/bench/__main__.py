@@ -42,7 +42,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "base": ("lab.bench.base:run",),
     "adapters": ("lab.bench.adapters:run",),
     "packing": ("lab.bench.trainers:packing",),
-    "trees": ("lab.bench.trees:run",),
+    "trees": ("lab.bench.trees:run", "lab.bench.runs:shared.results"),
     "agreement": ("lab.bench.runs:agreement.results",),
     "layouts": ("lab.bench.runs:layouts.results",),
     "linear": ("lab.bench.runs:linear.results",),

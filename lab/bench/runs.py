@@ -180,6 +180,20 @@ def _of_seeds(name: str, runs: Runs) -> list[list[Row]]:
     return [runs[f"{name.rpartition('-')[0]}-{seed}"] for seed in SEEDS]
 
 
+def as_accurate(name: str, runs: Runs) -> Result:
+    """The accuracy that trees lose against rows end to end, in the mean of pairs of one seed."""
+    ends = {side: [runs[f"{side}-{seed}"][-1]["eval/accuracy"] for seed in PAIRS] for side in ("end to end", "tree")}
+    lost = [flat - tree for flat, tree in zip(ends["end to end"], ends["tree"], strict=True)]
+    half = T_95 * statistics.stdev(lost) / len(lost) ** 0.5
+    return Result(
+        name=f"accuracy after {STEPS} steps, rows end to end - tree, mean of {len(lost)} seeds",
+        value=statistics.mean(lost),
+        bar=0.02,
+        at_least=False,
+        parts={side: statistics.mean(each) for side, each in ends.items()} | {"95% interval, +-": half},
+    )
+
+
 def waits_little(name: str, runs: Runs) -> Result:
     """The share of a step that a reward takes which waits for each of its answers."""
     slow, plain = _steady(runs[name]), _steady(runs["plain"])
@@ -282,6 +296,8 @@ def _word(text: str) -> str:
 
 
 STEPS, SEEDS, WAIT_S = 60, (0, 1, 2), 0.2
+PAIRS, T_95 = (0, 1, 2, 3, 4), 2.776
+"""Seeds that two arms share, and Student's t of 95% for so many pairs."""
 _CHUNKS = {"rollout.chunked_prefill_size": 96, "rollout.prefix_cache": "true", "checkpoint.every": STEPS}
 _DEEP = {"run.steps": STEPS, "rollout.prompts_per_step": 16, "eval.problems": 64} | _CHUNKS
 _FEW = {"eval.every": 0, "eval.problems": 8}
@@ -391,6 +407,16 @@ def _asynchrony() -> list[Run]:
     ]
 
 
+def _shared() -> list[Run]:
+    """The demo with rows end to end and with trees, one seed after the other."""
+    sides = {"end to end": {"trainer.packing": "true"}, "tree": {"trainer.prefix_sharing": "true"}}
+    runs = [
+        Run(f"{side}-{seed}", {"run.seed": seed, "eval.every": 0, "eval.problems": 256, **keys}, (exact,))
+        for seed, (side, keys) in itertools.product(PAIRS, sides.items())
+    ]
+    return [*runs[:-1], replace(runs[-1], expect=(exact, as_accurate))]
+
+
 def _functions() -> list[Run]:
     """Costs of a user's functions: a reward that waits, and an environment of several turns."""
     few: dict[str, object] = {"run.steps": 12, **_FEW}
@@ -408,5 +434,6 @@ linear = WholeRuns(_linear)
 algorithms = WholeRuns(_algorithms, at_once=2)
 architectures = WholeRuns(_architectures, at_once=2)
 asynchrony = WholeRuns(_asynchrony)
+shared = WholeRuns(_shared, at_once=2)
 functions = WholeRuns(_functions)
 loop = WholeRuns(lambda: [Run("overhead", {"run.steps": 14, **_FEW}, (loop_overhead, cheap_proof))])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,50 +23,66 @@ from lab.bench.trainers import MODEL, medians, one_rank
 
 ROUNDS = 3
 SIDES: dict[str, dict[str, Any]] = {"rows end to end": {"packing": True}, "tree": {"prefix_sharing": True}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows that share prefixes, and the bar of a pass."""
+
+    groups: int
+    shared: int
+    """Tokens that a group's rows share."""
+    stretch: int
+    """Tokens of each branch."""
+    branches: tuple[int, ...]
+    """At each depth behind the shared tokens."""
+    bar: float
+
+
+LONG_PROMPT = "a group of 8, prompt of 512, answers of 64"
 CASES = {
-    "16 groups of 8, prompts of 10, answers of 12 (the demo's)": (16, 10, 12, [8], 0.75),
-    "a group of 8, prompt of 512, answers of 64": (1, 512, 64, [8], 0.3),
-    "an agent, 800 tokens, three turns of 60 that branch in two": (1, 800, 60, [1, 2, 2, 2], 0.25),
-    "64 rows of 128 without anything in common": (64, 128, 0, [], 1.03),
+    "16 groups of 8, prompts of 10, answers of 12 (the demo's)": Case(16, 10, 12, (8,), 0.75),
+    LONG_PROMPT: Case(1, 512, 64, (8,), 0.3),
+    "an agent, 800 tokens, three turns of 60 that branch in two": Case(1, 800, 60, (1, 2, 2, 2), 0.25),
+    "64 rows of 128 without anything in common": Case(64, 128, 0, (), 1.03),
 }
-"""Groups, tokens that all rows of a group share, tokens of a stretch behind them, branches at each depth; and the bar."""
 
 
-def batch_of(groups: int, shared: int, stretch: int, branches: list[int]) -> TokenBatch:
+def batch_of(case: Case) -> TokenBatch:
     """Rows of random tokens; those that are not shared are targets."""
     generator = torch.Generator().manual_seed(0)
     rows: list[list[int]] = []
 
-    def grow(row: list[int], left: list[int]) -> None:
+    def grow(row: list[int], left: tuple[int, ...]) -> None:
         if not left:
             rows.append(row)
         for _ in range(left[0] if left else 0):
-            more = torch.randint(6, MODEL.vocab, (stretch,), generator=generator).tolist()
+            more = torch.randint(6, MODEL.vocab, (case.stretch,), generator=generator).tolist()
             grow(row + more, left[1:])
 
-    for _ in range(groups):
-        grow(torch.randint(6, MODEL.vocab, (shared,), generator=generator).tolist(), branches)
+    for _ in range(case.groups):
+        grow(torch.randint(6, MODEL.vocab, (case.shared,), generator=generator).tolist(), case.branches)
     tokens = torch.tensor(rows)
-    mask = torch.arange(tokens.shape[1]).expand(tokens.shape) >= (shared if branches else 1)
+    mask = torch.arange(tokens.shape[1]).expand(tokens.shape) >= (case.shared if case.branches else 1)
     return TokenBatch(tokens, torch.full((len(rows),), tokens.shape[1]), mask)
 
 
 def run() -> Iterator[Result]:
     """A pass forward and backward; and a pass's peak where that has a bar."""
-    for name, (*sizes, bar) in CASES.items():
-        batch = batch_of(*sizes)
+    for name, case in CASES.items():
+        batch = batch_of(case)
         objective = SftObjective.of(batch)
         laid = TreeMicroBatch.of(batch, list(range(batch.rows)), 1).real
         with one_rank() as make:
             made = {side: make(batch.width, micro_batch_tokens=1 << 16, **keys) for side, keys in SIDES.items()}
             done = [trainer.forward_backward(batch, objective) for trainer in made.values()]
             logprobs = [each.result.logprobs[torch.tensor(each.rows).argsort()] for each in done]
-            passes = {side: lambda t=trainer: t.forward_backward(batch, objective) for side, trainer in made.items()}
+            passes = {side: partial(trainer.forward_backward, batch, objective) for side, trainer in made.items()}
             times = interleaved(passes, ROUNDS, clock=time.process_time)
         yield Result(
             name=f"CPU time of a pass, tree / rows end to end ({name}; hidden 512, 4 layers)",
             value=median_ratio(times["tree"], times["rows end to end"]),
-            bar=bar,
+            bar=case.bar,
             at_least=False,
             parts={
                 **medians(times),
@@ -73,10 +91,9 @@ def run() -> Iterator[Result]:
                 "log-probabilities that differ": int((logprobs[0] != logprobs[1]).sum()),
             },
         )
-    name = list(CASES)[1]
-    peaks = {side: _peak(1, side) for side in SIDES}
+    peaks = {side: _peak(side) for side in SIDES}
     yield Result(
-        name=f"peak memory of a pass, tree / rows end to end ({name}; hidden 512, 4 layers)",
+        name=f"peak memory of a pass, tree / rows end to end ({LONG_PROMPT}; hidden 512, 4 layers)",
         value=peaks["tree"] / peaks["rows end to end"],
         bar=0.5,
         at_least=False,
@@ -84,17 +101,16 @@ def run() -> Iterator[Result]:
     )
 
 
-def _peak(case: int, side: str) -> float:
+def _peak(side: str) -> float:
     """Bytes that a pass adds to a process of its own at its peak."""
-    command = [sys.executable, "-m", "lab.bench.trees", str(case), side]
+    command = [sys.executable, "-m", "lab.bench.trees", side]
     done = subprocess.run(command, env=os.environ | GIVES_BACK, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def _one(case: int, side: str) -> float:
-    *sizes, _ = list(CASES.values())[case]
+def _one(side: str) -> float:
     with one_rank(compiled=False) as make:
-        batch = batch_of(*sizes)
+        batch = batch_of(CASES[LONG_PROMPT])
         trainer = make(batch.width, micro_batch_tokens=1 << 16, **SIDES[side])
         for each in (batch.select([0]), batch):  # the first makes what is made once and for all
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -105,4 +121,4 @@ def _one(case: int, side: str) -> float:
 
 
 if __name__ == "__main__":
-    print(_one(int(sys.argv[1]), sys.argv[2]))
+    print(_one(sys.argv[1]))

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8rl.diagnose.audit.audit_report import differences_of
+from fp8rl.diagnose.audit.watch import watch_step
+from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.sampling import Truncation
@@ -20,7 +23,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
 from fp8rl.trainer.step.trees import TreeMicroBatch, plan_trees, token_keys
-from tests.support.batches import random_routes
+from tests.support.batches import cross_entropy, random_routes
 from tests.support.models import VOCAB
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
@@ -55,7 +58,8 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str
     }
     if objective.entropy is not None and len(objective.entropy) == batch.rows:  # of the one micro-batch
         found["entropy"] = objective.entropy[order]
-    return found, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+    trained = ((name, p) for name, p in trainer.model.named_parameters() if p.requires_grad)
+    return found, {name: p.main_grad.clone() for name, p in trained}
 
 
 def drawn(batch: TokenBatch) -> TokenBatch:
@@ -246,3 +250,26 @@ def test_no_layout_changes_a_bit(
     assert sorted(found) == list(range(batch.rows))
     real = batch.real_tokens()
     assert all(torch.equal(values[: batch.width][real[row]], wanted[row][real[row]]) for row, values in found.items())
+
+
+@pytest.mark.slow
+def test_every_op_is_placed_and_in_the_format_that_is_planned(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer, batch = make_trainer(moe_path, "fp8", prefix_sharing=True), groups(20, 12, count=1)
+    sightings = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, trainer.config)
+    assert differences_of(sightings) == [] and "softmax.reduction" in {each.key for each in sightings}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["separate", "merged"])
+def test_adapters_change_no_bit(moe_path: Path, make_trainer: MakeTrainer, mode: str) -> None:
+    """After a step, for their second factor is zero before it."""
+    batch, found = drawn(conversations()), []
+    for keys in ({"packing": True}, {"prefix_sharing": True}):
+        adapter = AdapterSection(mode=mode, rank=8, alpha=16)
+        trainer = make_trainer(moe_path, "fp8", adapter=adapter, micro_batch_tokens=ALONE, **keys)
+        for index, (name, parameter) in enumerate(trainer.model.named_parameters()):
+            if "adapter" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(index))
+        trainer.weights_changed()
+        found.append(of_real_tokens(passed(trainer, batch)[0], batch))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
