@@ -167,7 +167,8 @@ def _micro_batches(config: TrainerSection, multiple: int, longest: int, truncati
     for rows, tokens in (*((rows, n * multiple) for rows, n in _SHORT), whole):
         lengths, mask = torch.full((rows,), tokens), torch.ones(rows, tokens, dtype=torch.bool)
         mask[:, 0] = False
-        batch = TokenBatch(torch.zeros(rows, tokens, dtype=torch.int64), lengths, mask, 1.0, truncation=truncation)
+        numbers = torch.arange(rows)[:, None].repeat(1, tokens)  # a tree of rows that share nothing is as large as they
+        batch = TokenBatch(numbers, lengths, mask, 1.0, truncation=truncation)
         with mock.patch.object(device, "current", lambda: device.CPU):
             made = form_of(config).of(batch, list(range(rows)), multiple)
         yield _on_meta(made)

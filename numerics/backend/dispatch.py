@@ -21,7 +21,7 @@ Kernels = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class AttentionProbe:
-    """Attention over one tensor of keys, which has the values in it: three ops, by where the keys lie."""
+    """Attention over one tensor of keys, which has the values in it: its ops, by where the keys lie."""
 
     name: str
     queries: tuple[int, ...]
@@ -34,6 +34,8 @@ class AttentionProbe:
     """Over rows end to end, as `numerics.ops.packed_attention`."""
     paged: Callable[..., Any]
     """Over the slots of a cache, as `numerics.ops.paged_attention`."""
+    tree: Callable[..., Any] | None = None
+    """Over the paths of a prefix tree, as `numerics.ops.tree_attention`, if there is such an op."""
     values: int = 0
     """The leading numbers of a key that are its value, which the ops are given in place of values; 0: they take
     values."""

@@ -22,7 +22,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes
 from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
-from fp8rl.numerics.ops import ExpertWeights, Fused, HeadNorms, LowRank, NewSlots
+from fp8rl.numerics.ops import ExpertWeights, Fused, HeadNorms, LowRank, NewSlots, TokenTree
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from fp8rl.numerics.ops.experts import adapted_grouped_linear, routed_in_steps
 from fp8rl.numerics.ops.grouped import grouped_linear
@@ -42,6 +42,7 @@ _ATTENTION = AttentionProbe(
     whole=ops.attention,
     packed=ops.packed_attention,
     paged=ops.paged_attention,
+    tree=ops.tree_attention,
 )
 
 
@@ -357,10 +358,13 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
     """Compare attention of the newest tokens of a sequence, q, with attention in other batches.
 
     The others are single queries over just the keys that they see, the paged op, and, if q holds all tokens, sequences
-    that lie end to end.
+    that lie end to end and a tree of both, which are given a common beginning.
     """
     length = kv.shape[1]
-    oldest = length - q.shape[1]
+    oldest, common = length - q.shape[1], KEY_SPLIT + 33
+    if not oldest:
+        q, kv = q.clone(), kv.clone()
+        q[1, :common], kv[1, :common] = q[0, :common], kv[0, :common]
     positions = torch.arange(oldest, length, device=q.device).expand(q.shape[0], -1)
     whole = probe.attend(probe.whole, q, kv, positions)
     # Slot 0 of the cache is nobody's; sequence b's keys lie backwards in the rest.
@@ -380,6 +384,10 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
         queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
         if not _same(probe.attend(probe.packed, queries, keys, lengths), expected):
             return False
+        queries, keys, expected = (torch.cat([x[0], x[1, common:]]) for x in (q, kv, whole))
+        tree = _of_two(length, common, q.device)
+        if probe.tree is not None and not _same(probe.attend(probe.tree, queries, keys, tree), expected):
+            return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return _same(paged(oldest, length), whole) and all(
         _same(
@@ -389,4 +397,21 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
         and _same(paged(t, t + 1), whole[:, i : i + 1])
         for t in (*ends, length - 1)
         if 0 <= (i := t - oldest) < q.shape[1]
+    )
+
+
+def _of_two(length: int, common: int, device: torch.device) -> TokenTree:
+    """Return the tree of two rows of `length` tokens that have the first `common` ones in common."""
+    tokens = 2 * length - common
+    first = torch.arange(length, device=device)
+    second = torch.cat((first[:common], torch.arange(length, tokens, device=device)))
+    end = torch.full((tokens,), tokens, device=device)
+    end[common:length] = length
+    return TokenTree(
+        new=torch.tensor([length, length - common], device=device),
+        lengths=torch.tensor([length, length], device=device),
+        table=torch.stack((first, second)),
+        end=end,
+        flat=torch.cat((first, second)),
+        first=torch.cat((first, length + torch.arange(common, length, device=device))),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.linear import FEWEST_ROWS
+
+if TYPE_CHECKING:
+    from fp8rl.numerics.ops.trees import TokenTree
 
 KEY_SPLIT = 128
 KEY_CHUNK = 1024
@@ -42,6 +45,9 @@ class AttentionInputs:
     lengths: Tensor | None = None
     """int64, of sequences that lie end to end in a batch of one, whose queries and keys are the same tokens; None: each
     row is a sequence. The torch definitions know the latter alone."""
+    tree: TokenTree | None = None
+    """Of the tokens that are queries and keys of a batch of one; positions are then their places in its layout. The
+    torch definitions know no tree."""
 
 
 @op

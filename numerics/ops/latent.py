@@ -190,6 +190,7 @@ PROBES = Probes(
         whole=latent_attention,
         packed=packed_latent_attention,
         paged=paged_latent_attention,
+        tree=tree_latent_attention,
         values=64,
     ),
 )

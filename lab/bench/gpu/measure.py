@@ -56,6 +56,8 @@ class Sizes:
     batch: int
     """Sequences of a training step, each of `length` tokens."""
     length: int
+    group: tuple[int, int, int]
+    """Tokens of a prompt, its answers, and tokens of each."""
     decoded: tuple[int, ...]
     """Rows of a decode step, each over up to `context` keys."""
     context: int
@@ -96,6 +98,7 @@ class Sizes:
             exact=Layers(2, 2048, 32, 4, 16, 8, 768, 4096),
             batch=4,
             length=4096,
+            group=(512, 8, 64),
             decoded=(1, 2, 4, 8, 16, 32, 64, 128, 256),
             context=1024,
             vocabulary=151_936,
@@ -121,6 +124,7 @@ class Sizes:
             exact=small,
             batch=2,
             length=16,
+            group=(20, 3, 5),
             decoded=(1, 3),
             context=5,
             vocabulary=300,

@@ -1,1 +1,1 @@
-"""Attention over contiguous rows, rows end to end and a paged cache, with its gradients."""
+"""Attention over contiguous rows, rows end to end, prefix trees and a paged cache, with its gradients."""

@@ -48,6 +48,13 @@ def find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constex
     return sequence, longest_first, tl.sum(tl.where(before, new, 0), 0), tl.sum(tl.where(own, new, 0), 0)
 
 
+@triton.jit
+def key_slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
+    """Offsets of the keys from `start` on: those in the table if keys lie in slots."""
+    key = start + tl.arange(0, KEYS)
+    return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
+
+
 PART_BYTES = 256 << 20
 """The most that parts may take. Rows that would need more are many enough to fill a GPU by themselves."""
 PROGRAMS = 528

@@ -34,6 +34,7 @@ from fp8rl.numerics.kernels.attention.backward import (
 from fp8rl.numerics.kernels.attention.chunks import (
     divided,
     find_sequence,
+    key_slots,
     merge_chunk,
     merge_parts,
     no_keys,
@@ -42,6 +43,7 @@ from fp8rl.numerics.kernels.attention.chunks import (
 )
 from fp8rl.numerics.kernels.products.tiles import SHORT, TALL, tile_height, warps
 from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs
+from fp8rl.numerics.ops.trees import TokenTree
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 
@@ -55,8 +57,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) 
     Raises:
         UserError: another dtype, or a head size that is no power of two from 16 to 256.
     """
-    _check(q, k, v)
-    return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, None, scale)
+    check(q, k, v)
+    return Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -64,32 +66,41 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
 
     Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
     """
-    _check(q, k, v)
+    check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
-    return _Attention.apply(*rows, positions_of(lengths, len(q))[None], lengths.contiguous(), scale)[0]
+    return Attention.apply(*rows, positions_of(lengths, len(q))[None], scale, lengths.contiguous())[0]
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
+    """`attention` of the fields of `AttentionInputs`."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor | None, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        scale: float,
+        lengths: Tensor | None = None,
+        tree: TokenTree | None = None,
     ) -> Tensor:
-        out, logsumexp = attend(AttentionInputs(q, k, v, positions, scale, lengths))
+        out, logsumexp = attend(AttentionInputs(q, k, v, positions, scale, lengths, tree))
         ctx.save_for_backward(q, k, v, positions, lengths, out, logsumexp)
-        ctx.scale = scale
+        ctx.scale, ctx.tree = scale, tree
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, positions, lengths, out, logsumexp = ctx.saved_tensors
-        inputs, dout = AttentionInputs(q, k, v, positions, ctx.scale, lengths), dense_rows(grads[0])
+        inputs, dout = AttentionInputs(q, k, v, positions, ctx.scale, lengths, ctx.tree), dense_rows(grads[0])
         dq, delta = attention_dq(dout, inputs, out, logsumexp)
-        return dq, *attention_dkv(dout, inputs, logsumexp, delta), None, None, None
+        return dq, *attention_dkv(dout, inputs, logsumexp, delta), None, None, None, None
 
 
 def attention_forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """See `numerics.ops.attention.attention_forward`; the result is rounded, the logarithm that of `attention_dq`."""
-    _check(inputs.q, inputs.k, inputs.v)
+    check(inputs.q, inputs.k, inputs.v)
     out, logsumexp = attend(inputs)
     return out, out, logsumexp
 
@@ -100,22 +111,21 @@ def attend(inputs: AttentionInputs, tail: int = 0) -> tuple[Tensor, Tensor]:
     tail: `TAIL` of the kernel; v is then the first channels of k.
     """
     q, k, v = (dense_rows(x) for x in (inputs.q, inputs.k, inputs.v))
-    (batch, length, heads, _), dim, lengths = q.shape, v.shape[3], inputs.lengths
+    (batch, length, heads, _), dim = q.shape, v.shape[3]
     out = torch.empty(*q.shape[:3], dim, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     group, height = heads // k.shape[2], SHORT if tail else TALL
-    form, sequences = (CONTIGUOUS, batch) if lengths is None else (PACKED, len(lengths))
-    where = inputs.positions if lengths is None else lengths
-    _forward_kernel[tiles_of(length * group, height, lengths), k.shape[2], batch](
-        *(q, k, v, out, logsumexp, inputs.positions, where, where, where, out, out, out),
-        *(
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *(inputs.positions.stride() if lengths is None else (0, 1)),
-        ),
+    form, places, new, lengths = CONTIGUOUS, inputs.positions, inputs.lengths, inputs.lengths
+    if inputs.lengths is not None:
+        form = PACKED
+    if inputs.tree is not None:  # whose tokens are the slots of a cache
+        form, places, new, lengths = PAGED, inputs.tree.table, inputs.tree.new, inputs.tree.lengths
+    sequences, longest = batch if new is None else len(new), places.shape[1] if form == PAGED else k.shape[1]
+    _forward_kernel[tiles_of(length * group, height, new), k.shape[2], batch](
+        *(q, k, v, out, logsumexp, places, None, new, lengths, None, None, None),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *places.stride()),
         *(sequences, length, k.shape[1], heads, inputs.scale * LOG2_E),
-        **_constants(form, packed_constant(lengths) or 1, group, dim, height, k.shape[1], tail),
+        **_constants(form, packed_constant(new) or 1, group, dim, height, longest, tail),
     )
     return out, logsumexp
 
@@ -135,7 +145,7 @@ def paged_attention(
     Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, over as
     many keys as the table is wide, and programs that find nothing to do leave at once.
     """
-    _check(q, k_cache, v_cache)
+    check(q, k_cache, v_cache)
     return attend_paged(q, k_cache, v_cache, table, requests, new, lengths, scale)
 
 
@@ -164,9 +174,9 @@ def attend_paged(
     most_tiles = tokens * group // height + sequences
     longest, tiles = table.shape[1], most_tiles * k_cache.shape[1]
     parts = parts_of(out, k_cache.shape[1], longest, tiles)
-    left = (parts.outs, parts.peaks, parts.totals) if parts else (out, out, out)
+    left = (parts.outs, parts.peaks, parts.totals) if parts else (None, None, None)
     _forward_kernel[most_tiles, k_cache.shape[1], parts.programs if parts else 1](
-        *(q, k_cache, v_cache, out, out, table, requests, new, lengths, *left),
+        *(q, k_cache, v_cache, out, None, table, requests, new, lengths, *left),
         *(0, *q.stride()[:2], 0, *k_cache.stride()[:2], 0, *v_cache.stride()[:2], *table.stride()),
         *(sequences, tokens, 0, heads, scale * LOG2_E),
         **_constants(
@@ -196,7 +206,7 @@ def check_dtypes(*tensors: Tensor) -> None:
         raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise UserError unless the kernels know these dtypes and head sizes."""
     dim = q.shape[-1]
     check_dtypes(q, k, v)
@@ -209,7 +219,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise user_error("attention", found=found, expected=expected, remedy="Check the model's head counts.")
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, positions_ptr, requests_ptr, new_ptr, lengths_ptr,
     outs_ptr, peaks_ptr, totals_ptr,
@@ -219,7 +229,8 @@ def _forward_kernel(
     D: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: of each
-    query; of a paged cache the table [rows, max].
+    query; of a paged cache the table [rows, max]. requests_ptr: the rows of the table, or None for one after the other.
+    logsumexp_ptr: None where no gradient is asked for.
 
     TAIL: channels that a key has behind the D of its value, which is a part of it (`latent`); 0: values are apart.
     CHUNKED: there may be more keys than a chunk's. SPREAD: every program takes some of the chunks, and leaves a part of
@@ -240,7 +251,8 @@ def _forward_kernel(
             return
         keys = tl.load(lengths_ptr + sequence).to(tl.int32)
         if PAGED:
-            positions_ptr += tl.load(requests_ptr + sequence).to(tl.int64) * positions_row
+            request = sequence if requests_ptr is None else tl.load(requests_ptr + sequence)
+            positions_ptr += request.to(tl.int64) * positions_row
         else:
             q_ptr += first.to(tl.int64) * q_token
             k_ptr += first.to(tl.int64) * k_token
@@ -292,7 +304,7 @@ def _forward_kernel(
     if not SPREAD:
         result, total = divided(out, total)
         tl.store(out_ptr + where[:, None] * D + column[None, :], cast(result, tl.bfloat16), mask=stored[:, None])
-        if not PAGED:
+        if logsumexp_ptr is not None:
             tl.store(logsumexp_ptr + where, tl.fma(peak, scale, tl.log2(total)), mask=stored)
 
 
@@ -304,7 +316,7 @@ def _attend_chunk(
     """Peak, total and out of the rows over the keys first to stop of one chunk."""
     peak, total, out = no_keys(q.shape[0], D)
     whole = tl.minimum(tl.maximum(whole, first), stop // KEYS * KEYS)
-    slot = _slots(table_ptr, first, keys, table_column, PAGED, KEYS)
+    slot = key_slots(table_ptr, first, keys, table_column, PAGED, KEYS)
     for MASKED in tl.static_range(2):
         for start in tl.range(whole if MASKED else first, stop if MASKED else whole, KEYS, disable_licm=TAIL > 0):
             peak, total, out = _merge_split(
@@ -312,15 +324,8 @@ def _attend_chunk(
                 MASKED, KEYS, D, TAIL,
             )  # fmt: skip
             # The next split's, ahead of its keys, whose loads would wait for them.
-            slot = _slots(table_ptr, start + KEYS, keys, table_column, PAGED, KEYS)
+            slot = key_slots(table_ptr, start + KEYS, keys, table_column, PAGED, KEYS)
     return peak, total, out
-
-
-@triton.jit
-def _slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
-    """Offsets of the keys from `start` on: in a paged cache those in the table."""
-    key = start + tl.arange(0, KEYS)
-    return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
 
 
 @triton.jit

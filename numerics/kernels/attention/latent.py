@@ -16,10 +16,20 @@ from torch import Tensor
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.kernels.arithmetic import cast, dense_rows, dot
-from fp8rl.numerics.kernels.attention.backward import LOG2_E, first_query_at, packed_constant, stages_of, tiles_of
-from fp8rl.numerics.kernels.attention.chunks import find_sequence, positions_of
+from fp8rl.numerics.kernels.attention.backward import (
+    LOG2_E,
+    Places,
+    first_query_at,
+    packed_constant,
+    places_of_keys,
+    places_of_queries,
+    stages_of,
+    tiles_of,
+)
+from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
 from fp8rl.numerics.ops.attention import AttentionInputs
+from fp8rl.numerics.ops.trees import TokenTree
 
 
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
@@ -28,15 +38,15 @@ def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scal
     Raises:
         UserError: another dtype than BF16, or a rank or a rotated part that is no power of two.
     """
-    _check(q, rows, rank)
-    return _Latent.apply(dense_rows(q), dense_rows(rows), positions, None, rank, scale)
+    check_latent(q, rows, rank)
+    return Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
 
 
 def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
     """`numerics.ops.packed_latent_attention`."""
-    _check(q, rows, rank)
+    check_latent(q, rows, rank)
     positions = positions_of(lengths, len(q))[None]
-    return _Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, lengths.contiguous(), rank, scale)[0]
+    return Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, rank, scale, lengths.contiguous())[0]
 
 
 def paged_latent_attention(
@@ -50,31 +60,40 @@ def paged_latent_attention(
     scale: float,
 ) -> Tensor:
     """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
-    _check(q, cache, rank)
+    check_latent(q, cache, rank)
     keys = cache.unsqueeze(1)
     return attend_paged(q, keys, keys[..., :rank], table, requests, new, lengths, scale, cache.shape[-1] - rank)
 
 
-class _Latent(torch.autograd.Function):
+class Latent(torch.autograd.Function):
+    """`latent_attention`; the rest as `forward.Attention`."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, rows: Tensor, positions: Tensor, lengths: Tensor | None, rank: int, scale: float
+        ctx: Any,
+        q: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        rank: int,
+        scale: float,
+        lengths: Tensor | None = None,
+        tree: TokenTree | None = None,
     ) -> Tensor:
         keys = rows.unsqueeze(2)
-        inputs = AttentionInputs(q, keys, keys[..., :rank], positions, scale, lengths)
+        inputs = AttentionInputs(q, keys, keys[..., :rank], positions, scale, lengths, tree)
         out, logsumexp = attend(inputs, rows.shape[-1] - rank)
         ctx.save_for_backward(q, rows, positions, lengths, out, logsumexp)
-        ctx.scale, ctx.rank = scale, rank
+        ctx.scale, ctx.rank, ctx.tree = scale, rank, tree
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, rows, positions, lengths, out, logsumexp = ctx.saved_tensors
-        inputs = AttentionInputs(q, rows, rows[..., : ctx.rank], positions, ctx.scale, lengths)
-        return *_gradients(grads[0], inputs, out, logsumexp), None, None, None, None
+        inputs = AttentionInputs(q, rows, rows[..., : ctx.rank], positions, ctx.scale, lengths, ctx.tree)
+        return *_gradients(grads[0], inputs, out, logsumexp), None, None, None, None, None
 
 
-def _check(q: Tensor, rows: Tensor, rank: int) -> None:
+def check_latent(q: Tensor, rows: Tensor, rank: int) -> None:
     """Raise UserError unless the kernels know these dtypes and sizes."""
     check_dtypes(q, rows)
     tail = rows.shape[-1] - rank
@@ -106,7 +125,6 @@ def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp:
     dout, result BF16 [B, Q, heads, D]. logsumexp: as in `backward.attention_dq`.
     """
     q, k, dout = (dense_rows(x) for x in (inputs.q, inputs.k, dout))
-    positions, lengths = inputs.positions, inputs.lengths
     (batch, queries, heads, channels), dim = q.shape, dout.shape[3]
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     delta = torch.empty_like(logsumexp)
@@ -114,14 +132,13 @@ def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp:
         *(dout, result, delta, *dout.stride()[:3], queries, heads), D=dim, ROWS=_TAKEN
     )
 
-    def launch(kernel: Any, tiles: int, gradient: Tensor, rows: int, keys: int) -> None:
-        kernel[tiles, batch](
-            *(q, k, dout, logsumexp, delta, positions, positions if lengths is None else lengths),
-            *(0 if lengths is None else len(lengths), gradient),
-            *(*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3]),
-            *(positions.stride() if lengths is None else (0, 1)),
+    def launch(kernel: Any, held: int, where: Places, gradient: Tensor, rows: int, keys: int) -> None:
+        positions, new, _ = where
+        kernel[tiles_of(held, _HELD, new), batch](
+            *(q, k, dout, logsumexp, delta, *where, 0 if new is None else len(new), gradient),
+            *(*q.stride()[:3], *k.stride()[:2], *dout.stride()[:3], *positions.stride()),
             *(queries, k.shape[1], inputs.scale * LOG2_E, inputs.scale),
-            PACKED=packed_constant(lengths),
+            PACKED=packed_constant(new),
             HEADS=heads,
             D=dim,
             TAIL=channels - dim,
@@ -131,8 +148,8 @@ def _gradients(dout: Tensor, inputs: AttentionInputs, result: Tensor, logsumexp:
             num_stages=stages_of(dim, channels - dim),
         )
 
-    launch(_dq_kernel, tiles_of(queries * heads, _HELD, lengths), dq, _HELD, _TAKEN)
-    launch(_dk_kernel, tiles_of(k.shape[1], _HELD, lengths), dk, _TAKEN, _HELD)
+    launch(_dq_kernel, queries * heads, places_of_queries(inputs), dq, _HELD, _TAKEN)
+    launch(_dk_kernel, k.shape[1], places_of_keys(inputs), dk, _TAKEN, _HELD)
     return dq, dk
 
 
@@ -151,31 +168,39 @@ def _delta_kernel(
     tl.store(delta_ptr + where, tl.sum(dout.to(tl.float32) * result.to(tl.float32), 1), mask=exists)
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _dq_kernel(
-    q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dq_ptr,
+    q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, new_ptr, paths_ptr, sequences, dq_ptr,
     q_batch, q_token, q_head, k_batch, k_token, dout_batch, dout_token, dout_head, positions_row, positions_column,
     queries, keys, exp2_scale, scale,
     PACKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """PACKED: as in `backward`. HEADS: of a token, one after the other; all share its keys."""
+    """PACKED and pointers: as in `backward`. HEADS: of a token, one after the other; all share its keys."""
+    PAGED: tl.constexpr = paths_ptr is not None
     sequence = tl.program_id(1).to(tl.int64)
     if PACKED:
-        place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, HEADS, ROWS)
+        place, tile, first, queries = find_sequence(new_ptr, sequences, PACKED, HEADS, ROWS)
         if place >= sequences:
             return
-        keys, first = queries, first.to(tl.int64)
+        keys, first = tl.load(paths_ptr + place).to(tl.int32) if PAGED else queries, first.to(tl.int64)
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
     q_ptr += first * q_token if PACKED else sequence * q_batch
-    k_ptr += first * k_token if PACKED else sequence * k_batch
     dout_ptr += first * dout_token if PACKED else sequence * dout_batch
-    positions_ptr += first if PACKED else sequence * positions_row
+    if PAGED:
+        positions_ptr += place.to(tl.int64) * positions_row
+    else:
+        k_ptr += first * k_token if PACKED else sequence * k_batch
+        positions_ptr += first if PACKED else sequence * positions_row
     last = queries * HEADS - 1  # rows beyond it repeat it, and are not stored
     row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), last)
-    position = tl.load(positions_ptr + (row // HEADS).to(tl.int64) * positions_column).to(tl.int32)
+    query = row // HEADS
+    if PAGED:
+        position = keys - queries + query
+    else:
+        position = tl.load(positions_ptr + query.to(tl.int64) * positions_column).to(tl.int32)
     logsumexp, delta = tl.load(logsumexp_ptr + first * HEADS + row), tl.load(delta_ptr + first * HEADS + row)
     column, tail = tl.arange(0, D)[None, :], D + tl.arange(0, TAIL)[None, :]
     of_query = (tl.arange(0, 2 * ROWS) % 2 == 0)[:, None]
@@ -184,10 +209,11 @@ def _dq_kernel(
 
     dq = tl.zeros((ROWS, D), tl.float32)
     dq_tail = tl.zeros((ROWS, TAIL), tl.float32)
+    slot = key_slots(positions_ptr, 0, keys, positions_column, PAGED, KEYS)
     for start in tl.range(0, tl.minimum(tl.max(position) + 1, keys), KEYS, disable_licm=True):
         key = start + tl.arange(0, KEYS)
         exists = (key < keys)[:, None]
-        k_row = k_ptr + (key.to(tl.int64) * k_token)[:, None]
+        k_row = k_ptr + (slot.to(tl.int64) * k_token)[:, None]
         k, k_tail = tl.load(k_row + column, mask=exists, other=0.0), tl.load(k_row + tail, mask=exists, other=0.0)
         products = dot(both, tl.trans(k), tl.zeros((2 * ROWS, KEYS), tl.float32))
         products = dot(both_tail, tl.trans(k_tail), products)
@@ -197,6 +223,7 @@ def _dq_kernel(
         dscores = cast(weights * (dweights - delta[:, None]), tl.bfloat16)
         dq = dot(dscores, k, dq)
         dq_tail = dot(dscores, k_tail, dq_tail)
+        slot = key_slots(positions_ptr, start + KEYS, keys, positions_column, PAGED, KEYS)
     place = tl.arange(0, ROWS)[:, None]
     dq_ptr += (first * HEADS + tile * ROWS) * (D + TAIL)
     stored = tile * ROWS + place <= last
@@ -204,9 +231,9 @@ def _dq_kernel(
     tl.store(dq_ptr + (place * (D + TAIL) + tail), cast(dq_tail * scale, tl.bfloat16), mask=stored)
 
 
-@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
+@triton.jit(do_not_specialize=["positions_row", "sequences", "queries", "keys"])
 def _dk_kernel(
-    q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dk_ptr,
+    q_ptr, k_ptr, dout_ptr, logsumexp_ptr, delta_ptr, positions_ptr, new_ptr, end_ptr, sequences, dk_ptr,
     q_batch, q_token, q_head, k_batch, k_token, dout_batch, dout_token, dout_head, positions_row, positions_column,
     queries, keys, exp2_scale, scale,
     PACKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
@@ -214,7 +241,7 @@ def _dk_kernel(
 ):  # fmt: skip
     sequence = tl.program_id(1).to(tl.int64)
     if PACKED:
-        place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, 1, KEYS)
+        place, tile, first, queries = find_sequence(new_ptr, sequences, PACKED, 1, KEYS)
         if place >= sequences:
             return
         keys, first = queries, first.to(tl.int64)
@@ -238,7 +265,11 @@ def _dk_kernel(
     dk = tl.zeros((KEYS, D), tl.float32)
     dk_tail = tl.zeros((KEYS, TAIL), tl.float32)
     begin = first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * HEADS // ROWS * ROWS
-    for start in tl.range(begin, queries * HEADS, ROWS, disable_licm=True):
+    stop = queries
+    if end_ptr is not None:
+        end = tl.load(end_ptr + key, mask=key < keys, other=0).to(tl.int32)
+        stop = tl.max(end, 0)
+    for start in tl.range(begin, stop * HEADS, ROWS, disable_licm=True):
         row = start + tl.arange(0, ROWS)
         real = row <= last
         query = (row // HEADS).to(tl.int64)
@@ -251,7 +282,10 @@ def _dk_kernel(
         products = dot(k_tail, tl.trans(both_tail), products)
         scores, dweights = tl.split(tl.reshape(products, (KEYS, ROWS, 2)))
         weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[None, :]))
-        weights = tl.where(key[:, None] <= position[None, :], weights, 0.0)
+        seen = key[:, None] <= position[None, :]
+        if end_ptr is not None:
+            seen &= position[None, :] < end[:, None]
+        weights = tl.where(seen, weights, 0.0)
         dscores = weights * (dweights - delta[None, :]) * scale
         factors = cast(tl.reshape(tl.join(dscores, weights), (KEYS, 2 * ROWS)), tl.bfloat16)
         dk = dot(factors, both, dk)

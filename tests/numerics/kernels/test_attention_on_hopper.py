@@ -4,12 +4,14 @@ import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # 20 kernels to compile
+pytestmark = pytest.mark.slow  # 24 kernels to compile
 
 SCRIPT = """
 import torch
 from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
+from fp8rl.numerics.kernels.attention.trees import tree_attention
+from fp8rl.numerics.ops import TokenTree
 from tests.support.hopper import compiled_only
 
 def tensor(*shape):
@@ -23,6 +25,11 @@ with compiled_only() as found:
             out.sum().backward()
     k = tensor(2048, 2, 128)
     packed_attention(tensor(2048, 16, 128), k, k, torch.full((16,), 128), 0.1).sum().backward()
+    each, all_tokens = torch.full((16,), 128), torch.zeros(2048).long()
+    for longest in (640, 2048):
+        tree = TokenTree(each, each, torch.zeros(16, longest).long(), *[all_tokens] * 3)
+        out = tree_attention(tensor(2048, 16, 128), k, k, tree, 0.1)
+    out.sum().backward()
     for tokens, sequences, heads, key_heads, longest in (
         (2048, 16, 16, 2, 1024), (3, 3, 5, 1, 1024), (8192, 16, 32, 4, 32768), (200, 2, 32, 4, 32768)
     ):
@@ -59,16 +66,16 @@ def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):
         assert not any(name.startswith("mma.sync") for name in kernel["instructions"])
         assert kernel["shared"] <= 227 * 1024 and not kernel["respilled"], kernel
         merged += [kernel["spilled"]] if kernel["spilled"] > 64 else []
-    assert len(merged) == 3 and max(merged) <= 328  # contiguous, packed, and the prefill of 8,192 tokens
+    assert len(merged) == 4 and max(merged) <= 344  # contiguous, packed, a tree, and the prefill of 8,192 tokens
 
 
-def test_contiguous_packed_and_paged_keys_are_summed_in_one_order(kernels):
+def test_contiguous_packed_and_paged_keys_and_trees_are_summed_in_one_order(kernels):
     """A row's weights are summed in the layout of the product. Were it another in one of the variants, the trainer's
     bits would not be the engine's; warps, each with 16 whole rows, is what all of them have: eight, or four in tiles of
     64 rows."""
     sums = [kernel["sums"] for kernel in named(kernels, "_forward_kernel")]
-    assert len(sums) == 12 and all(len(layouts) == 1 for layouts in sums)
-    for (layout,), warps in zip(sums, [8] * 8 + [4] * 4, strict=True):
+    assert len(sums) == 14 and all(len(layouts) == 1 for layouts in sums)
+    for (layout,), warps in zip(sums, [8] * 10 + [4] * 4, strict=True):
         assert "nvidia_mma" in layout and f"warpsPerCTA = [{warps}, 1]" in layout
         assert "instrShape = [16, 128, 16]" in layout
 
@@ -86,7 +93,7 @@ def test_the_next_step_is_copied_while_a_step_is_computed(kernels):
     likewise, of which those of the keys copy queries, their gradients and three numbers of each."""
     groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dkv_kernel": 5}
     loops = [(kernel, kernel["under_way"]) for kernel in kernels if kernel["name"] in groups]
-    assert len(loops) == 16 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
+    assert len(loops) == 20 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
 
 
 def test_decode_keeps_twice_what_the_memory_needs_under_way(kernels):

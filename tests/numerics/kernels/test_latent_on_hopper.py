@@ -4,13 +4,15 @@ import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # 17 kernels to compile
+pytestmark = pytest.mark.slow  # 20 kernels to compile
 
 SCRIPT = """
 import torch
 from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
+from fp8rl.numerics.kernels.attention.trees import tree_latent_attention
 from fp8rl.numerics.kernels.products.heads import head_linear
 from fp8rl.numerics.kernels.products.linear import weight_operand
+from fp8rl.numerics.ops import TokenTree
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.hopper import compiled_only
@@ -28,7 +30,9 @@ with compiled_only() as found:
     q, rows = tensor(2, 4096, 128, 576), tensor(2, 4096, 576)
     latent_attention(q, rows, torch.arange(4096).expand(2, -1), 512, 0.1).sum().backward()
     q, rows = tensor(2048, 20, 576), tensor(2048, 576)
-    packed_latent_attention(q, rows, torch.full((16,), 128), 512, 0.1).sum().backward()
+    each, table, every = torch.full((16,), 128), torch.zeros(16, 2048).long(), torch.zeros(2048).long()
+    packed_latent_attention(q, rows, each, 512, 0.1).sum().backward()
+    tree_latent_attention(q, rows, TokenTree(each, each, table, every, every, every), 512, 0.1).sum().backward()
     for held in (None, operand):
         head_linear(tensor(300, 16, 512), weight, held, 128, 128)
         head_linear(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True)
@@ -49,11 +53,11 @@ def test_decode_spills_next_to_nothing_and_runs_on_the_tensor_core(kernels):
     """Chunks of up to 32,768 keys are spread over programs."""
     attention = named(kernels, "_forward_kernel")
     decode, whole = attention[:3], attention[3:]
-    assert len(whole) == 2 and all(kernel["spilled"] <= 32 for kernel in decode)
+    assert len(whole) == 3 and all(kernel["spilled"] <= 32 for kernel in decode)
     for kernel in attention:  # those of `whole` merge chunks, and keep the sums of those before outside the loops
         assert kernel["shared"] <= 227 * 1024 and not kernel["respilled"]
         assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in kernel["instructions"]
-    assert [kernel["sums"] for kernel in attention] == [attention[0]["sums"]] * 5, "rows are summed in one order"
+    assert [kernel["sums"] for kernel in attention] == [attention[0]["sums"]] * 6, "rows are summed in one order"
 
 
 def test_a_step_over_32_keys_brings_each_of_their_bytes_once(kernels):
@@ -67,14 +71,14 @@ def test_the_next_step_is_copied_while_a_step_is_computed(kernels):
     five."""
     groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dk_kernel": 5}
     loops = [(kernel, kernel["under_way"]) for kernel in kernels if kernel["name"] in groups]
-    assert len(loops) == 9 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
+    assert len(loops) == 12 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
 
 
 def test_gradients_spill_next_to_nothing_and_run_on_the_tensor_core(kernels):
     """A step of the queries' gradient brings 16 keys; one of the rows' 16 queries, of 576 numbers, the gradients of
     their results, of 512 (and 64 zeros), and a position, two numbers of four bytes for some threads."""
     queries, rows = named(kernels, "_dq_kernel"), named(kernels, "_dk_kernel")
-    assert len(queries) == len(rows) == len(named(kernels, "_delta_kernel")) == 2
+    assert len(queries) == len(rows) == len(named(kernels, "_delta_kernel")) == 3
     for kernel in queries + rows + named(kernels, "_delta_kernel"):
         assert kernel["spilled"] <= 32 and not kernel["respilled"] and kernel["shared"] <= 227 * 1024, kernel
     for kernel in queries + rows:

@@ -61,6 +61,10 @@ q = torch.empty(1000, 16, HEAD, dtype=torch.bfloat16, device=META, requires_grad
 k = torch.empty(1000, 2, HEAD, dtype=torch.bfloat16, device=META, requires_grad=True)
 with using("triton"), launches() as packed:  # a tensor on meta cannot be read, as a wait for the device would
     ops.packed_attention(q, k, k, whole(9), 0.1).sum().backward()
+every_token = whole(1000)
+tree = ops.TokenTree(whole(9), whole(9), whole(9, 300), every_token, every_token, every_token)
+with using("triton"), launches() as shared:
+    ops.tree_attention(q, k, k, tree, 0.1).sum().backward()
 settings = torch.empty(256, device=META), whole(256), torch.empty(256, device=META)
 with using("triton"), launches() as cut:
     logits = whole(256, SHAPE.vocab, dtype=torch.bfloat16)
@@ -69,6 +73,7 @@ of_a_layer = two.total - one.total
 variants = {name: len(keys) for name, keys in every.variants.items()}
 beside, names = one.total - of_a_layer, one.torch | one.kernels
 found = {"layer": of_a_layer, "beside": beside, "names": names, "variants": variants, "packed": packed.kernels}
+found["tree"] = shared.kernels
 found["cut"] = {"kernels": cut.kernels, "torch": cut.torch}
 print(json.dumps(found))
 """
@@ -130,12 +135,9 @@ def test_batches_of_all_sizes_are_served_by_few_compiled_kernels(found: Any) -> 
     assert all(count <= 3 for name, count in found["variants"].items() if name not in by_size), found["variants"]
 
 
-def test_attention_of_rows_end_to_end_never_waits_for_the_device(found: Any) -> None:
-    assert found["packed"] == {
-        "forward._forward_kernel": 1,
-        "backward._dq_kernel": 1,
-        "backward._dkv_kernel": 1,
-    }
+def test_attention_of_rows_end_to_end_and_of_trees_never_waits_for_the_device(found: Any) -> None:
+    kernels = {"forward._forward_kernel": 1, "backward._dq_kernel": 1, "backward._dkv_kernel": 1}
+    assert found["packed"] == found["tree"] == kernels
 
 
 def test_top_p_top_k_and_min_p_add_few_launches_to_a_decode_step(found: Any) -> None:

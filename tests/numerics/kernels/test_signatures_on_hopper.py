@@ -15,10 +15,11 @@ from fp8rl.numerics.kernels import gated_delta, short_conv
 from fp8rl.numerics.kernels.attention import latent
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
+from fp8rl.numerics.kernels.attention.trees import tree_attention, tree_latent_attention
 from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from fp8rl.numerics.ops import AttentionInputs
+from fp8rl.numerics.ops import AttentionInputs, TokenTree
 from fp8rl.numerics.kernels.quantize import empty_blocks, empty_rows
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
@@ -35,7 +36,8 @@ def note(op, launch, *arguments):
     loops = [each.arithmetic for each in found if each.name not in ("_merge_kernel", "_delta_kernel")]
     variants.setdefault(op, []).extend(loops)
 
-variants, each = {}, torch.full((4,), 64)
+variants, each, rows_of_tree, every = {}, torch.full((4,), 64), torch.full((16,), 128), torch.zeros(2048).long()
+tree = TokenTree(rows_of_tree, rows_of_tree, torch.zeros(16, 2048, dtype=torch.int32), every, every, every)
 with compiled_only() as found:
     CALLS
 print(json.dumps(variants))
@@ -49,10 +51,11 @@ ATTENTION = """
     note(op, paged_attention, tensor(256, 32, 128), cache, cache, table, each, each.int(), each, 0.1)
     note(op, attention, tensor(1, 256, 32, 128), *[tensor(1, 256, 4, 128)] * 2, torch.zeros(1, 256).long(), 0.1)
     note(op, packed_attention, tensor(256, 32, 128), *[tensor(256, 4, 128)] * 2, each, 0.1)
+    note(op, tree_attention, tensor(2048, 32, 128), *[tensor(2048, 4, 128)] * 2, tree, 0.1)
 
-    for heads, lengths in ((32, None), (32, each), (4, each)):
+    for heads, lengths, tree in ((32, None, None), (32, each, None), (4, each, None), (32, None, tree)):
         q, k, sums = tensor(1, 256, heads, 128), tensor(1, 256, 4, 128), tensor(1, 256, heads, dtype=full)
-        inputs = AttentionInputs(q, k, k, torch.zeros(1, 256).long(), 0.1, lengths)
+        inputs = AttentionInputs(q, k, k, torch.zeros(1, 256).long(), 0.1, lengths, tree)
         note("gradient of queries", attention_dq, q, inputs, q, sums)
         note("gradients of keys and values", attention_dkv, q, inputs, sums, sums)
 """
@@ -63,10 +66,11 @@ LATENT = """
     q, rows, positions = tensor(1, 256, 128, 576), tensor(1, 256, 576), torch.zeros(1, 256).long()
     note(op, latent.latent_attention, q, rows, positions, 512, 0.1)
     note(op, latent.packed_latent_attention, tensor(256, 20, 576), tensor(256, 576), each, 512, 0.1)
+    note(op, tree_latent_attention, tensor(2048, 20, 576), tensor(2048, 576), tree, 512, 0.1)
 
-    for heads, lengths in ((128, None), (20, each)):
+    for heads, lengths, tree in ((128, None, None), (20, each, None), (20, None, tree)):
         q, out, sums = tensor(1, 256, heads, 576), tensor(1, 256, heads, 512), tensor(1, 256, heads, dtype=full)
-        inputs = AttentionInputs(q, rows, rows[..., :512], positions, 0.1, lengths)
+        inputs = AttentionInputs(q, rows, rows[..., :512], positions, 0.1, lengths, tree)
         note("gradients", latent._gradients, out, inputs, out, sums)
 """
 PRODUCTS = """
@@ -126,23 +130,24 @@ def equal(op, loops, count):
     return first
 
 
-@pytest.mark.slow  # 11 kernels to compile
+@pytest.mark.slow  # 14 kernels to compile
 def test_attention_and_its_gradients_add_up_in_one_order():
-    """Decode, of one head, prefill, contiguous, packed; gradients contiguous, packed, of one head."""
+    """Decode, of one head, prefill, contiguous, packed, a tree; gradients contiguous, packed, one head, a tree."""
     found = variants(ATTENTION)
-    loops = {op: equal(op, found[op], count) for op, count in zip(found, (5, 3, 3), strict=True)}
+    loops = {op: equal(op, found[op], count) for op, count in zip(found, (6, 4, 4), strict=True)}
     assert [len(each) for each in loops.values()] == [2, 2, 1]  # without a mask, and with one
     assert all(sum(loop.values()) > 100 for each in loops.values() for loop in each)
 
 
-@pytest.mark.slow  # 9 kernels to compile
+@pytest.mark.slow  # 12 kernels to compile
 def test_latent_attention_and_its_gradients_add_up_in_one_order():
-    """Decode of 16 and 128 heads, prefill, contiguous, packed; gradients contiguous of 128 heads, packed of 20."""
+    """Decode of 16 and 128 heads, prefill, contiguous, packed, a tree; gradients contiguous of 128 heads, packed and a
+    tree of 20."""
     found = variants(LATENT)
-    assert len(equal("latent attention", found["latent attention"], 5)) == 2
+    assert len(equal("latent attention", found["latent attention"], 6)) == 2
     queries, rows = found["gradients"][::2], found["gradients"][1::2]
     for op, loops in (("queries", queries), ("rows", rows)):
-        (loop,) = equal(f"gradient of {op}", loops, 2)
+        (loop,) = equal(f"gradient of {op}", loops, 3)
         assert sum(loop.values()) > 50, op
 
 

@@ -1,11 +1,13 @@
 """Each shared op against an independent float64 computation, its gradient, and itself in other batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fp8rl.numerics import ops
-from fp8rl.numerics.backend import dispatch
+from fp8rl.numerics.backend import dispatch, probe
 from fp8rl.numerics.backend.probe import row_variant_ops
 from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.quantize import fake_quantize
@@ -216,9 +218,14 @@ def test_the_probe_sees_an_op_that_is_not(monkeypatch):
         x = random(count, 8)
         return {"its own": lambda n: x[:n] - x[:n].mean(0), "another": lambda n: x[:n] * 2}
 
+    def over_the_branch_before(q, k, v, tree, scale):
+        return ops.packed_attention(q, k, v, torch.tensor([len(q)]), scale)
+
     monkeypatch.setattr(ops, "rms_norm", normalised_over_the_batch)
+    monkeypatch.setattr(probe, "_ATTENTION", replace(probe._ATTENTION, tree=over_the_branch_before))
     monkeypatch.setattr(dispatch, "USERS_PROBES", [dispatch.Probes(rows=of_a_user)])
-    assert {"rms_norm", "its own"} <= set(found := row_variant_ops()) and "another" not in found
+    found = row_variant_ops()
+    assert {"rms_norm", "its own", "attention over 384 keys"} <= set(found) and "another" not in found
 
 
 @pytest.mark.slow

@@ -91,7 +91,13 @@ with using("triton"):
         for batch in ((2, 4096), (1, 777)):
             logprobs(*batch).sum().backward()
             values(*batch).sum().backward()
-print(json.dumps([{name: sorted(keys) for name, keys in each.variants.items()} for each in (found, scored)]))
+    with launches() as shared:
+        for rows, longest in ((3, 300), (10, 3001)):
+            each, table, every = whole(rows), whole(rows, longest), whole(777)
+            tree = ops.TokenTree(each, each, table, every, every, every)
+            q, k = (torch.empty(777, n, HEAD, device=META).bfloat16().requires_grad_() for n in (32, 4))
+            ops.tree_attention(q, k, k, tree, HEAD**-0.5).sum().backward()
+print(json.dumps([{name: sorted(keys) for name, keys in each.variants.items()} for each in (found, scored, shared)]))
 """
 
 
@@ -112,22 +118,24 @@ def named(variants: dict[str, list[str]]) -> set[tuple[str, str]]:
 ADAPTED = ["adapter={rank: 8}"]
 REFERENCE = [*ADAPTED, "algorithm.kl.loss.coefficient=0.1"]
 FAMILIES = {
-    "tiny_deepseek": ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.packing=true"],
-    "tiny_qwen3_next": [],
-    "tiny_olmoe": [],
+    "tiny_deepseek": ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.prefix_sharing=true"],
+    "tiny_qwen3_next": ["trainer.prefix_sharing=true"],
+    "tiny_olmoe": ["trainer.packing=true"],
 }
 
 
 def test_a_spec_says_which_variants_its_ops_launch_whatever_its_family() -> None:
     """Against a forward that is written op by op, at the sizes of Qwen3-30B-A3B, in batches that nobody recorded."""
     families = [[f"model.path=examples/models/{model}", *ranks] for model, ranks in FAMILIES.items()]
-    found, served, adapted, reference, *others = recorded([], ["served"], ADAPTED, REFERENCE, *families)
-    need, scored = (named(each) for each in found_elsewhere(LAUNCHED))
+    specs = ([], ["served"], ADAPTED, REFERENCE, ["trainer.prefix_sharing=true"], *families)
+    found, served, adapted, reference, trees, *others = recorded(*specs)
+    need, scored, shared = (named(each) for each in found_elsewhere(LAUNCHED))
     assert found["unknown"] == []
     have = kernels_of(found)
     assert len(need) > 30 and need <= have, need - have
     assert len(kernels_of(served)) > 50 and kernels_of(served) <= have, "what `fp8rl serve` launches of the run"
     assert scored <= kernels_of(reference) and not scored <= kernels_of(adapted), "scored without the adapters"
+    assert len(shared) == 4 and shared <= kernels_of(trees), shared - kernels_of(trees)
     assert len(others) == 3
     for other in others:
         assert other["unknown"] == [] and len(other["variants"]) > 100

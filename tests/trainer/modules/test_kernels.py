@@ -12,6 +12,7 @@ from fp8rl.numerics.backend.implementation import using
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
+from tests.support.trees import groups
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +33,25 @@ def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make
     together = scored[torch.tensor(rows).argsort()][0]
     assert alone[1:].abs().min() > 0
     assert torch.equal(alone, together)
+
+
+def test_rows_that_share_a_prompt_have_the_logprobs_of_packed_rows(small_path: Path, make_trainer: MakeTrainer) -> None:
+    """And of their gradients, those of the kernels are not far from the definitions'."""
+    batch, sides = groups(prompt=14, answer=6, size=3, count=1), {}
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    for name, implementation, keys in (
+        ("packed", "triton", {"packing": True}),
+        ("tree", "triton", {"prefix_sharing": True}),
+        ("by definition", "torch", {"prefix_sharing": True}),
+    ):
+        with using(implementation):
+            trainer = make_trainer(small_path, "bf16", micro_batch_tokens=4096, **keys)
+            done = trainer.forward_backward(batch, cross_entropy(batch))
+        sides[name] = done.result.logprobs[torch.tensor(done.rows).argsort()]
+        gradients[name] = {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+    assert sides["packed"].any() and torch.equal(sides["tree"], sides["packed"])
+    for name, gradient in gradients["by definition"].items():
+        assert (gradients["tree"][name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
