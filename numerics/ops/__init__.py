@@ -8,6 +8,7 @@ checked at start by `numerics.backend.probe`.
 # ruff: noqa: F401
 from fp8rl.numerics.ops.attention import (
     AttentionInputs,
+    TokenTree,
     attention,
     attention_dkv,
     attention_dq,
@@ -66,4 +67,4 @@ from fp8rl.numerics.ops.low_rank import (
 from fp8rl.numerics.ops.norm import add_rms_norm, around_zero, norm_rows, rms_norm, swiglu
 from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, rope, rope_heads, rope_pairs
 from fp8rl.numerics.ops.short_conv import causal_conv, paged_causal_conv
-from fp8rl.numerics.ops.trees import TokenTree, gathered, tree_attention
+from fp8rl.numerics.ops.trees import gathered, tree_attention

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,28 @@ from torch import Tensor
 from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.linear import FEWEST_ROWS
 
-if TYPE_CHECKING:
-    from fp8rl.numerics.ops.trees import TokenTree
-
 KEY_SPLIT = 128
 KEY_CHUNK = 1024
 # The last split may be shorter, in whole multiples of this: the keys left out would have added exact zeros.
 KEY_PADDING = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenTree:
+    """The places of the T tokens of a prefix tree (`trees`) in the layout, for its B rows in lexicographic order."""
+
+    new: Tensor
+    """int64 [B], the tokens of each row that are laid for it, 0 or more, T together."""
+    lengths: Tensor
+    """int64 [B], all tokens of each row."""
+    table: Tensor
+    """int64 [B, longest], the path of each row: its token at each position; stale behind its length."""
+    end: Tensor
+    """int64 [T], the token behind the last one whose path each token is on."""
+    flat: Tensor
+    """int64 [sum of lengths], the paths end to end: the tokens of rows that share nothing."""
+    first: Tensor
+    """int64 [T], the first place of each token in `flat`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes, op
-from fp8rl.numerics.ops.attention import attention, packed_attention, paged_attention
+from fp8rl.numerics.ops.attention import TokenTree, attention, packed_attention, paged_attention
 from fp8rl.numerics.ops.linear import dense, linear, product, weight_operand, wide_mm
 from fp8rl.numerics.ops.low_rank import LowRank, low_rank_term
-from fp8rl.numerics.ops.trees import TokenTree, tree_attention
+from fp8rl.numerics.ops.trees import tree_attention
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 

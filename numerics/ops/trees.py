@@ -10,33 +10,14 @@ Gradients of a token are those of all its rows: they are added in FP32, and roun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.ops.attention import attention, similar_lengths
+from fp8rl.numerics.ops.attention import TokenTree, attention, similar_lengths
 from fp8rl.numerics.ops.embedding import add_by_token
-
-
-@dataclass(frozen=True)
-class TokenTree:
-    """The places of a tree's T tokens in the layout, for its B rows in lexicographic order."""
-
-    new: Tensor
-    """int64 [B], the tokens of each row that are laid for it, 0 or more, T together."""
-    lengths: Tensor
-    """int64 [B], all tokens of each row."""
-    table: Tensor
-    """int64 [B, longest], the path of each row: its token at each position; stale behind its length."""
-    end: Tensor
-    """int64 [T], the token behind the last one whose path each token is on."""
-    flat: Tensor
-    """int64 [sum of lengths], the paths end to end: the tokens of rows that share nothing."""
-    first: Tensor
-    """int64 [T], the first place of each token in `flat`."""
 
 
 @op

@@ -42,8 +42,7 @@ from fp8rl.numerics.kernels.attention.chunks import (
     positions_of,
 )
 from fp8rl.numerics.kernels.products.tiles import SHORT, TALL, tile_height, warps
-from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs
-from fp8rl.numerics.ops.trees import TokenTree
+from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs, TokenTree
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 

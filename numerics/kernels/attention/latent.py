@@ -1,4 +1,4 @@
-"""Attention over latent rows on the tensor core: `numerics.ops.latent`, contiguous, packed and paged.
+"""Attention over latent rows on the tensor core: `numerics.ops.latent`, contiguous, packed, over trees and paged.
 
 It is the kernel of `forward` with tiles of 64 rows: a key is a row of D + TAIL channels, of which the first D are its
 value too, so that a program reads each row once for both. Query heads share all rows, and so do tiles: up to 64 heads
@@ -28,8 +28,8 @@ from fp8rl.numerics.kernels.attention.backward import (
 )
 from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
-from fp8rl.numerics.ops.attention import AttentionInputs
-from fp8rl.numerics.ops.trees import TokenTree
+from fp8rl.numerics.kernels.attention.trees import places, with_slots
+from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
 
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
@@ -38,15 +38,22 @@ def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scal
     Raises:
         UserError: another dtype than BF16, or a rank or a rotated part that is no power of two.
     """
-    check_latent(q, rows, rank)
-    return Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
+    _check(q, rows, rank)
+    return _Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
 
 
 def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
     """`numerics.ops.packed_latent_attention`."""
-    check_latent(q, rows, rank)
+    _check(q, rows, rank)
     positions = positions_of(lengths, len(q))[None]
-    return Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, rank, scale, lengths.contiguous())[0]
+    return _Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, rank, scale, lengths.contiguous())[0]
+
+
+def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, scale: float) -> Tensor:
+    """`numerics.ops.tree_latent_attention`, as `trees.tree_attention`."""
+    _check(q, rows, rank)
+    inputs = dense_rows(q)[None], dense_rows(rows)[None], places(q)
+    return _Latent.apply(*inputs, rank, scale, None, with_slots(tree))[0]
 
 
 def paged_latent_attention(
@@ -60,12 +67,12 @@ def paged_latent_attention(
     scale: float,
 ) -> Tensor:
     """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
-    check_latent(q, cache, rank)
+    _check(q, cache, rank)
     keys = cache.unsqueeze(1)
     return attend_paged(q, keys, keys[..., :rank], table, requests, new, lengths, scale, cache.shape[-1] - rank)
 
 
-class Latent(torch.autograd.Function):
+class _Latent(torch.autograd.Function):
     """`latent_attention`; the rest as `forward.Attention`."""
 
     @staticmethod
@@ -93,7 +100,7 @@ class Latent(torch.autograd.Function):
         return *_gradients(grads[0], inputs, out, logsumexp), None, None, None, None, None
 
 
-def check_latent(q: Tensor, rows: Tensor, rank: int) -> None:
+def _check(q: Tensor, rows: Tensor, rank: int) -> None:
     """Raise UserError unless the kernels know these dtypes and sizes."""
     check_dtypes(q, rows)
     tail = rows.shape[-1] - rank

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp8rl.numerics.kernels.arithmetic import dense_rows
 from fp8rl.numerics.kernels.attention.forward import Attention, check
-from fp8rl.numerics.kernels.attention.latent import Latent, check_latent
-from fp8rl.numerics.ops.trees import TokenTree
+from fp8rl.numerics.ops.attention import TokenTree
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
@@ -27,25 +26,14 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: floa
     """
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
-    return Attention.apply(*rows, _places(q), scale, None, _with_slots(tree))[0]
+    return Attention.apply(*rows, places(q), scale, None, with_slots(tree))[0]
 
 
-def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.tree_latent_attention`, as `tree_attention`.
-
-    Raises:
-        UserError: as of `latent.latent_attention`.
-    """
-    check_latent(q, rows, rank)
-    q, rows = dense_rows(q)[None], dense_rows(rows)[None]
-    return Latent.apply(q, rows, _places(q[0]), rank, scale, None, _with_slots(tree))[0]
-
-
-def _places(q: Tensor) -> Tensor:
-    """int64 [1, T], of the tokens q [T, ...] in the layout."""
+def places(q: Tensor) -> Tensor:
+    """Return int64 [1, T], those of the tokens q [T, ...] in the layout."""
     return torch.arange(len(q), device=q.device)[None]
 
 
-def _with_slots(tree: TokenTree) -> TokenTree:
-    """The tree with a table of int32, of which a step's slots stay in registers; those of int64 do not."""
+def with_slots(tree: TokenTree) -> TokenTree:
+    """Return the tree with a table of int32, of which a step's slots stay in registers; those of int64 do not."""
     return dataclasses.replace(tree, table=tree.table.int())

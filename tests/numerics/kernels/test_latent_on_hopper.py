@@ -8,8 +8,9 @@ pytestmark = pytest.mark.slow  # 20 kernels to compile
 
 SCRIPT = """
 import torch
-from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
-from fp8rl.numerics.kernels.attention.trees import tree_latent_attention
+from fp8rl.numerics.kernels.attention.latent import (
+    latent_attention, packed_latent_attention, paged_latent_attention, tree_latent_attention
+)
 from fp8rl.numerics.kernels.products.heads import head_linear
 from fp8rl.numerics.kernels.products.linear import weight_operand
 from fp8rl.numerics.ops import TokenTree

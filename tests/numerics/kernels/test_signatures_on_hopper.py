@@ -15,7 +15,7 @@ from fp8rl.numerics.kernels import gated_delta, short_conv
 from fp8rl.numerics.kernels.attention import latent
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
-from fp8rl.numerics.kernels.attention.trees import tree_attention, tree_latent_attention
+from fp8rl.numerics.kernels.attention.trees import tree_attention
 from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
@@ -66,7 +66,7 @@ LATENT = """
     q, rows, positions = tensor(1, 256, 128, 576), tensor(1, 256, 576), torch.zeros(1, 256).long()
     note(op, latent.latent_attention, q, rows, positions, 512, 0.1)
     note(op, latent.packed_latent_attention, tensor(256, 20, 576), tensor(256, 576), each, 512, 0.1)
-    note(op, tree_latent_attention, tensor(2048, 20, 576), tensor(2048, 576), tree, 512, 0.1)
+    note(op, latent.tree_latent_attention, tensor(2048, 20, 576), tensor(2048, 576), tree, 512, 0.1)
 
     for heads, lengths, tree in ((128, None, None), (20, each, None), (20, None, tree)):
         q, out, sums = tensor(1, 256, heads, 576), tensor(1, 256, heads, 512), tensor(1, 256, heads, dtype=full)

@@ -36,22 +36,18 @@ def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make
 
 
 def test_rows_that_share_a_prompt_have_the_logprobs_of_packed_rows(small_path: Path, make_trainer: MakeTrainer) -> None:
-    """And of their gradients, those of the kernels are not far from the definitions'."""
-    batch, sides = groups(prompt=14, answer=6, size=3, count=1), {}
-    gradients: dict[str, dict[str, torch.Tensor]] = {}
-    for name, implementation, keys in (
-        ("packed", "triton", {"packing": True}),
-        ("tree", "triton", {"prefix_sharing": True}),
-        ("by definition", "torch", {"prefix_sharing": True}),
-    ):
-        with using(implementation):
-            trainer = make_trainer(small_path, "bf16", micro_batch_tokens=4096, **keys)
+    """Gradients differ by the rounding of each row's to BF16."""
+    batch, found = groups(prompt=14, answer=6, size=3, count=1), []
+    for key in ("packing", "prefix_sharing"):
+        with using("triton"):
+            trainer = make_trainer(small_path, "bf16", micro_batch_tokens=4096, **{key: True})
             done = trainer.forward_backward(batch, cross_entropy(batch))
-        sides[name] = done.result.logprobs[torch.tensor(done.rows).argsort()]
-        gradients[name] = {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
-    assert sides["packed"].any() and torch.equal(sides["tree"], sides["packed"])
-    for name, gradient in gradients["by definition"].items():
-        assert (gradients["tree"][name] - gradient).norm() < 0.1 * gradient.norm(), name
+        logprobs = done.result.logprobs[torch.tensor(done.rows).argsort()]
+        found.append((logprobs, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}))
+    (packed, gradients), (tree, others) = found
+    assert packed.any() and torch.equal(tree, packed)
+    for name, gradient in gradients.items():
+        assert 0 < (others[name] - gradient).norm() < 0.02 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
