@@ -123,6 +123,8 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     settings["TMPDIR"] = str(folder / "tmp")
     (folder / "tmp").mkdir()
     settings["RAY_enable_metrics_collection"] = "0"
+    # Actors have environments of their own, so that none would be the worker that Ray starts beforehand.
+    settings["RAY_prestart_worker_first_driver"] = "0"
     # Ray's own setting for machines whose firewall asks back: all of it is on loopback.
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
