@@ -150,12 +150,21 @@ class Shape:
 
     def activations(self, layer: int, part: str | None = None) -> Activations:
         """Bytes that training keeps of a layer, or of one part of it, for the backward."""
-        kept = [
-            f.activations(self.sizes)
-            for f in families_of_layer(self.families, self.sizes, layer)
-            if part in (None, f.part)
-        ]
-        return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
+        return self._activations[layer][part]
+
+    @cached_property
+    def _activations(self) -> list[dict[str | None, Activations]]:
+        """Those of each layer by part, None: of the whole layer. A planner asks for them a hundred thousand times."""
+
+        def total(kept: list[Activations]) -> Activations:
+            return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
+
+        parts = {family.part for family in self.families} | {None}
+        found = []
+        for layer in range(self.sizes.layers):
+            within = [(f.part, f.activations(self.sizes)) for f in families_of_layer(self.families, self.sizes, layer)]
+            found.append({part: total([kept for of, kept in within if part in (None, of)]) for part in parts})
+        return found
 
     def _sum(self, of_family: Callable[[Family], int]) -> int:
         return sum(of_family(family) * len(layers) for family, layers in self.layers_of())

@@ -64,6 +64,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     _import_one_model_only(request["model_type"])
+    # SGLang's dumper of tensors would import it, and wandb with it: a twelfth of a start.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
 
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

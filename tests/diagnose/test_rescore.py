@@ -10,15 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose.rescore import Rescored, print_rescored
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
-from tests.support.paths import EXAMPLES
+from tests.support.commands import invoke
 from tests.support.scored_batches import CapsuleRun, scored_batch
-
-EXAMPLE = EXAMPLES / "arithmetic.yaml"
 
 
 @pytest.fixture
@@ -70,11 +66,6 @@ def test_the_table_begins_with_the_worst_token(capsule: Capsule) -> None:
     ]
     assert "because" in said and "NOT reproduced: 3 of 4 trainer logprobs" in said
     assert "mismatch/train_rollout_logprob_abs_diff_mean: recorded" in said
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
 
 
 def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path: Path) -> None:

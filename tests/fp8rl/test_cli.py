@@ -21,12 +21,8 @@ from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.run import Run
+from tests.support.commands import invoke
 from tests.support.paths import ROOT, new_run
-
-
-def invoke(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
 
 
 def test_without_a_command_it_lists_them() -> None:

@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from fp8rl import commands
-from fp8rl.cli import app
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.experiment.reference import schema_text
 from fp8rl.rl.experiment.validation import valid_keys
 from fp8rl.rollout.rewards.functions import load_function
+from tests.support.commands import invoke
 from tests.support.paths import new_run
-
-
-def invoke(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
 
 
 @pytest.mark.slow

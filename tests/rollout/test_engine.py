@@ -15,6 +15,7 @@ import pytest
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.engine import Engine, EngineActor
@@ -123,8 +124,7 @@ def test_an_engine_that_was_not_started_says_so(tmp_path: Path) -> None:
 def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_path: Path) -> None:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, address="local")
-    try:
+    with ray_cluster(tmp_path / "logs"):
         actor = EngineActor.remote(small_config(), tmp_path / "log")
         ray.get(actor.start.remote(tiny_model, 1), timeout=120)
         pid = ray.get(actor.health.remote()).pid
@@ -141,5 +141,3 @@ def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_pat
             return not any(path.exists() for path in traces)
 
         assert wait_until(swept, 20), [path for path in traces if path.exists()]
-    finally:
-        ray.shutdown()

@@ -25,10 +25,11 @@ from fp8rl.numerics.backend.probe import row_variant_ops
 
 def _serve(listener: socket.socket) -> None:
     """Fork an engine for each request, and tell whoever asked for it of its end, until standard input ends."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # as the launcher has it
     for name in (
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.managers.scheduler",
-        "sglang.srt.model_executor.model_runner",  # with Megatron, which its dumper asks for
+        "sglang.srt.model_executor.model_runner",
         "fp8rl.rollout.server.launcher",
     ):
         importlib.import_module(name)

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -129,24 +126,3 @@ def _loops(assembly: str) -> Iterator[str]:
     for start, end in loops:
         if not any(start <= other and last <= end and (start, end) != (other, last) for other, last in loops):
             yield "\n".join(lines[start:end])
-
-
-def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
-    """The kernels that `script` launches inside `compiled_only() as found`, as `Compiled` in plain data.
-
-    In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
-    """
-    kernels: list[dict[str, Any]] = found_elsewhere(
-        script + "\nimport dataclasses, json\nprint(json.dumps([dataclasses.asdict(kernel) for kernel in found]))"
-    )
-    return kernels
-
-
-def found_elsewhere(script: str, *arguments: str) -> Any:
-    """What `script` prints last, as JSON, in a process whose kernels are not interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])

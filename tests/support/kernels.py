@@ -3,6 +3,7 @@
 import torch
 
 import tests.support.interpreter  # noqa: F401
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -13,3 +14,13 @@ FP8_BITS, BF16_BITS = (14, 22) if GPU else (24, 24)
 def random(*shape, seed=0, scale=1.0, dtype=torch.bfloat16):
     """Normal numbers, the same on every device."""
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+
+
+def quantized(x, spec):
+    """x as quantized on the CPU."""
+    result = quantize(x, spec)
+    return QuantizedTensor(result.data.to(DEVICE), result.scale_inv.to(DEVICE), spec)
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype and torch.equal(found, expected)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import logging
-import os
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -29,6 +27,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
@@ -189,18 +188,9 @@ class Rig:
     def up(self) -> None:
         """Start Ray, which stacks of this process join, and have their engines forked from the template, too."""
         if self._opened is None:
-            os.environ.setdefault("RAY_worker_niceness", "0")  # as runs have it
             self._opened = ExitStack()
-            self._opened.callback(ray.shutdown)
-            self._opened.enter_context(self._template.in_use())
-            ray.init(
-                num_cpus=1,  # for each, Ray starts a process beforehand; ranks and engines take none
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                address="local",
-                _node_ip_address="127.0.0.1",
-            )
+            self._opened.enter_context(self._template.in_use())  # which Ray's processes hear of
+            self._opened.enter_context(ray_cluster(self.folder / "ray_logs"))
 
     def _engine_for(self, setup: Setup) -> Engine:
         self.up()
@@ -227,7 +217,10 @@ class Rig:
 
 
 def begin_again(actor: TrainerActor, rank: int, config: TrainerSection) -> None:
-    """Forget all models, and the other ranks."""
+    """Forget all models, and the other ranks. That this machine's arithmetic is row-invariant stays known."""
+    from fp8rl.trainer import trainer
+
+    trainer.row_variant_ops = lambda device: []  # type: ignore[assignment]  # or the first start had failed
     actor.stop()
     gc.collect()
     TrainerActor.__init__(actor, rank, config)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import Poisoned, cross_entropy, random_batch
@@ -29,10 +29,9 @@ SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
-    ray.shutdown()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with ray_cluster(tmp_path_factory.mktemp("cluster") / "logs"):
+        yield
 
 
 def start(path: Path, **config: Any) -> TrainerGroup:

@@ -123,6 +123,8 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     settings["TMPDIR"] = str(folder / "tmp")
     (folder / "tmp").mkdir()
     settings["RAY_enable_metrics_collection"] = "0"
+    # Actors have environments of their own, so that none would be the worker that Ray starts beforehand.
+    settings["RAY_prestart_worker_first_driver"] = "0"
     # Ray's own setting for machines whose firewall asks back: all of it is on loopback.
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
@@ -188,15 +190,18 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
 @contextmanager
 def _lean_head() -> Iterator[None]:
     """Have Ray's agent listen at any free port: its default is one per machine, and a head without it takes no jobs.
-    Leave out what would show workers' logs here, and what would ask a cloud for nodes: a second of each start."""
-    parameters = ray._private.parameter.RayParams
+    Leave out what would show workers' logs here, what would ask a cloud for nodes, and a dashboard that would have
+    nothing but usage statistics: seconds of each start."""
+    parameters, services = ray._private.parameter.RayParams, ray._private.services
+    start_dashboard = services.start_api_server
     ray._private.parameter.RayParams = partial(
         parameters, dashboard_agent_listen_port=0, include_log_monitor=False, no_monitor=True
     )
+    services.start_api_server = lambda *_, **__: ("", None)  # its address and its process
     try:
         yield
     finally:
-        ray._private.parameter.RayParams = parameters
+        ray._private.parameter.RayParams, services.start_api_server = parameters, start_dashboard
 
 
 def _shut_down(**options: Any) -> None:

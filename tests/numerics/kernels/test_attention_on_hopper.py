@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.hopper import compiled_elsewhere
+from tests.support.elsewhere import compiled_elsewhere
 
 pytestmark = pytest.mark.slow  # 24 kernels to compile
 

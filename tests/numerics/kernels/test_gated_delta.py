@@ -8,7 +8,7 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.kernels import gated_delta, gates, short_conv
 from tests.numerics.kernels.test_elementwise import close, gradients
-from tests.support.hopper import compiled_elsewhere
+from tests.support.elsewhere import compiled_elsewhere
 from tests.support.kernels import DEVICE, random
 
 LENGTHS = [19, 1, 33, 0, 2]

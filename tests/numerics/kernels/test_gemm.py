@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.products import gemm as product
 from fp8rl.numerics.kernels.products.gemm import gemm
-from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns, quantize
+from fp8rl.numerics.quantize import QuantizedTensor, fake_quantize_columns
 from fp8rl.numerics.spec import TensorSpec
-from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, GPU
+from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, GPU, quantized, same
 
 BLOCK = TensorSpec(granularity="block")
 
@@ -21,11 +21,6 @@ def numbers(*shape, seed=0, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
     return (x * torch.randn(shape[0], 1, generator=generator).exp() * torch.linspace(0.1, 3, shape[-1])).to(dtype)
-
-
-def quantized(x, spec):
-    result = quantize(x, spec)
-    return QuantizedTensor(result.data.to(DEVICE), result.scale_inv.to(DEVICE), spec)
 
 
 def exact(x):
@@ -53,10 +48,6 @@ def part(x, rows=slice(None), groups=slice(None)):
     """Some rows of a tensor in groups, and some of their groups."""
     columns = slice(groups.start and groups.start * 128, groups.stop and groups.stop * 128)
     return QuantizedTensor(x.data[rows, columns], x.scale_inv[rows, groups], x.spec)
-
-
-def same(found, expected):
-    assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad,
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import group_operand
-from fp8rl.numerics.quantize import QuantizedTensor, quantize
+from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
-from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS
+from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, quantized, same
 
 ROWS, BLOCK = TensorSpec(), TensorSpec(granularity="block")
 COUNTS = [0, 130, 3, 0, 67]
@@ -25,11 +25,6 @@ COUNTS = [0, 130, 3, 0, 67]
 def numbers(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * torch.linspace(0.1, 3, shape[-1])).bfloat16()
-
-
-def quantized(x, spec):
-    result = quantize(x, spec)
-    return QuantizedTensor(result.data.to(DEVICE), result.scale_inv.to(DEVICE), spec)
 
 
 def tiles_of(counts):
@@ -48,10 +43,6 @@ def columns_of(x, spec, counts):
     quantizeds = [quantized(F.pad(piece, (0, 0, 0, 128 - len(piece))).t().contiguous(), spec) for piece in pieces]
     data = torch.cat([q.data.view(torch.uint8) for q in quantizeds], 1).view(spec.dtype)
     return QuantizedTensor(data, torch.cat([q.scale_inv for q in quantizeds], 1), spec)
-
-
-def same(found, expected):
-    assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def test_tiles_by_hand():

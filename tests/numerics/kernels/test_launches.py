@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hopper import found_elsewhere
+from tests.support.elsewhere import found_elsewhere
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@ interpreter does not."""
 
 import pytest
 
-from tests.support.hopper import compiled_elsewhere
+from tests.support.elsewhere import compiled_elsewhere
 
 pytestmark = pytest.mark.slow  # two dozen kernels to compile
 

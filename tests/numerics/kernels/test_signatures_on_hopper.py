@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.hopper import found_elsewhere
+from tests.support.elsewhere import found_elsewhere
 from tests.support.sass import arithmetic
 
 SCRIPT = """

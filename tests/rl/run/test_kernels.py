@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp8rl.rl.run import kernels
-from tests.support.hopper import found_elsewhere
+from tests.support.elsewhere import compiling, found_elsewhere
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -264,8 +263,13 @@ print(json.dumps([keys, {name: sorted(values) for name, values in names.items()}
 
 
 def test_a_kernel_s_key_does_not_depend_on_what_was_launched_before_it() -> None:
-    """Nor on the addresses of modules, by which Triton sorts globals of one name."""
-    (forwards, names), (backwards, _) = (found_elsewhere(KEYS.replace("STEP", step)) for step in ("1", "-1"))
+    """Nor on the addresses of modules, by which Triton sorts globals of one name: they are others in each process."""
+
+    def found(step: str) -> Any:
+        command = [sys.executable, "-c", KEYS.replace("STEP", step)]
+        return json.loads(subprocess.run(command, env=compiling(), capture_output=True, check=True).stdout)
+
+    (forwards, names), (backwards, _) = found("1"), found("-1")
     assert len(forwards) > 40 and forwards == backwards
     assert all(len(values) == 1 for values in names.values()), names
 
@@ -305,8 +309,7 @@ with compiled_only():
 
 
 def test_two_processes_do_not_compile_a_kernel_twice(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = compiling() | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command, pipe = [sys.executable, "-W", "ignore", "-c", WAITS], subprocess.PIPE
     both = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     for each in both:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.hopper import found_elsewhere
+from tests.support.elsewhere import found_elsewhere
 from tests.support.paths import EXAMPLES
 
 HOOKS = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8rl.diagnose.plan.decode import BESIDE_LAYERS, OF_LAYER
-from tests.support.hopper import found_elsewhere
+from tests.support.elsewhere import found_elsewhere
 
 pytestmark = pytest.mark.slow
 

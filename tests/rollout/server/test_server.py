@@ -137,6 +137,7 @@ def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
 def test_the_configured_port_is_used_and_death_is_detected_with_the_log_quoted(
     tiny_model: Path, tmp_path: Path
 ) -> None:

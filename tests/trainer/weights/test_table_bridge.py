@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,14 @@ class Split:
         self.shape = tuple(shape)
 
 
+@pytest.fixture
+def their_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mbridge's own bridges, which the trainer leaves out."""
+    monkeypatch.delitem(sys.modules, "mbridge.models")
+    importlib.import_module("mbridge.models")
+
+
+@pytest.mark.usefixtures("their_bridges")
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_every_parameter_is_the_tensors_that_mbridge_says(kind: str, request: Any, make_trainer: Any) -> None:
     from mbridge import AutoBridge
