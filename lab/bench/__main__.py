@@ -53,7 +53,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "long": ("lab.bench.long:run",),
 }
 """What yields the results of each."""
-PRETRAINED = {"rounded": ("lab.bench.rounded:run",)}
+PRETRAINED = {"rounded": ("lab.bench.rounded:run",), "real": ("lab.bench.real:rollout", "lab.bench.real:train")}
 """Those of the model that `examples/smollm2.py` makes, which are run by name only."""
 RESULTS = Path("lab/bench/results.json")
 ROWS = Path("lab/bench/rows.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,7 @@ from examples.upcycle import upcycle
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.tiny import TinyModel
-from tests.support.padded import SMOL, logits, weights, write
-
-DENSE = TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, experts=0, family="llama", tied=True)
-
-
-def dense(path: Path) -> Path:
-    """A Llama whose positions are not scaled."""
-    write(path, DENSE)
-    config = json.loads((path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+from tests.support.padded import DENSE, SMOL, dense, logits, weights, write
 
 
 def test_without_perturbation_a_mixture_is_the_dense_model(tmp_path: Path) -> None:
