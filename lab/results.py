@@ -37,7 +37,8 @@ def draw() -> str:
             curve(axes, [step for step, _ in points], values, name=name, index=index, band=False, marker="o")
         axes.set_ylabel(label)
         axes.set_xlabel("step")
-        axes.set_ylim(0, 1)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1.02)
     legend(drawn.axes[1])
     return to_svg(drawn, CAPTION)
 
