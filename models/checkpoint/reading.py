@@ -229,6 +229,6 @@ def _refusal(key: str, name: str, found: str, expected: str) -> UserError:
         f"{key}: {name}",
         found=found,
         expected=f"{expected}, as config.json describes the model",
-        remedy="The weights are those of another architecture: put the config.json and the weights of one model into "
-        "the directory.",
+        remedy="The weights are those of another architecture, or not whole: put the config.json and all weights of "
+        "one model into the directory.",
     )

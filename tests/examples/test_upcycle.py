@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,16 @@ from examples.upcycle import upcycle
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.tiny import TinyModel
-from tests.support.padded import SMOL, logits, weights, write
-
-DENSE = TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=256, experts=0, family="llama", tied=True)
-
-
-def dense(path: Path) -> Path:
-    """A Llama whose positions are not scaled."""
-    write(path, DENSE)
-    config = json.loads((path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+from tests.support.padded import DENSE, SMOL, dense, logits, weights, write
 
 
 def test_without_perturbation_a_mixture_is_the_dense_model(tmp_path: Path) -> None:
     source = dense(tmp_path / "dense")
-    upcycle(source, tmp_path / "moe", experts=4, top_k=2, noise=0.0)
+    upcycle(source, tmp_path / "moe", layers=1, noise=0.0)
     model = read_model(tmp_path / "moe")
-    assert (model.architecture.name, model.sizes.experts, model.sizes.top_k) == ("MixtralForCausalLM", 4, 2)
+    sizes = model.sizes
+    assert (sizes.dense_layers, sizes.experts, sizes.top_k) == (DENSE.layers - 1, 4, 2)
+    assert (sizes.expert_size, sizes.shared_size) == (128, 256)
     check_stored(tmp_path / "moe", model)
     torch.testing.assert_close(logits(tmp_path / "moe"), logits(source), rtol=0, atol=1e-5)
 
@@ -38,11 +28,11 @@ def test_without_perturbation_a_mixture_is_the_dense_model(tmp_path: Path) -> No
 def test_experts_differ_by_a_seeded_share_of_their_weights(tmp_path: Path) -> None:
     source = dense(tmp_path / "dense")
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        upcycle(source, tmp_path / name, experts=2, noise=0.1, seed=seed)
+        upcycle(source, tmp_path / name, layers=1, experts=2, noise=0.1, seed=seed)
     a, b, c = (weights(tmp_path / name) for name in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    own, matrix = "model.layers.0.block_sparse_moe.experts.{}.w2.weight", "model.layers.0.mlp.down_proj.weight"
-    whole = weights(source)[matrix]
+    own, matrix = f"model.layers.{DENSE.layers - 1}.mlp.experts.{{}}.down_proj.weight", "down_proj.weight"
+    whole = weights(source)[f"model.layers.{DENSE.layers - 1}.mlp.{matrix}"][:, 256:]
     assert not torch.equal(a[own.format(0)], a[own.format(1)]) and not torch.equal(a[own.format(0)], c[own.format(0)])
     assert ((a[own.format(0)] - whole).std() / whole.std()).item() == pytest.approx(0.1, rel=0.05)
 
@@ -52,6 +42,16 @@ def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
         upcycle(write(tmp_path / "qwen", TinyModel(experts=0)), tmp_path / "out")
     with pytest.raises(SystemExit, match="with unscaled positions"):
         upcycle(write(tmp_path / "scaled", SMOL), tmp_path / "out")
-    with pytest.raises(SystemExit, match="--top-k: found 5"):
-        upcycle(dense(tmp_path / "dense"), tmp_path / "out", top_k=5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
+    source = dense(tmp_path / "dense")
+    for wrong, message in (
+        ({"top_k": 5}, "--top-k: found 5"),
+        ({"layers": DENSE.layers}, f"--layers: found {DENSE.layers}, expected 1 to {DENSE.layers - 1}"),
+        ({"shared": 4}, "--shared: found 4, expected .* divides the intermediate_size 384"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            upcycle(source, tmp_path / "out", **({"layers": 1} | wrong))
     assert not (tmp_path / "out").exists()

@@ -31,8 +31,10 @@ PUBLISHED = {
     "qwen3_5_4b": (4_205_751_296, 32_768),
     "qwen3_5_9b": (8_953_803_264, 32_768),
     "smollm2_135m": (191_149_824, 30_720),
+    "smollm2_mixture": (264_318_760, 30_720),
 }
-"""Parameters, and bytes of a token in a BF16 KV cache. SmolLM2 is counted with the zeros that fill its blocks."""
+"""Parameters, and bytes of a token in a BF16 KV cache. SmolLM2 and its mixture are counted with the zeros that
+fill their blocks."""
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 

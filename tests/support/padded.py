@@ -1,8 +1,9 @@
-"""Small models whose widths end within a quantization block."""
+"""Small models whose widths end within a quantization block, and one whose widths do not."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ SMOL = TinyModel(
 """In the proportions of SmolLM2-135M: heads that do not fill blocks together, and no width that does."""
 QWEN2 = dataclasses.replace(SMOL, heads=6, family="qwen2", tied=False)
 """With biases, and two queries to a key."""
+DENSE = TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, experts=0, family="llama", tied=True)
+"""Whose widths are whole blocks."""
 MIXTRAL = TinyModel(hidden=256, intermediate=200, family="mixtral")
 """Of which the experts alone are padded."""
 
@@ -34,6 +37,15 @@ def write(path: Path, shape: TinyModel, dtype: torch.dtype = torch.float32) -> P
         for name, each in load_file(path / "model.safetensors").items()
     }
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def dense(path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A Llama whose positions are not scaled."""
+    write(path, DENSE, dtype)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
