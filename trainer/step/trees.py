@@ -35,15 +35,19 @@ class TreeMicroBatch(PackedMicroBatch):
     `index` has of each of the T tokens its number in one of the rows that share it.
     """
 
-    place: Tensor
-    """int64 [B, S], the tree's token for each token of the rows; 0 in the padding."""
+    numbers: Tensor
+    """int64 [R], the numbers of the rows' tokens, which are no padding, among the B * S."""
+    places: Tensor
+    """int64 [R], the tree's token for each of them."""
     targets: Tensor
     """int64 [N], the number of each target among the B * S tokens of `batch`: a token of the tree, once for each way
     in which it is scored or drawn. The last is repeated, up to a multiple."""
     parents: Tensor
     """int64 [N], the tree's token before each target."""
+    asked: Tensor
+    """int64 [M], the numbers of the tokens that have a log-probability: all of the rows but their first ones."""
     target_of: Tensor
-    """int64 [B, S], the place in `targets` of each token of the rows; 0 of those without a target."""
+    """int64 [M], the place of each of them in `targets`."""
 
     @classmethod
     def plan(cls, batch: TokenBatch, dp_size: int, budget: int, multiple: int) -> list[list[list[int]]]:
@@ -54,7 +58,8 @@ class TreeMicroBatch(PackedMicroBatch):
         chosen = rows_of(batch, rows)
         tree, index, place = build_tree(token_keys(chosen), chosen.lengths.tolist())
         real, positions = len(index), index % chosen.width
-        targets, parents, target_of = _targets(chosen, place, multiple)
+        numbers = chosen.real_tokens().flatten().nonzero()[:, 0]
+        targets, parents, asked, target_of = _targets(chosen, place, multiple)
         if padding := -real % multiple:
             tree = _padded(tree, real, padding)
             index = torch.cat([index, index[-1:].expand(padding)])
@@ -66,14 +71,16 @@ class TreeMicroBatch(PackedMicroBatch):
             _layout(tree, positions),
             index=index.to(here),
             real=real,
-            place=place.to(here),
+            numbers=numbers.to(here),
+            places=place.flatten()[numbers].to(here),
             targets=targets.to(here),
             parents=parents.to(here),
+            asked=asked.to(here),
             target_of=target_of.to(here),
         )
 
     def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
-        return self._where_real(gathered(values[0], self.place), padding)
+        return self._placed(self.numbers, gathered(values[0], self.places), padding)
 
     def predictors(self, hidden: Tensor) -> Tensor:
         parents, ranks = self.parents, len(self.index) // len(hidden)
@@ -86,16 +93,18 @@ class TreeMicroBatch(PackedMicroBatch):
         return values.flatten()[self.targets]
 
     def by_target(self, found: Tensor, padding: int = 0) -> Tensor:
-        return self._where_real(gathered(found, self.target_of), padding)[:, 1:]
+        return self._placed(self.asked, gathered(found, self.target_of), padding)[:, 1:]
 
     def figures(self) -> dict[str, Tensor]:
         batch, own = self.batch, self.index[: self.real]
         sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[own].sum()
         return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}
 
-    def _where_real(self, values: Tensor, padding: int) -> Tensor:
-        real = self.batch.real_tokens()
-        return torch.where(real.view(*real.shape, *[1] * (values.dim() - 2)), values, padding)
+    def _placed(self, numbers: Tensor, values: Tensor, padding: int) -> Tensor:
+        """Return [B, S, ...] with the values of the tokens of these numbers."""
+        shape = self.batch.tokens.shape
+        whole = values.new_full((shape.numel(), *values.shape[1:]), padding)
+        return whole.index_put((numbers,), values).unflatten(0, shape)
 
 
 def form_of(config: TrainerSection) -> type[MicroBatch]:
@@ -200,25 +209,23 @@ def _in_order(keys: np.ndarray, lengths: list[int]) -> tuple[list[int], list[int
     return order, shared
 
 
-def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `targets`, `parents` and `target_of` of a micro-batch. Rows may draw a token that they share with
+def _targets(batch: TokenBatch, place: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `targets`, `parents`, `asked` and `target_of` of a micro-batch. Rows may draw a token that they share with
     different seeds, from different supports, or not at all."""
-    asked = batch.real_tokens()
-    asked[:, 0] = False
-    if not asked.any():
-        asked[0, 0] = True  # the head needs something to compute
+    asks = batch.real_tokens()
+    asks[:, 0] = False
+    if not asks.any():
+        asks[0, 0] = True  # the head needs something to compute
+    asked = asks.flatten().nonzero()[:, 0]
     seeds = torch.full_like(batch.lengths, GREEDY) if batch.seeds is None else batch.seeds
     supports = torch.full_like(batch.tokens, NOT_CARRIED) if batch.supports is None else batch.supports.at
     drawn = torch.where(batch.loss_mask, seeds[:, None], GREEDY)
-    ways = torch.stack([place, drawn, batch.loss_mask.long(), supports], -1)[asked]
-    kinds, kind = ways.unique(dim=0, return_inverse=True)
-    numbers = asked.flatten().nonzero()[:, 0]
+    ways = torch.stack([place, drawn, batch.loss_mask.long(), supports], -1).flatten(0, 1)[asked]
+    kinds, target_of = ways.unique(dim=0, return_inverse=True)
     targets = torch.empty(len(kinds), dtype=torch.int64)
-    targets[kind] = numbers  # any of the rows that ask for it in this way
+    targets[target_of] = asked  # any of the rows that ask for it in this way
     targets = torch.cat([targets, targets[-1:].expand(-len(targets) % multiple)])
-    target_of = torch.zeros_like(place)
-    target_of[asked] = kind
-    return targets, place.flatten()[(targets - 1).clamp(min=0)], target_of
+    return targets, place.flatten()[(targets - 1).clamp(min=0)], asked, target_of
 
 
 def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:

@@ -192,7 +192,8 @@ def test_tokens_come_back_to_all_rows_that_share_them() -> None:
     assert torch.equal(positions, torch.where(chosen.real_tokens(), torch.arange(chosen.width), 0))
     hidden = torch.arange(tokens.shape[1]).view(-1, 1, 1).float()  # each token's place in the layout
     predicted = micro.by_target(micro.predictors(hidden).flatten())
-    before = torch.where(chosen.real_tokens()[:, 1:], micro.place[:, :-1], 0)
+    places = micro.by_row(torch.arange(tokens.shape[1])[None])
+    before = torch.where(chosen.real_tokens()[:, 1:], places[:, :-1], 0)
     assert torch.equal(predicted, before.float())
     found = micro.by_target(micro.of_targets(chosen.tokens))
     assert torch.equal(found, torch.where(chosen.real_tokens(), chosen.tokens, 0)[:, 1:])
