@@ -159,7 +159,7 @@ class Shape:
         def total(kept: list[Activations]) -> Activations:
             return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))
 
-        parts: set[str | None] = {family.part for family in self.families} | {None}
+        parts: set[str | None] = {None, *(family.part for family in self.families)}
         found = []
         for layer in range(self.sizes.layers):
             within = [(f.part, f.activations(self.sizes)) for f in families_of_layer(self.families, self.sizes, layer)]
