@@ -5,14 +5,23 @@ from __future__ import annotations
 
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.report.summary import evaluated_at
 from lab.studies.harness.figures import curve, figure, legend, to_svg
 
 KEPT = Path("docs/results")
 """A file a run, a line a step; and the figure."""
-METRICS = ("rollout/reward_mean", "eval/accuracy", "mismatch/tokens", "mismatch/exact_frac", "perf/step_seconds")
+METRICS = (
+    "rollout/reward_mean",
+    "eval/accuracy",
+    "eval/at_step",
+    "mismatch/tokens",
+    "mismatch/exact_frac",
+    "perf/step_seconds",
+)
 DRAWN = {"rollout/reward_mean": "mean reward of a step's answers", "eval/accuracy": "held-out accuracy"}
 CAPTION = "Sums with SmolLM2-135M-Instruct in exact FP8 (docs/results.md). Accuracy: greedy, 43 problems."
 
@@ -32,7 +41,8 @@ def draw() -> str:
     }
     for axes, (metric, label) in zip(drawn.axes, DRAWN.items(), strict=True):
         for index, (name, rows) in enumerate(runs.items()):
-            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            when = evaluated_at if metric == "eval/accuracy" else itemgetter("step")
+            points = [(when(row), row[metric]) for row in rows if metric in row]
             values = [(value, value, value) for _, value in points]
             curve(axes, [step for step, _ in points], values, name=name, index=index, band=False, marker="o")
         axes.set_ylabel(label)
