@@ -219,5 +219,5 @@ def by_sequence(values: Tensor, batch: TokenBatch) -> list[float]:
 def _padded(rows: Sequence[list[int]], temperature: float, seeds: Tensor) -> TokenBatch:
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    mask = torch.arange(tokens.shape[1]) == lengths[:, None] - 1  # the token that is drawn
     return TokenBatch(tokens, lengths, mask, temperature, seeds=seeds)

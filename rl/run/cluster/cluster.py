@@ -119,8 +119,9 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     # In a file, since all that is in the environment is in that of every child. Left to itself, Ray writes a token into
     # the user's home, and any cluster started later asks for it.
     settings: dict[str, str | None] = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": str(token)}
-    # torch's and wandb's temporary folders of workers that are killed at the end, as Ray does.
-    settings["TMPDIR"] = str(folder / "tmp")
+    # torch's and wandb's temporary folders of workers that are killed at the end, as Ray does. Of this process torch
+    # would keep its folder of shared memory there, which goes with the cluster.
+    for_workers: dict[str, str | None] = {"TMPDIR": str(folder / "tmp")}
     (folder / "tmp").mkdir()
     settings["RAY_enable_metrics_collection"] = "0"
     # Actors have environments of their own, so that none would be the worker that Ray starts beforehand.
@@ -130,7 +131,7 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     try:
         with _environment(settings):
             try:
-                with _lean_head():
+                with _environment(for_workers), _lean_head():
                     _start(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
                 with _head_watched(lost):
                     yield

@@ -173,6 +173,16 @@ ROWS = [
         "trainer.packing: found 'true with numerics.mode=native and without TransformerEngine', expected false",
         rows("exact", packing=True),
     ),
+    (
+        rows("native", prefix_sharing=True),
+        "trainer.prefix_sharing: found 'true with numerics.mode=native', expected false",
+        rows("exact", prefix_sharing=True),
+    ),
+    (
+        rows(cp=2, prefix_sharing=True),
+        "trainer.prefix_sharing: found 'true with trainer.cp=2', expected false",
+        rows(prefix_sharing=True),
+    ),
     (rows("native", cp=2), "trainer.cp: found '2 with numerics.mode=native', expected 1", rows("exact", cp=2)),
     (rows(cp=2, packing=True), "trainer.cp: found '2 with trainer.packing=true', expected 1", rows(cp=2)),
     (rows(cp=2, length=4098), "rollout.context_length: found 4098, expected a multiple of 4", rows(cp=2, length=4096)),
