@@ -16,7 +16,7 @@ from fp8rl.rl.run.cluster.cluster import ray_cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SCRIPT = """
-import sys
+import os, sys
 from pathlib import Path
 import fp8rl.trainer, psutil, ray
 from fp8rl.rl.run.cluster.cluster import ray_cluster
@@ -42,6 +42,8 @@ for failing in (False, True):
             assert folder.is_dir()
             where = ray.get(ray.remote(num_cpus=0)(lambda: __import__("fp8rl.trainer").trainer.__file__).remote())
             assert where == fp8rl.trainer.__file__, where
+            temporary = ray.get(ray.remote(num_cpus=0)(lambda: __import__("os").environ["TMPDIR"]).remote())
+            assert Path(temporary).parent == folder.parent and os.environ.get("TMPDIR") != temporary
             if not failing:
                 assert all_on_loopback(family)
                 ports = {c.laddr.port for p in family for c in p.net_connections("inet")}
