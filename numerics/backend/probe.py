@@ -410,7 +410,7 @@ def _of_two(length: int, common: int, device: torch.device) -> TokenTree:
     return TokenTree(
         new=torch.tensor([length, length - common], device=device),
         lengths=torch.tensor([length, length], device=device),
-        table=torch.stack((first, second)),
+        table=torch.stack((first, second)).int(),
         end=end,
         flat=torch.cat((first, second)),
         first=torch.cat((first, length + torch.arange(common, length, device=device))),

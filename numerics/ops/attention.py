@@ -35,13 +35,18 @@ class TokenTree:
     lengths: Tensor
     """int64 [B], all tokens of each row."""
     table: Tensor
-    """int64 [B, longest], the path of each row: its token at each position; stale behind its length."""
+    """int32 [B, longest], the path of each row: its token at each position; stale behind its length. In 32 bits, since
+    kernels would spill slots of 64."""
     end: Tensor
     """int64 [T], the token behind the last one whose path each token is on."""
     flat: Tensor
     """int64 [sum of lengths], the paths end to end: the tokens of rows that share nothing."""
     first: Tensor
     """int64 [T], the first place of each token in `flat`."""
+
+    def to(self, device: torch.device | str) -> TokenTree:
+        """Return the same tree with its tensors on `device`."""
+        return TokenTree(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +101,8 @@ def paged_attention(
     """
     new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
-    starts = new.cumsum(0) - new
-    for rows in similar_lengths(new, lengths):
-        fresh, total = new[rows].long()[:, None], lengths[rows].long()[:, None]
-        steps = torch.arange(int(fresh.max()), device=q.device)
-        real = steps < fresh
-        steps = torch.minimum(steps, fresh - 1)  # a padding query repeats the last real one
-        tokens = starts[rows].long()[:, None] + steps
-        slots = _slots(table, requests[rows], total)
-        result = attention(q[tokens], k_cache[slots], v_cache[slots], total - fresh + steps, scale)
+    for tokens, slots, positions, real in padded_sequences(table, requests, new, lengths):
+        result = attention(q[tokens], k_cache[slots], v_cache[slots], positions, scale)
         out[tokens[real]] = result[real]
     return out
 
@@ -118,7 +116,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
     """
     starts = lengths.cumsum(0) - lengths
     order, real = [], []
-    for some in similar_lengths(lengths, lengths):
+    for some in _of_similar_length(lengths, lengths):
         own = lengths[some, None]
         steps = torch.arange(int(own.max()), device=q.device)
         real.append(steps < own)
@@ -278,7 +276,24 @@ def _row_positions(positions: Tensor, repeats: int, groups: int) -> Tensor:
     return positions.repeat(1, repeats).repeat_interleave(groups, 0).unsqueeze(-1)
 
 
-def similar_lengths(new: Tensor, total: Tensor) -> Iterator[Tensor]:
+def padded_sequences(
+    table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield sequences of similar length that are padded to one shape; the arguments are those of `paged_attention`.
+
+    Of each: the new tokens and the slots of all keys, int64 [b, n] and [b, t]; the new tokens' positions, int64 [b, n];
+    and bool [b, n], False of padding, which repeats the last new token.
+    """
+    starts = new.cumsum(0) - new
+    for rows in _of_similar_length(new, lengths):
+        fresh, total = new[rows].long()[:, None], lengths[rows].long()[:, None]
+        steps = torch.arange(int(fresh.max()), device=table.device)
+        real = steps < fresh
+        steps = torch.minimum(steps, fresh - 1)
+        yield starts[rows].long()[:, None] + steps, _slots(table, requests[rows], total), total - fresh + steps, real
+
+
+def _of_similar_length(new: Tensor, total: Tensor) -> Iterator[Tensor]:
     """Yield the indices of sequences that are padded to one shape: new and total lengths alike to within a factor of
     two.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.ops.attention import TokenTree, attention, similar_lengths
+from fp8rl.numerics.ops.attention import TokenTree, attention, padded_sequences
 from fp8rl.numerics.ops.embedding import add_by_token
 
 
@@ -27,15 +27,10 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: floa
     q [T, heads, D]; k [T, kv heads, D]; v [T, kv heads, E]. Returns [T, heads, E].
     """
     k, v = k.float(), v.float()  # as the definition takes them: gradients of rows meet before they are rounded
-    starts = tree.new.cumsum(0) - tree.new
     results, order = [], []
-    for rows in similar_lengths(tree.new, tree.lengths):
-        fresh, total = tree.new[rows, None], tree.lengths[rows, None]
-        steps = torch.arange(int(fresh.max()), device=q.device)
-        real = steps < fresh
-        steps = torch.minimum(steps, fresh - 1)  # a padding query repeats the last real one
-        tokens, slots = starts[rows, None] + steps, tree.table[rows, : int(total.max())]
-        out = attention(gathered(q, tokens), gathered(k, slots), gathered(v, slots), total - fresh + steps, scale)
+    rows = torch.arange(len(tree.new), device=q.device)
+    for tokens, slots, positions, real in padded_sequences(tree.table, rows, tree.new, tree.lengths):
+        out = attention(gathered(q, tokens), gathered(k, slots), gathered(v, slots), positions, scale)
         results.append(out[real])
         order.append(tokens[real])
     return torch.cat(results)[torch.cat(order).argsort()]

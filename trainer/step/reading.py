@@ -87,9 +87,9 @@ def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | No
     the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state. The gradient
     of the head's weight is added up over chunks in FP32, and rounded once.
     """
-    rows, targets = micro.predictors(hidden), micro.of_targets(micro.batch.tokens)
-    sought = _Sought.of(micro, len(targets) // len(rows))
-    chunks = 1 if chunk is None else -(-len(targets) // chunk)
+    rows = micro.predictors(hidden)
+    sought = _Sought.of(micro, len(rows))
+    chunks = 1 if chunk is None else -(-sought.tokens.numel() // chunk)
     if chunks == 1:
         values, entropy, drawn = sought.read(head(rows))
     else:
@@ -141,9 +141,11 @@ class _Sought:
     """Of the targets."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, ranks: int) -> _Sought:
+    def of(cls, micro: MicroBatch, count: int) -> _Sought:
+        """count: the targets of one rank."""
+
         def by_rank(values: Tensor) -> Tensor:
-            return micro.of_targets(values).view(ranks, -1)
+            return micro.of_targets(values).view(-1, count)
 
         batch, seeds = micro.batch, None
         positions = torch.arange(batch.width, device=batch.tokens.device).expand_as(batch.tokens)

@@ -160,7 +160,7 @@ def build_tree(keys: np.ndarray, lengths: list[int]) -> tuple[TokenTree, Tensor,
     tree = TokenTree(
         new=torch.tensor(new),
         lengths=torch.tensor([lengths[row] for row in order]),
-        table=torch.from_numpy(place[order]),
+        table=torch.from_numpy(place[order]).int(),
         end=torch.from_numpy(end[:tokens].copy()),
         flat=torch.from_numpy(np.concatenate(flat)),
         first=torch.from_numpy(np.concatenate(first)),
@@ -248,7 +248,5 @@ def _padded(tree: TokenTree, tokens: int, padding: int) -> TokenTree:
 def _layout(tree: TokenTree, positions: Tensor) -> PackedRows:
     """Return the layout for attention: of one row, for whoever does not know of trees."""
     layout = PackedRows.of(torch.tensor([len(positions)]))
-    here = device.current()
-    layout.positions = positions.to(here)
-    layout.tree = TokenTree(**{name: value.to(here) for name, value in vars(tree).items()})
+    layout.positions, layout.tree = positions.to(device.current()), tree.to(device.current())
     return layout

@@ -52,4 +52,4 @@ def _answers(prompt: int, answers: int, tokens: int, device: torch.device) -> To
     rows = np.tile(np.arange(prompt + tokens), (answers, 1))
     rows[:, prompt:] += tokens * np.arange(answers)[:, None]
     tree, _, _ = build_tree(rows[..., None], [prompt + tokens] * answers)
-    return TokenTree(**{name: value.to(device) for name, value in vars(tree).items()})
+    return tree.to(device)

@@ -28,7 +28,7 @@ from fp8rl.numerics.kernels.attention.backward import (
 )
 from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
-from fp8rl.numerics.kernels.attention.trees import places, with_slots
+from fp8rl.numerics.kernels.attention.trees import places
 from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
 
@@ -53,7 +53,7 @@ def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, s
     """`numerics.ops.tree_latent_attention`, as `trees.tree_attention`."""
     _check(q, rows, rank)
     inputs = dense_rows(q)[None], dense_rows(rows)[None], places(q)
-    return _Latent.apply(*inputs, rank, scale, None, with_slots(tree))[0]
+    return _Latent.apply(*inputs, rank, scale, None, tree)[0]
 
 
 def paged_latent_attention(

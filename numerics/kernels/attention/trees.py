@@ -8,8 +8,6 @@ The gradient of a token is added up over the rows that share it in the order of 
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -26,14 +24,9 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: floa
     """
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
-    return Attention.apply(*rows, places(q), scale, None, with_slots(tree))[0]
+    return Attention.apply(*rows, places(q), scale, None, tree)[0]
 
 
 def places(q: Tensor) -> Tensor:
     """Return int64 [1, T], those of the tokens q [T, ...] in the layout."""
     return torch.arange(len(q), device=q.device)[None]
-
-
-def with_slots(tree: TokenTree) -> TokenTree:
-    """Return the tree with a table of int32, of which a step's slots stay in registers; those of int64 do not."""
-    return dataclasses.replace(tree, table=tree.table.int())

@@ -27,7 +27,7 @@ with compiled_only() as found:
     packed_attention(tensor(2048, 16, 128), k, k, torch.full((16,), 128), 0.1).sum().backward()
     each, all_tokens = torch.full((16,), 128), torch.zeros(2048).long()
     for longest in (640, 2048):
-        tree = TokenTree(each, each, torch.zeros(16, longest).long(), *[all_tokens] * 3)
+        tree = TokenTree(each, each, torch.zeros(16, longest).int(), *[all_tokens] * 3)
         out = tree_attention(tensor(2048, 16, 128), k, k, tree, 0.1)
     out.sum().backward()
     for tokens, sequences, heads, key_heads, longest in (

@@ -31,7 +31,7 @@ with compiled_only() as found:
     q, rows = tensor(2, 4096, 128, 576), tensor(2, 4096, 576)
     latent_attention(q, rows, torch.arange(4096).expand(2, -1), 512, 0.1).sum().backward()
     q, rows = tensor(2048, 20, 576), tensor(2048, 576)
-    each, table, every = torch.full((16,), 128), torch.zeros(16, 2048).long(), torch.zeros(2048).long()
+    each, table, every = torch.full((16,), 128), torch.zeros(16, 2048).int(), torch.zeros(2048).long()
     packed_latent_attention(q, rows, each, 512, 0.1).sum().backward()
     tree_latent_attention(q, rows, TokenTree(each, each, table, every, every, every), 512, 0.1).sum().backward()
     for held in (None, operand):

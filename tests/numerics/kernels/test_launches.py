@@ -62,7 +62,7 @@ k = torch.empty(1000, 2, HEAD, dtype=torch.bfloat16, device=META, requires_grad=
 with using("triton"), launches() as packed:  # a tensor on meta cannot be read, as a wait for the device would
     ops.packed_attention(q, k, k, whole(9), 0.1).sum().backward()
 every_token = whole(1000)
-tree = ops.TokenTree(whole(9), whole(9), whole(9, 300), every_token, every_token, every_token)
+tree = ops.TokenTree(whole(9), whole(9), whole(9, 300).int(), every_token, every_token, every_token)
 with using("triton"), launches() as shared:
     ops.tree_attention(q, k, k, tree, 0.1).sum().backward()
 settings = torch.empty(256, device=META), whole(256), torch.empty(256, device=META)

@@ -61,8 +61,7 @@ def tree_here(rows):
     """The tree of rows, whose table points behind its rows' ends to where nothing is; and their paths."""
     tree, paths = tree_of(rows)
     behind = torch.arange(tree.table.shape[1]) >= tree.lengths[:, None]
-    tree = dataclasses.replace(tree, table=tree.table.masked_fill(behind, 10**9))
-    return type(tree)(**{name: value.to(DEVICE) for name, value in vars(tree).items()}), paths
+    return dataclasses.replace(tree, table=tree.table.masked_fill(behind, 10**9)).to(DEVICE), paths
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ with using("triton"):
             values(*batch).sum().backward()
     with launches() as shared:
         for rows, longest in ((3, 300), (10, 3001)):
-            each, table, every = whole(rows), whole(rows, longest), whole(777)
+            each, table, every = whole(rows), whole(rows, longest).int(), whole(777)
             tree = ops.TokenTree(each, each, table, every, every, every)
             q, k = (torch.empty(777, n, HEAD, device=META).bfloat16().requires_grad_() for n in (32, 4))
             ops.tree_attention(q, k, k, tree, HEAD**-0.5).sum().backward()

@@ -18,7 +18,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.microbatches import PackedMicroBatch, plan_packed
 from tests.support.batches import cross_entropy, random_batch, random_routes
 from tests.support.models import write_model
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, critic_values
 
 ALONE = 1 << 16
 """Tokens of a micro-batch that holds every row."""
@@ -70,17 +70,8 @@ def test_gradients_differ_by_the_order_of_sums_over_tokens(
 
 
 def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    from fp8rl.trainer.roles import Critic
-
-    policy, batch, found = make_trainer(moe_path, "fp8"), random_batch(), []
-    for packing in (False, True):
-        config = policy.config.model_copy(update={"packing": packing})
-        critic = Critic(
-            moe_path, config, policy.numerics, layout, seed=0, total_steps=9, max_sequence_length=batch.width
-        )
-        torch.nn.init.constant_(critic.model.output_layer.weight, 0.02)
-        rows, values = critic.score(batch)
-        found.append(values[torch.tensor(rows).argsort()])
+    policy, batch = make_trainer(moe_path, "fp8"), random_batch()
+    found = [critic_values(policy, moe_path, batch, layout, **keys) for keys in ({"packing": False}, {"packing": True})]
     assert found[0].abs().max() > 0.1 and torch.equal(*found)
 
 

@@ -26,7 +26,7 @@ from fp8rl.trainer.step.trees import TreeMicroBatch, plan_trees, token_keys
 from tests.support.batches import cross_entropy, random_routes
 from tests.support.models import VOCAB
 from tests.support.ranks import run_on_ranks
-from tests.support.trainers import MakeTrainer
+from tests.support.trainers import MakeTrainer, critic_values
 from tests.support.trees import batch_of_rows, branching_rows, conversations, groups
 
 ALONE = 1 << 16
@@ -157,17 +157,10 @@ def test_gradients_in_fp32_are_those_of_rows_end_to_end(
 
 
 def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
-    from fp8rl.trainer.roles import Critic
-
-    policy, batch, found = make_trainer(moe_path, "fp8"), conversations(), []
-    for keys in ({"packing": True}, {"prefix_sharing": True}):
-        config = policy.config.model_copy(update=keys)
-        critic = Critic(
-            moe_path, config, policy.numerics, layout, seed=0, total_steps=9, max_sequence_length=batch.width
-        )
-        torch.nn.init.constant_(critic.model.output_layer.weight, 0.02)
-        rows, values = critic.score(batch)
-        found.append(values[torch.tensor(rows).argsort()])
+    policy, batch = make_trainer(moe_path, "fp8"), conversations()
+    found = [
+        critic_values(policy, moe_path, batch, layout, **keys) for keys in ({"packing": True}, {"prefix_sharing": True})
+    ]
     assert found[0].abs().max() > 0.1 and torch.equal(*found)
 
 
