@@ -26,6 +26,7 @@ _SPEC = {
     "served": "`weight`",
     "wire": "`gradient_wire`",
     "gather": "`weight_gather`",
+    "kv": "`kv`",
     "operand": "what holds it",
     "dequantized": "what holds it",
 }

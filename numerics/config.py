@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import ALL, QuantSpec
 
 Mode = Literal["exact", "native"]
 RouterReplay = Literal["off", "record", "replay"]
 TrainerPrecision = Literal["bf16", "fp8_forward", "fp8"]
 RolloutPrecision = Literal["bf16", "fp8"]
+KVPrecision = Literal["bf16", "fp8"]
 
-_CHOICES = {"mode": Mode, "trainer": TrainerPrecision, "rollout": RolloutPrecision, "router_replay": RouterReplay}
+_CHOICES = {
+    "mode": Mode,
+    "trainer": TrainerPrecision,
+    "rollout": RolloutPrecision,
+    "kv": KVPrecision,
+    "router_replay": RouterReplay,
+}
+_LARGEST_SCALE = 2.0**16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,12 @@ class NumericsConfig:
     """`bf16`, `fp8_forward` (quantized forward, BF16 gradients) or `fp8` (quantized forward and backward)."""
     rollout: RolloutPrecision = "fp8"
     """`bf16` or `fp8`."""
+    kv: KVPrecision = "bf16"
+    """The format of keys and values, on both sides: `bf16` or `fp8`, which is E4M3. Exact mode only."""
+    key_scale: float = 1.0
+    """The power of two that keys, and latent rows, are divided by before they are rounded to FP8."""
+    value_scale: float = 1.0
+    """The same for values."""
     k_splits: int = 1
     """The number of slices of K that a row-parallel product is cut into; their FP32 partials are added in order. It
     is the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order. Exact mode
@@ -80,6 +96,13 @@ class NumericsConfig:
                 f"numerics.k_splits: found {self.k_splits}, expected 1 in native mode, where each side adds in its "
                 "library's own order. Set it to 1, or numerics.mode to exact"
             )
+        if self.kv == "fp8" and self.mode == "native":
+            raise UserError(
+                "numerics.kv: found 'fp8' in native mode, expected bf16: Megatron's attention does not round keys and "
+                "values as SGLang's cache does. Set it to bf16, or numerics.mode to exact"
+            )
+        for key in ("key_scale", "value_scale"):
+            _check_kv_scale(key, getattr(self, key), self.kv)
         if self.deepgemm and self.mode == "native":
             raise UserError(
                 "numerics.deepgemm: found true, expected false in native mode, where each side chooses its "
@@ -99,6 +122,11 @@ class NumericsConfig:
         return self.spec if self.rollout != "bf16" else QuantSpec.preset("bf16")
 
     @property
+    def kv_format(self) -> KVFormat:
+        """The format in which the engine keeps keys and values, and the trainer attends to them."""
+        return KVFormat(self.kv == "fp8", self.key_scale, self.value_scale)
+
+    @property
     def blocks_spec(self) -> QuantSpec:
         """The spec whose blocks a layout must keep whole. Where one side alone quantizes, the other keeps them too."""
         return self.rollout_spec if self.rollout_spec.quantized else self.trainer_spec
@@ -110,3 +138,17 @@ class NumericsConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NumericsConfig:
         return cls(**{**data, "spec": QuantSpec.from_dict(data["spec"])})
+
+
+def _check_kv_scale(key: str, scale: float, kv: KVPrecision) -> None:
+    fits = 1 / _LARGEST_SCALE <= scale <= _LARGEST_SCALE and math.frexp(scale)[0] == 0.5
+    if not fits:
+        raise UserError(
+            f"numerics.{key}: found {scale:g}, expected a power of two from 2^-16 to 2^16, by which division rounds "
+            "nothing. Set the nearest one, or leave it out"
+        )
+    if scale != 1.0 and kv == "bf16":
+        raise UserError(
+            f"numerics.{key}: found {scale:g} with keys and values in BF16, expected 1: it is for FP8. Set numerics.kv "
+            "to fp8, or leave it out"
+        )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from fp8rl.numerics import kv
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import format_of
@@ -22,8 +23,8 @@ class TensorClass:
 
     A format is `fp32`, `bf16`, `e4m3` or `e5m2`; a bar separates several that will do. Braces refer to the spec:
     `{weight}`, `{activation}`, `{gradient}` of the trainer's products, `{served}` of the engine's weights, `{wire}` and
-    `{gather}` between data-parallel ranks; `{operand}` and `{dequantized}` are the narrowest formats that hold the
-    dequantized weights of either side.
+    `{gather}` between data-parallel ranks, `{kv}` of keys and values; `{operand}` and `{dequantized}` are the narrowest
+    formats that hold the dequantized weights of either side.
     """
 
     key: str
@@ -80,6 +81,7 @@ def precision_map(
         "served": served.format,
         "wire": gradient_wire,
         "gather": weight_gather,
+        "kv": format_of(numerics.kv_format.dtype),
         "operand": format_of(spec.weight.dequantized_dtype),
         "dequantized": format_of(served.dequantized_dtype),
     }
@@ -286,10 +288,10 @@ CLASSES: tuple[TensorClass, ...] = (
         ("engine.derived", "what stands in memory for the codes where there are no FP8 products",
          "{dequantized}", "", "It holds the codes' values exactly."),
         ("engine.kv_cache", "keys and values of tokens that were computed",
-         "bf16", "", "The trainer's attention sees BF16 keys and values."),
+         "{kv}", "", "The numbers that the trainer's attention sees."),
         ("engine.state", "states of sequences, to which a layer adds with each token",
          "fp32", "", "A state is a sum over all tokens, as in the trainer."),
-        engine_kv_cache={"remedy": "Start the engine without --kv-cache-dtype."},
+        engine_kv_cache={"remedy": kv.REMEDY},
     ),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from fp8rl.models.architecture import Role
+from fp8rl.numerics import kv
 from fp8rl.numerics.backend.implementation import Implementation
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.types import HandshakeError
@@ -217,7 +218,7 @@ _REMEDIES = {
     "threads": "Set OMP_NUM_THREADS in the engine's environment.",
     "dtype": "Start the engine in BF16.",
     "adapter": "Start the engine with the run's adapter section.",
-    "kv_cache_dtype": "Start the engine without --kv-cache-dtype.",
+    "kv_cache_dtype": kv.REMEDY,
 }
 
 

@@ -222,7 +222,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
         job=job,
         parameters=shape.parameters,
         active_parameters=shape.active_parameters,
-        kv_bytes=shape.kv_bytes(),
+        kv_bytes=shape.kv_bytes(job.numerics.kv_format.dtype.itemsize),
         state_bytes=shape.request_bytes(),
         training_flops=shape.training_flops(job.length),
         memory=memory,
@@ -285,6 +285,7 @@ def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[De
         decode_step(
             *(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp),
             each.numerics.mode,
+            job.numerics.kv_format.dtype.itemsize,
         )
         for each in (job, job.in_bf16())
     )

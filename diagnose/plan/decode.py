@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from fp8rl.diagnose.plan.efficiency import Rates
-from fp8rl.models.shape import Shape
+from fp8rl.models.shape import BF16_BYTES, Shape
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.job import Gpu
@@ -53,11 +53,11 @@ class Decode:
 
 def decode_step(
     shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float, ranks: int = 1,
-    mode: Mode = "exact",
+    mode: Mode = "exact", each: int = BF16_BYTES,
 ) -> Decode:  # fmt: skip
     """Time of one decode step on an engine of `ranks` GPUs, launched as one CUDA graph.
 
-    batch: answers at a time. context: tokens that each has so far.
+    batch: answers at a time. context: tokens that each has so far. each: bytes of a number in the cache.
     """
     sizes = shape.sizes
     read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
@@ -66,7 +66,7 @@ def decode_step(
         for weight in shape.weights
         if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
     )
-    cache = batch * (context * shape.kv_bytes() + 2 * shape.request_bytes())  # a state is read and written
+    cache = batch * (context * shape.kv_bytes(each) + 2 * shape.request_bytes())  # a state is read and written
     memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)
     fp8 = spec.quantized
     flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))

@@ -148,7 +148,7 @@ def _checks_of_spec(stack: Stack, batch: TokenBatch, found: PreflightReport) -> 
     found.quantized.update(quantized)
     yield same_spec.handshake(numerics, engine_adapter(stack.experiment), report, architecture)
     yield same_spec.quantized_modules(**quantized)
-    yield same_spec.kv_cache_dtype(report)
+    yield same_spec.kv_cache_dtype(numerics, report)
     if numerics.rollout_spec.quantized:
         scales = same_spec.served_scales(stack.syncing.bridge.write_checkpoint(), manifest)
         names = sorted(name for name in manifest if name.endswith(SCALE_SUFFIX))

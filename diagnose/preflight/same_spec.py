@@ -15,6 +15,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.families.mlp import TOPK
 from fp8rl.models.shape import Shape
 from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics import kv
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.digest import tensor_digest
@@ -178,12 +179,13 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
     return judged("spec", "router precision", ok, "; ".join(sides), expected, remedy)
 
 
-def kv_cache_dtype(report: EngineReport) -> Check:
-    """Check that keys and values stand in the cache as they were computed."""
-    ok = (report.dtype, report.kv_cache_dtype) == ("bfloat16", "bfloat16")
+def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
+    """Check that keys and values stand in the cache as the trainer attends to them."""
+    kept = str(numerics.kv_format.dtype).removeprefix("torch.")
+    ok = (report.dtype, report.kv_cache_dtype) == ("bfloat16", kept)
     found = f"kv_cache_dtype {report.kv_cache_dtype}, dtype {report.dtype}"
-    expected = "keys and values in BF16, as in the trainer"
-    return judged("spec", "KV cache", ok, found, expected, "Start the engine without --kv-cache-dtype.")
+    expected = f"keys and values in {kept}, as in the trainer"
+    return judged("spec", "KV cache", ok, found, expected, kv.REMEDY)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -94,15 +94,15 @@ def paged_attention(
     """`attention` of the newest tokens of some sequences over keys that lie in the slots of a cache, bit for bit.
 
     q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache [slots, kv heads, D] and v_cache
-    [slots, kv heads, E] hold their keys and values too. Key t of sequence b is in slot table[requests[b], t]; table int
-    [rows, max], requests int [B]. new int [B] counts new tokens, 0 or more, lengths int [B] all of them: new token i
-    of sequence b stands at position lengths[b] - new[b] + i; None: every sequence has one. Returns [tokens, heads, E],
-    zeros for tokens of no sequence or without keys.
+    [slots, kv heads, E] hold their keys and values too, in q's dtype or in codes (`numerics.kv`). Key t of sequence b
+    is in slot table[requests[b], t]; table int [rows, max], requests int [B]. new int [B] counts new tokens, 0 or more,
+    lengths int [B] all of them: new token i of sequence b stands at position lengths[b] - new[b] + i; None: every
+    sequence has one. Returns [tokens, heads, E], zeros for tokens of no sequence or without keys.
     """
     new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     for tokens, slots, positions, real in padded_sequences(table, requests, new, lengths):
-        result = attention(q[tokens], k_cache[slots], v_cache[slots], positions, scale)
+        result = attention(q[tokens], *(x[slots].to(q.dtype) for x in (k_cache, v_cache)), positions, scale)
         out[tokens[real]] = result[real]
     return out
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from fp8rl.models.architecture import check_scope
 from fp8rl.models.hub import HubPath, Revision, data_directory, model_directory
-from fp8rl.numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
+from fp8rl.numerics.config import KVPrecision, Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
@@ -113,6 +113,14 @@ class NumericsSection(Section):
     `bf16`."""
     rollout: RolloutPrecision = "fp8"
     """The engines' precision: the spec, or BF16."""
+    kv: KVPrecision = "bf16"
+    """The format of keys and values: `fp8` halves the engines' caches, and the trainer attends to the same rounded
+    numbers. E4M3 codes of what is divided by a static scale. Exact mode only."""
+    key_scale: float = 1.0
+    """With `kv: fp8`, the scale of keys, and of the latent rows of latent attention: a power of two. Beyond 448 times
+    the scale they saturate."""
+    value_scale: float = 1.0
+    """The same for values."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
@@ -149,6 +157,9 @@ class NumericsSection(Section):
             spec=self.quant_spec(),
             trainer=self.trainer,
             rollout=self.rollout,
+            kv=self.kv,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
             k_splits=tp if self.mode == "exact" else 1,
             router_replay=self.router_replay,
             deepgemm=self.deepgemm,

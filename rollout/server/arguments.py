@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
-from fp8rl.numerics.config import Mode
+from fp8rl.numerics.config import KVPrecision, Mode
 from fp8rl.rollout.config import RolloutSection, check_drafts
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
@@ -111,14 +111,15 @@ def server_arguments(
     weight_version: int,
     cuda: bool,
     mode: Mode = "native",
+    kv: KVPrecision = "bf16",
     routes: bool = False,
     served: ServedChats | None = None,
     dummy: bool = False,
 ) -> list[str]:
     """Return the arguments of `sglang.launch_server`, without the keys.
 
-    routes: record each token's experts, for requests that ask for them. served: text in and out; None: token ids, and
-    no tokenizer. dummy: the directory has no weights, a sync brings them.
+    kv: the format of keys and values. routes: record each token's experts, for requests that ask for them. served:
+    text in and out; None: token ids, and no tokenizer. dummy: the directory has no weights, a sync brings them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
@@ -130,6 +131,8 @@ def server_arguments(
         *("--random-seed", "0", "--weight-version", str(weight_version)),
         *("--watchdog-timeout", str(config.longest_pass_s)),  # its own would end a server in a pass of 300 s
     ]
+    if kv == "fp8":
+        arguments += ["--kv-cache-dtype", "fp8_e4m3"]
     if dummy:
         arguments += ["--load-format", "dummy"]
     if config.chunked_prefill_size is not None:

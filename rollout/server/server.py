@@ -80,7 +80,8 @@ class SGLangServer:
             plugin = {**plugin, "speculation": config.speculation.model_dump(mode="json")}
         model_type = ConfigFile.read(Path(model_path), "model.path").model_type()
         cuda = has_cuda()
-        mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
+        numerics = {"mode": "native", "kv": "bf16"} if plugin is None else plugin["numerics"]
+        mode: Mode = numerics["mode"]
         port = _claim_port(config.port, host)
         keys = api_key or secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         endpoint = Endpoint(f"http://{host}:{port}", *keys, ranks=config.tp)
@@ -92,6 +93,7 @@ class SGLangServer:
             weight_version=weight_version,
             cuda=cuda,
             mode=mode,
+            kv=numerics["kv"],
             routes=routes,
             served=served,
             dummy=weight_version == NO_WEIGHTS,

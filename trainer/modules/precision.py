@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.ops.low_rank import Fused, LowRank
 from fp8rl.numerics.spec import QuantSpec
@@ -131,6 +132,11 @@ class LayerPrecision:
         """Precision of the gradient GEMMs of a quantized module."""
         numerics = self.model.numerics
         return "fp8" if numerics.trainer == "fp8" and numerics.spec.gradient.quantized else "bf16"
+
+    @property
+    def kv(self) -> KVFormat:
+        """The format of keys and values."""
+        return self.model.numerics.kv_format
 
     @property
     def k_splits(self) -> int:

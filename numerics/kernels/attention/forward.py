@@ -42,6 +42,7 @@ from fp8rl.numerics.kernels.attention.chunks import (
     positions_of,
 )
 from fp8rl.numerics.kernels.products.tiles import SHORT, TALL, tile_height, warps
+from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.ops.attention import KEY_CHUNK, AttentionInputs, TokenTree
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
@@ -144,7 +145,7 @@ def paged_attention(
     Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, over as
     many keys as the table is wide, and programs that find nothing to do leave at once.
     """
-    check(q, k_cache, v_cache)
+    check(q, k_cache, v_cache, CODES)
     return attend_paged(q, k_cache, v_cache, table, requests, new, lengths, scale)
 
 
@@ -198,17 +199,18 @@ def _constants(
     return shape | chunks | {"num_warps": threads, "num_stages": stages_of(dim, tail), "enable_fp_fusion": False}
 
 
-def check_dtypes(*tensors: Tensor) -> None:
-    """Raise UserError unless all are BF16."""
-    if {x.dtype for x in tensors} != {torch.bfloat16}:
-        dtypes = [str(x.dtype) for x in tensors]
-        raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
+def check_dtypes(q: Tensor, *keys: Tensor, kept: torch.dtype = torch.bfloat16) -> None:
+    """Raise UserError unless all are BF16. kept: a dtype that all keys and values may have in its place."""
+    if q.dtype != torch.bfloat16 or {x.dtype for x in keys} not in ({torch.bfloat16}, {kept}):
+        dtypes = [str(x.dtype) for x in (q, *keys)]
+        expected = "BF16 q, k and v" + ("" if kept == torch.bfloat16 else f", or k and v in {kept}")
+        raise user_error("attention", found=dtypes, expected=expected, remedy="Cast them.")
 
 
-def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise UserError unless the kernels know these dtypes and head sizes."""
+def check(q: Tensor, k: Tensor, v: Tensor, kept: torch.dtype = torch.bfloat16) -> None:
+    """Raise UserError unless the kernels know these dtypes and head sizes. kept: as of `check_dtypes`."""
     dim = q.shape[-1]
-    check_dtypes(q, k, v)
+    check_dtypes(q, k, v, kept=kept)
     if not 16 <= dim <= 256 or dim & (dim - 1):
         expected = "a power of two from 16 to 256"
         raise user_error("attention head size", found=dim, expected=expected, remedy="Run the ops on torch.")
@@ -338,11 +340,12 @@ def _merge_split(
     column, slot = tl.arange(0, D), slot.to(tl.int64)
     # Keys that do not exist are zeros, for 0 times what lies there might be NaN.
     if TAIL:
-        v = load(k_ptr + (slot * k_token)[:, None] + column[None, :], exists[:, None], MASKED)
+        v = load(k_ptr + (slot * k_token)[:, None] + column[None, :], exists[:, None], MASKED).to(q.dtype)
         tail = load(k_ptr + D + (slot * k_token)[None, :] + tl.arange(0, TAIL)[:, None], exists[None, :], MASKED)
+        tail = tail.to(q.dtype)
         scores = dot(q_tail, tail, dot(q, tl.trans(v), tl.zeros((q.shape[0], KEYS), tl.float32)))
     else:
-        k = load(k_ptr + (slot * k_token)[None, :] + column[:, None], exists[None, :], MASKED)
+        k = load(k_ptr + (slot * k_token)[None, :] + column[:, None], exists[None, :], MASKED).to(q.dtype)
         scores = dot(q, k, tl.zeros((q.shape[0], KEYS), tl.float32))
     if MASKED:
         seen = (key[None, :] <= position[:, None]) & exists[None, :]
@@ -353,6 +356,6 @@ def _merge_split(
     rescale = tl.exp2((peak - shift) * scale)
     total = tl.fma(total, rescale, tl.sum(weights, 1))
     if not TAIL:
-        v = load(v_ptr + (slot * v_token)[:, None] + column[None, :], exists[:, None], MASKED)
+        v = load(v_ptr + (slot * v_token)[:, None] + column[None, :], exists[:, None], MASKED).to(q.dtype)
     out = dot(cast(weights, tl.bfloat16), v, out * rescale[:, None])
     return new_peak, total, out

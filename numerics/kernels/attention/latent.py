@@ -29,6 +29,7 @@ from fp8rl.numerics.kernels.attention.backward import (
 from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
 from fp8rl.numerics.kernels.attention.trees import places
+from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
 
@@ -67,7 +68,7 @@ def paged_latent_attention(
     scale: float,
 ) -> Tensor:
     """`numerics.ops.paged_latent_attention`, without a wait for the device (`forward.paged_attention`)."""
-    _check(q, cache, rank)
+    _check(q, cache, rank, CODES)
     keys = cache.unsqueeze(1)
     return attend_paged(q, keys, keys[..., :rank], table, requests, new, lengths, scale, cache.shape[-1] - rank)
 
@@ -100,9 +101,9 @@ class _Latent(torch.autograd.Function):
         return *_gradients(grads[0], inputs, out, logsumexp), None, None, None, None, None
 
 
-def _check(q: Tensor, rows: Tensor, rank: int) -> None:
-    """Raise UserError unless the kernels know these dtypes and sizes."""
-    check_dtypes(q, rows)
+def _check(q: Tensor, rows: Tensor, rank: int, kept: torch.dtype = torch.bfloat16) -> None:
+    """Raise UserError unless the kernels know these dtypes and sizes. kept: as of `check_dtypes`."""
+    check_dtypes(q, rows, kept=kept)
     tail = rows.shape[-1] - rank
     known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)
     if not known or q.shape[-1] != rows.shape[-1]:

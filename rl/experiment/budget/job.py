@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
-from fp8rl.models.shape import BF16_BYTES, Shape
+from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.experiment import Experiment
@@ -175,11 +175,12 @@ def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> Te
     teacher = experiment.teacher
     if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
         return None
-    spec = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits).rollout_spec
+    numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
     engine = teacher.engine(experiment.rollout)
     room = engine_room(engine, gpu_memory)
-    cache = float(teacher.max_total_tokens * shape.kv_bytes(BF16_BYTES) + engine.states(True) * shape.request_bytes())
-    return TeacherBytes(served_bytes(shape, spec), cache, room.graphs, room.working)
+    kept = shape.kv_bytes(numerics.kv_format.dtype.itemsize)
+    cache = float(teacher.max_total_tokens * kept + engine.states(True) * shape.request_bytes())
+    return TeacherBytes(served_bytes(shape, numerics.rollout_spec), cache, room.graphs, room.working)
 
 
 # What an SGLang engine (0.5.19) takes of a GPU beside weights and keys and values.

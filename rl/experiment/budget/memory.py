@@ -201,7 +201,7 @@ def _of_layer(job: Job, layer: int) -> tuple[float, float]:
 
 def cache_bytes(job: Job) -> float:
     """Bytes that a token takes in the KV cache of one rank of an engine."""
-    return float(job.shape.kv_bytes(BF16_BYTES, job.engine_tp))
+    return float(job.shape.kv_bytes(job.numerics.kv_format.dtype.itemsize, job.engine_tp))
 
 
 def _trainer(job: Job, rank: int) -> tuple[Held, ...]:

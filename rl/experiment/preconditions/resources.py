@@ -31,10 +31,11 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
 
-def kv_cache_bytes(shape: Shape, engines: RolloutSection) -> int:
-    """Bytes of all these engines' BF16 key and value caches, and of the states beside them, on a CPU."""
+def kv_cache_bytes(shape: Shape, engines: RolloutSection, each: int) -> int:
+    """Bytes of all these engines' caches of keys and values, of `each` bytes a number, and of the states beside them,
+    on a CPU."""
     return engines.engines * (
-        engines.cache_tokens * shape.kv_bytes() + engines.states(cuda=False) * shape.request_bytes()
+        engines.cache_tokens * shape.kv_bytes(each) + engines.states(cuda=False) * shape.request_bytes()
     )
 
 
@@ -58,12 +59,14 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
         _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
     state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
-    weights = served_bytes(shape, experiment.numerics_config().rollout_spec) if experiment.needs_engines else 0
+    numerics = experiment.numerics_config()
+    each = numerics.kv_format.dtype.itemsize
+    weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines else 0
     left = _check_processes(shape, experiment, state, weights)
     if not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
-        taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout))
+        taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), each)
         if taken > left:
             raise user_error(
                 "teacher.max_total_tokens",
@@ -74,7 +77,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
             )
         left -= taken
     rollout = experiment.rollout
-    caches = kv_cache_bytes(shape, rollout)
+    caches = kv_cache_bytes(shape, rollout, each)
     if caches > left:
         expected = f"a cache that fits the free memory: {rollout.engines} engine(s) would need "
         expected += f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left beside the processes"
@@ -86,7 +89,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
                 expected=expected,
                 remedy=f"Lower it: states of sequences alone take {beside / 2**30:.1f} GiB. Or free memory.",
             )
-        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes())
+        most = max(0, left - beside) // (rollout.engines * shape.kv_bytes(each))
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.cache_tokens,

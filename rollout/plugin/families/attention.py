@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON = "layers.attention.triton_backend.TritonAttnBackend."
 _ROTARY = "layers.rotary_embedding.base.RotaryEmbedding."
+_POOL = "mem_cache.memory_pool.MHATokenToKVPool."
 _QWEN3, _QWEN3_MOE = "models.qwen3.Qwen3Attention.", "models.qwen3_moe.Qwen3MoeAttention."
 FUSED_HEADS = {"Qwen3ForCausalLM": False, "Qwen3MoeForCausalLM": True}
 """Architectures whose norms of heads and rotation are one op on a GPU; True: which writes the cache as well."""
 _ROPE = "positions query key offsets fused_set_kv_buffer_arg"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
+_SET = "layer loc_info cache_k cache_v k_scale v_scale layer_id_override dcp_kv_mask"
 _LAYER = "q k v layer forward_batch save_kv_cache sinks score_mod aux_tensors"
 
 
 def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     if numerics.mode != "exact":
         return ()
+    quantized = (Hook(_POOL + "set_kv_buffer", "around", set_kv_buffer, _SET),) if numerics.kv == "fp8" else ()
     if cuda:
         return (
             Hook(_ROTARY + "forward_cuda", "replace", rotary_embedding, _ROPE, (ops.rope,)),
@@ -44,12 +47,14 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
             Hook("models.utils.can_use_fused_inplace_qknorm", "replace", never, "head_dim dtype"),
             Hook(_QWEN3 + "forward_prepare_native", "around", qwen3_heads, "positions hidden_states"),
             Hook(_QWEN3_MOE + "apply_qk_norm_rope", "around", qwen3_moe_heads, "qkv positions forward_batch"),
+            *quantized,
         )
     extend = f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}"
     return (
         Hook(_ROTARY + "forward_native", "replace", rotary_embedding, _ROPE, (ops.rope,)),
         Hook(_TORCH + "_run_sdpa_forward_extend", "replace", attention_extend, extend, (ops.attention,)),
         Hook(_TORCH + "_run_sdpa_forward_decode", "replace", attention_decode, f"{_CACHE} {_MASK}", (ops.attention,)),
+        *quantized,
     )
 
 
@@ -117,7 +122,7 @@ def attention_extend(
     lengths: Tensor, prefixes: Tensor, new: Tensor, *_: Any, scaling: float, **__: Any
 ) -> Tensor:  # fmt: skip
     """Prefill, whole or in chunks: query [tokens, heads, D] holds the new tokens of every sequence, end to end."""
-    return output.copy_(ops.paged_attention(query, k_cache, v_cache, slots, requests, new, lengths, scaling))
+    return output.copy_(_over_slots(query, k_cache, v_cache, slots, requests, new, lengths, scaling))
 
 
 def attention_decode(
@@ -126,7 +131,7 @@ def attention_decode(
 ) -> Tensor:  # fmt: skip
     """One new token of every sequence: query [sequences, heads, D]."""
     new = torch.ones_like(lengths)
-    return output.copy_(ops.paged_attention(query, k_cache, v_cache, slots, requests, new, lengths, scaling))
+    return output.copy_(_over_slots(query, k_cache, v_cache, slots, requests, new, lengths, scaling))
 
 
 def attention_backend_extend(
@@ -171,7 +176,19 @@ def _attend(
     heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     slots, requests = backend.req_to_token_pool.req_to_token, batch.req_pool_indices
-    return ops.paged_attention(heads, keys, values, slots, requests, new, batch.seq_lens, layer.scaling).view(q.shape)
+    return _over_slots(heads, keys, values, slots, requests, new, batch.seq_lens, layer.scaling).view(q.shape)
+
+
+def set_kv_buffer(original: Any, self: Any, layer: Any, loc_info: Any, k: Tensor, v: Tensor, *extras: Any) -> None:
+    """`MHATokenToKVPool.set_kv_buffer` of numbers that are in E4M3 already: SGLang's own cast gives NaN beyond 448."""
+    kv = state().numerics.kv_format
+    original(self, layer, loc_info, kv.keys(k), kv.values(v), *extras)
+
+
+def _over_slots(q: Tensor, keys: Tensor, values: Tensor, *where: Any) -> Tensor:
+    """Compute `ops.paged_attention` over the cache in its format. where: its other arguments, the scale last."""
+    kv = state().numerics.kv_format
+    return kv.result(ops.paged_attention(q, keys, values, *where[:-1], where[-1] * kv.key_scale))
 
 
 def _qkv(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -191,7 +208,8 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     slots = starts[:, None] + torch.arange(int(lengths.max()), device=q.device)
     slots = slots.clamp(max=len(q) - 1)
     requests = torch.arange(len(lengths), device=q.device)
-    k, v, out = k.to(runner.kv_cache_dtype), v.to(runner.kv_cache_dtype), torch.empty_like(q)
+    kv = state().numerics.kv_format
+    k, v, out = kv.keys(k).to(runner.kv_cache_dtype), kv.values(v).to(runner.kv_cache_dtype), torch.empty_like(q)
     if q.device.type == "cpu":
         grouped, none = attn.tp_q_head_num != attn.tp_k_head_num, torch.zeros_like(lengths)
         # Beside layers of another kind, SGLang has a backend for those that attend within its backend.
@@ -201,7 +219,7 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
             scaling=attn.scaling, enable_gqa=grouped, causal=True
         )  # fmt: skip
     elif state().numerics.mode == "exact":
-        out = ops.paged_attention(q, k, v, slots.int(), requests, lengths, lengths, attn.scaling)
+        out = _over_slots(q, k, v, slots.int(), requests, lengths, lengths, attn.scaling)
     else:
         raise NotImplementedError(OF_ITS_SCHEDULER)
     return (out.flatten(1),)
@@ -235,10 +253,11 @@ def _launch_rope(engine: Imagined, _: OpSite, q: Tensor, k: Tensor) -> tuple[Ten
 
 
 def _launch_attention(engine: Imagined, _: OpSite, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    keys, values = (engine.empty(engine.length, *k.shape[1:]) for _ in range(2))
+    dtype = engine.numerics.kv_format.dtype
+    keys, values = (engine.empty(engine.length, *k.shape[1:], dtype=dtype) for _ in range(2))
     requests, lengths = engine.whole(engine.sequences), engine.whole(engine.sequences)
     scale = engine.sizes.head_dim**-0.5
-    out = ops.paged_attention(q.contiguous(), keys, values, engine.table, requests, engine.new, lengths, scale)
+    out = _over_slots(q.contiguous(), keys, values, engine.table, requests, engine.new, lengths, scale)
     return (out.flatten(1),)
 
 

@@ -125,7 +125,8 @@ def attend(
 ) -> Tensor:
     """q [T, heads * D] and kv_row [T, kv rank + rope] of the new tokens -> [T, heads * value], before the last product.
 
-    cached: puts the new rows into a cache, and gives the cache [slots, kv rank + rope].
+    cached: puts the new rows, which are in the format of keys, into a cache, and gives the cache [slots, kv rank +
+    rope].
     """
     current = state()
     sizes, rank = current.weights.definition.sizes, module.kv_lora_rank
@@ -144,13 +145,13 @@ def attend(
 
     heads = q.unflatten(-1, (-1, sizes.head_dim))
     latents = module.kv_a_layernorm(kv_row[:, :rank].contiguous())
-    cache = cached(torch.cat((latents, rotated(kv_row[:, None, rank:])[:, 0]), -1))
+    kv = current.numerics.kv_format
+    cache = cached(kv.keys(torch.cat((latents, rotated(kv_row[:, None, rank:])[:, 0]), -1)))
     inside = of_heads(heads[..., :plain], 0, plain, True)
     queries = torch.cat((inside, rotated(heads[..., plain:])), -1)
-    out = ops.paged_latent_attention(
-        queries, cache, where.table, where.requests, where.new, where.lengths, rank, sizes.attention_scale
-    )
-    return of_heads(out, plain, value).flatten(1)
+    scale = sizes.attention_scale * kv.key_scale
+    out = ops.paged_latent_attention(queries, cache, where.table, where.requests, where.new, where.lengths, rank, scale)
+    return of_heads(kv.latent_result(out), plain, value).flatten(1)
 
 
 def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
@@ -300,7 +301,7 @@ def _launch_attention(engine: Imagined, site: OpSite, q: Tensor, kv_row: Tensor)
         kv_a_layernorm=lambda rows: launch_norm(engine, site, rows)[0],
     )
     where = Where(engine.table, engine.whole(engine.sequences), engine.new, engine.whole(engine.sequences))
-    cache = engine.empty(engine.length, own.kv_rank + own.rope_dim)
+    cache = engine.empty(engine.length, own.kv_rank + own.rope_dim, dtype=engine.numerics.kv_format.dtype)
     return (attend(module, q, kv_row, engine.positions, lambda rows: cache, where),)
 
 

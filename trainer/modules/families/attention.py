@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QKV, ROPE
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
+from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.ops.rope import Scaling
 from fp8rl.trainer.distributed.layout import own_positions, shared_attention
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output, rows_of
@@ -27,7 +28,7 @@ from fp8rl.trainer.step.microbatches import PackedRows
 
 
 class CoreAttention(nn.Module):
-    """`ops.rope` on queries and keys, then causal `ops.attention`.
+    """`ops.rope` on queries and keys, then causal `ops.attention` over keys and values in the format of the cache.
 
     The model is built without position embeddings: rows start at position 0 and are right-padded, so a token's
     position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions;
@@ -40,12 +41,14 @@ class CoreAttention(nn.Module):
         rope_theta: float,
         rotary_dim: int | None = None,
         rope_scaling: Scaling | None = None,
+        kv: KVFormat = BF16_CACHE,
         config: TransformerConfig,
         **unused: Any,
     ) -> None:
         super().__init__()
         self.rope_theta, self.rotary_dim, self.rope_scaling = rope_theta, rotary_dim, rope_scaling
-        self.scale, self.shared = config.kv_channels**-0.5, config.context_parallel_size > 1
+        self.kv, self.scale = kv, config.kv_channels**-0.5 * kv.key_scale
+        self.shared = config.context_parallel_size > 1
 
     def forward(
         self,
@@ -58,22 +61,26 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
         [T, Hkv, D] -> [T, 1, H * D]"""
+        value = self.kv.values(value)
         if (rows := packed_seq_params) is not None:
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
+            key = self.kv.keys(key)
             if rows.tree is not None:
                 out = ops.tree_attention(query, key, value, rows.tree, self.scale)
             else:
                 out = ops.packed_attention(query, key, value, rows.lengths, self.scale)
-            return out.flatten(1).unsqueeze(1)
+            return self.kv.result(out).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         if self.shared:
             group = parallel_state.get_context_parallel_group()
             own = own_positions(query.shape[1] * group.size(), group.rank(), group.size()).to(query.device)
             positions = own.expand(query.shape[:2])
             query, key = (self._turned(x, positions) for x in (query, key))
-            return shared_attention(query, key, value, positions, self.scale, group).transpose(0, 1).flatten(2)
-        out = ops.attention(self.rotated(query), self.rotated(key), value, _positions(query), self.scale)
-        return out.transpose(0, 1).flatten(2)
+            out = shared_attention(query, self.kv.keys(key), value, positions, self.scale, group)
+        else:
+            keys = self.kv.keys(self.rotated(key))
+            out = ops.attention(self.rotated(query), keys, value, _positions(query), self.scale)
+        return self.kv.result(out).transpose(0, 1).flatten(2)
 
     def rotated(self, x: Tensor) -> Tensor:
         """Queries or keys [B, S, heads, D], as the attention takes them."""
@@ -171,18 +178,20 @@ def attention_spec(
     )
 
 
-def exact_core(sizes: ModelSizes) -> ModuleSpec:
+def exact_core(layer: Layer) -> ModuleSpec:
     """The shared op, which rotates queries and keys as the model does."""
-    rotation = {
+    sizes = layer.sizes
+    own = {
         "rope_theta": sizes.rope_theta,
         "rotary_dim": sizes.rotary_dim,
         "rope_scaling": sizes.rope_scaling,
+        "kv": layer.precision.kv,
     }
-    return ModuleSpec(module=CoreAttention, params=rotation)
+    return ModuleSpec(module=CoreAttention, params=own)
 
 
 def _exact(layer: Layer) -> Fields:
-    return {"self_attention": attention_spec(layer, exact_core(layer.sizes))}
+    return {"self_attention": attention_spec(layer, exact_core(layer))}
 
 
 def _transformer_engine(layer: Layer) -> Fields:

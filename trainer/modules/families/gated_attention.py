@@ -47,7 +47,7 @@ class ExactGatedAttention(GatedAttention):
 
 
 def _exact(layer: Layer) -> Fields:
-    core = attention.exact_core(layer.sizes)
+    core = attention.exact_core(layer)
     return {"self_attention": attention.attention_spec(layer, core, ExactGatedAttention)}
 
 

@@ -28,6 +28,7 @@ from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN, Latent
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
+from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, output, rows_of
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
@@ -151,10 +152,11 @@ class LatentCore(nn.Module):
     Rows start at position 0 and are right-padded, or lie end to end and bring their positions.
     """
 
-    def __init__(self, *, sizes: ModelSizes, **unused: Any) -> None:
+    def __init__(self, *, sizes: ModelSizes, kv: KVFormat, **unused: Any) -> None:
         super().__init__()
-        self.sizes, self.latent = sizes, sizes.of(Latent)
-        self.rope_theta, self.rope_scaling, self.scale = sizes.rope_theta, sizes.rope_scaling, sizes.attention_scale
+        self.sizes, self.latent, self.kv = sizes, sizes.of(Latent), kv
+        self.rope_theta, self.rope_scaling = sizes.rope_theta, sizes.rope_scaling
+        self.scale = sizes.attention_scale * kv.key_scale
 
     def forward(self, queries: Tensor, rows: Tensor, of_heads: OfHeads, packed: PackedRows | None = None) -> Tensor:
         """queries [S, B, heads * D]; rows [S, B, kv rank + rope] -> [S, B, heads * value]"""
@@ -164,7 +166,7 @@ class LatentCore(nn.Module):
         positions = positions[:, None].expand(length, batch)
         q = queries.unflatten(-1, (-1, self.sizes.head_dim))
         keys = self.rotated(rows[..., None, rank:], positions)[:, :, 0]
-        rows = torch.cat((rows[..., :rank], keys), -1)
+        rows = self.kv.keys(torch.cat((rows[..., :rank], keys), -1))
         inside = of_heads(q[..., :plain].flatten(0, 1), 0, plain, True)
         q = torch.cat((inside.unflatten(0, (length, batch)), self.rotated(q[..., plain:], positions)), -1)
         if packed is None:
@@ -174,7 +176,7 @@ class LatentCore(nn.Module):
             out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, self.scale)[:, None]
         else:
             out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
-        out = of_heads(out.flatten(0, 1), plain, value)
+        out = of_heads(self.kv.latent_result(out).flatten(0, 1), plain, value)
         return out.flatten(1).unflatten(0, (length, batch))
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -223,7 +225,8 @@ def _fields(layer: Layer, attention: ModuleSpec, narrow: type[nn.Module], core: 
 
 def _exact(layer: Layer) -> Fields:
     attention = ModuleSpec(module=LatentAttention, params={"precision": layer.precision})
-    return _fields(layer, attention, ColumnParallelLinear, ModuleSpec(module=LatentCore, params={"sizes": layer.sizes}))
+    core = ModuleSpec(module=LatentCore, params={"sizes": layer.sizes, "kv": layer.precision.kv})
+    return _fields(layer, attention, ColumnParallelLinear, core)
 
 
 def _megatron(layer: Layer) -> Fields:

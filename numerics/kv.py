@@ -1,0 +1,70 @@
+"""The format of keys and values: what the engine's cache holds, and what the trainer attends to.
+
+In FP8 a rotated key, a value or a latent row is divided by a static scale and rounded to E4M3 once, when it is made. So
+an entry of the cache depends on its token alone, and a token's result not on its batch. The engine keeps the codes, the
+trainer the same numbers in BF16. Neither multiplies them by the scales again: the scale of keys goes into the scale of
+the scores, the scale of values into the result. Scales are powers of two, so no rounding changes by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics.rounding import round_to_grid
+
+CODES = torch.float8_e4m3fn
+REMEDY = "Start the engine with the run's numerics.kv, which sets --kv-cache-dtype."
+"""For an engine whose cache is in another format."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The format in which a run keeps keys and values."""
+
+    quantized: bool = False
+    """E4M3; False: BF16, and scales are 1."""
+    key_scale: float = 1.0
+    """The power of two by which keys are divided before they are rounded, and latent rows, which are values too."""
+    value_scale: float = 1.0
+    """The same for values."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the cache."""
+        return CODES if self.quantized else torch.bfloat16
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return keys or latent rows as attention reads them, in x's dtype. The gradient is that of a division."""
+        return _Rounded.apply(x, self.key_scale) if self.quantized else x
+
+    def values(self, x: Tensor) -> Tensor:
+        """The same of values."""
+        return _Rounded.apply(x, self.value_scale) if self.quantized else x
+
+    def result(self, out: Tensor) -> Tensor:
+        """Return the result of attention over `values`."""
+        return out if self.value_scale == 1.0 else out * self.value_scale
+
+    def latent_result(self, out: Tensor) -> Tensor:
+        """Return the result of attention over latent rows, which are `keys`."""
+        return out if self.key_scale == 1.0 else out * self.key_scale
+
+
+BF16_CACHE = KVFormat()
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        """x / scale to the nearest number of E4M3: ties to even, saturating, NaN kept."""
+        ctx.scale = scale
+        return round_to_grid(x.float() / scale, CODES).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Straight through the rounding."""
+        return grads[0] if ctx.scale == 1.0 else grads[0] / ctx.scale, None
