@@ -1,6 +1,6 @@
 """The format of keys and values: what the engine's cache holds, and what the trainer attends to.
 
-In FP8 a rotated key, a value or a latent row is divided by a static scale and rounded to E4M3 once, when it is made. So
+In FP8 a rotated key, a value, or a row that is both, is divided by a static scale and rounded to E4M3 once, when it is made. So
 an entry of the cache depends on its token alone, and a token's result not on its batch. The engine keeps the codes, the
 trainer the same numbers in BF16. Neither multiplies them by the scales again: the scale of keys goes into the scale of
 the scores, the scale of values into the result. Scales are powers of two, so no rounding changes by that.
@@ -28,7 +28,7 @@ class KVFormat:
     quantized: bool = False
     """E4M3; False: BF16, and scales are 1."""
     key_scale: float = 1.0
-    """The power of two by which keys are divided before they are rounded, and latent rows, which are values too."""
+    """The power of two by which keys are divided before they are rounded, and rows that are key and value in one."""
     value_scale: float = 1.0
     """The same for values."""
 
@@ -38,7 +38,7 @@ class KVFormat:
         return CODES if self.quantized else torch.bfloat16
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return keys or latent rows as attention reads them, in x's dtype. The gradient is that of a division."""
+        """Return keys, or rows that are both, as attention reads them, in x's dtype. The gradient is that of a division."""
         return _Rounded.apply(x, self.key_scale) if self.quantized else x
 
     def values(self, x: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class KVFormat:
         """Return the result of attention over `values`."""
         return out if self.value_scale == 1.0 else out * self.value_scale
 
-    def latent_result(self, out: Tensor) -> Tensor:
-        """Return the result of attention over latent rows, which are `keys`."""
+    def result_of_keys(self, out: Tensor) -> Tensor:
+        """Return the result of attention over rows that are both, which are `keys`."""
         return out if self.key_scale == 1.0 else out * self.key_scale
 
 

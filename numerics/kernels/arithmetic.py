@@ -48,7 +48,7 @@ def cast(x, DTYPE: tl.constexpr):
 def load(pointers, exists, MASKED: tl.constexpr):
     """Load from `pointers`, 0 where an element does not exist; without MASKED all exist."""
     if MASKED:
-        return tl.load(pointers, mask=exists, other=0)
+        return tl.load(pointers, mask=exists, other=0.0)
     else:
         return tl.load(pointers)
 

@@ -102,7 +102,8 @@ def paged_attention(
     new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     for tokens, slots, positions, real in padded_sequences(table, requests, new, lengths):
-        result = attention(q[tokens], *(x[slots].to(q.dtype) for x in (k_cache, v_cache)), positions, scale)
+        k, v = (x[slots].to(q.dtype) for x in (k_cache, v_cache))
+        result = attention(q[tokens], k, v, positions, scale)
         out[tokens[real]] = result[real]
     return out
 

@@ -117,8 +117,8 @@ class NumericsSection(Section):
     """The format of keys and values: `fp8` halves the engines' caches, and the trainer attends to the same rounded
     numbers. E4M3 codes of what is divided by a static scale. Exact mode only."""
     key_scale: float = 1.0
-    """With `kv: fp8`, the scale of keys, and of the latent rows of latent attention: a power of two. Beyond 448 times
-    the scale they saturate."""
+    """With `kv: fp8`, the scale of keys, and of rows that are key and value in one (MLA): a power of two. Beyond 448
+    times the scale they saturate."""
     value_scale: float = 1.0
     """The same for values."""
     router_replay: RouterReplay = "off"

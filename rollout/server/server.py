@@ -80,7 +80,7 @@ class SGLangServer:
             plugin = {**plugin, "speculation": config.speculation.model_dump(mode="json")}
         model_type = ConfigFile.read(Path(model_path), "model.path").model_type()
         cuda = has_cuda()
-        numerics = {"mode": "native", "kv": "bf16"} if plugin is None else plugin["numerics"]
+        numerics: dict[str, Any] = {"mode": "native", "kv": "bf16"} if plugin is None else plugin["numerics"]
         mode: Mode = numerics["mode"]
         port = _claim_port(config.port, host)
         keys = api_key or secrets.token_urlsafe(24), secrets.token_urlsafe(24)

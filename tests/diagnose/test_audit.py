@@ -399,7 +399,7 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
             "bf16",
             "e4m3",
             seen.differences[0].why,
-            "Start the engine without --kv-cache-dtype.",
+            "Start the engine with the run's numerics.kv, which sets --kv-cache-dtype.",
         )
     ]
     assert "softmax.reduction" in seen.unseen and "master" not in seen.unseen and "router.logits" not in seen.unseen

@@ -198,10 +198,12 @@ def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
     assert not same_spec.router_precision("native", [("bfloat16", "bfloat16")], ours).ok
 
 
-@pytest.mark.parametrize(("kind", "ok"), [("bfloat16", True), ("float8_e4m3fn", False), ("float16", False)])
-def test_the_kv_cache_is_in_bf16(kind: str, ok: bool) -> None:
-    report = expected_report(EXACT).model_copy(update={"kv_cache_dtype": kind})
-    assert same_spec.kv_cache_dtype(report).ok is ok
+@pytest.mark.parametrize("kind", ("bfloat16", "float8_e4m3fn", "float16"))
+def test_the_kv_cache_is_in_the_format_of_the_spec(kind: str) -> None:
+    for numerics, expected in ((EXACT, "bfloat16"), (dataclasses.replace(EXACT, kv="fp8"), "float8_e4m3fn")):
+        report = expected_report(numerics).model_copy(update={"kv_cache_dtype": kind})
+        check = same_spec.kv_cache_dtype(numerics, report)
+        assert check.ok is (kind == expected) and check.expected == f"keys and values in {expected}, as in the trainer"
 
 
 def test_a_difference_is_over_the_masked_tokens() -> None:

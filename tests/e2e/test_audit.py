@@ -33,7 +33,7 @@ def test_an_fp8_cache_of_keys_and_values_is_found(
     assert (difference.key, difference.found, difference.planned) == ("engine.kv_cache", "e4m3", "bf16")
     layers = range(MODELS["moe"].layers)
     assert difference.names == [f"{kind} of layer {layer}" for kind in "kv" for layer in layers]
-    assert difference.remedy == "Start the engine without --kv-cache-dtype."
+    assert difference.remedy == "Start the engine with the run's numerics.kv, which sets --kv-cache-dtype."
     (refusal,) = differences(expected_report(SETUP.numerics), report)
     assert refusal.startswith("kv_cache_dtype: found 'float8_e4m3fn', expected 'bfloat16'")
 

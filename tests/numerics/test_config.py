@@ -16,7 +16,7 @@ POW2, MX = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("mxfp8")
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_it_survives_json(preset: str) -> None:
-    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", k_splits=2)
+    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", k_splits=2, kv="fp8", key_scale=2.0)
     assert NumericsConfig.from_dict(json.loads(json.dumps(numerics.to_dict()))) == numerics
 
 
@@ -35,6 +35,12 @@ def test_each_side_runs_the_spec_or_bf16() -> None:
         ({"rollout": "fp8_forward"}, "numerics.rollout: found 'fp8_forward', expected one of bf16, fp8"),
         ({"mode": "fast"}, "numerics.mode: found 'fast', expected one of exact, native"),
         ({"router_replay": "on"}, "numerics.router_replay: found 'on', expected one of off, record, replay"),
+        ({"kv": "fp4"}, "numerics.kv: found 'fp4', expected one of bf16, fp8"),
+        ({"kv": "fp8", "mode": "native"}, "numerics.kv: found 'fp8' in native mode, expected bf16"),
+        ({"kv": "fp8", "key_scale": 3.0}, "numerics.key_scale: found 3, expected a power of two from 2"),
+        ({"kv": "fp8", "value_scale": 0.0}, "numerics.value_scale: found 0, expected a power of two"),
+        ({"kv": "fp8", "value_scale": 2.0**17}, "numerics.value_scale: found 131072, expected a power of two from 2"),
+        ({"value_scale": 0.5}, "numerics.value_scale: found 0.5 with keys and values in BF16, expected 1"),
         ({"k_splits": 0}, "numerics.k_splits: found 0"),
         ({"mode": "native", "k_splits": 2}, "numerics.k_splits: found 2, expected 1 in native mode"),
         ({"spec": POW2.override({"activation": {"granularity": "tensor"}})}, "activation.granularity: found 'tensor'"),

@@ -179,16 +179,27 @@ def _attend(
     return _over_slots(heads, keys, values, slots, requests, new, batch.seq_lens, layer.scaling).view(q.shape)
 
 
-def set_kv_buffer(original: Any, self: Any, layer: Any, loc_info: Any, k: Tensor, v: Tensor, *extras: Any) -> None:
+def set_kv_buffer(
+    original: Any, self: Any, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, *args: Any, **kwargs: Any
+) -> None:
     """`MHATokenToKVPool.set_kv_buffer` of numbers that are in E4M3 already: SGLang's own cast gives NaN beyond 448."""
     kv = state().numerics.kv_format
-    original(self, layer, loc_info, kv.keys(k), kv.values(v), *extras)
+    original(self, layer, loc_info, kv.keys(cache_k), kv.values(cache_v), *args, **kwargs)
 
 
-def _over_slots(q: Tensor, keys: Tensor, values: Tensor, *where: Any) -> Tensor:
-    """Compute `ops.paged_attention` over the cache in its format. where: its other arguments, the scale last."""
+def _over_slots(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    new: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+) -> Tensor:
+    """Compute `ops.paged_attention` over a cache in the run's format."""
     kv = state().numerics.kv_format
-    return kv.result(ops.paged_attention(q, keys, values, *where[:-1], where[-1] * kv.key_scale))
+    return kv.result(ops.paged_attention(q, keys, values, table, requests, new, lengths, scale * kv.key_scale))
 
 
 def _qkv(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:

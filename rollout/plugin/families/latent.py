@@ -151,7 +151,7 @@ def attend(
     queries = torch.cat((inside, rotated(heads[..., plain:])), -1)
     scale = sizes.attention_scale * kv.key_scale
     out = ops.paged_latent_attention(queries, cache, where.table, where.requests, where.new, where.lengths, rank, scale)
-    return of_heads(kv.latent_result(out), plain, value).flatten(1)
+    return of_heads(kv.result_of_keys(out), plain, value).flatten(1)
 
 
 def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:

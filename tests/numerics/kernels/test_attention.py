@@ -9,6 +9,7 @@ from fp8rl.numerics.kernels.attention import chunks as attention_chunks
 from fp8rl.numerics.kernels.attention import forward as attention_forward_kernel
 from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
 from fp8rl.numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
+from fp8rl.numerics.kv import BF16_CACHE, CODES, KVFormat
 from tests.support.kernels import DEVICE, random
 
 SCALE = 0.1
@@ -174,7 +175,7 @@ class Sequences:
     anywhere behind a sequence's end. expected [length, heads, D]: attention over each whole sequence, of its `newest`
     tokens."""
 
-    def __init__(self, lengths, heads=8, key_heads=2, dim=64, newest=10000):
+    def __init__(self, lengths, heads=8, key_heads=2, dim=64, newest=10000, kv=BF16_CACHE):
         generator = torch.Generator().manual_seed(0)
         self.lengths = lengths
         slots = torch.randperm(2 * sum(lengths), generator=generator).to(DEVICE)
@@ -186,7 +187,7 @@ class Sequences:
         self.queries, self.expected, used = [], [], 0
         for i, length in enumerate(lengths):
             q = random(1, length, heads, dim, seed=10 + i)
-            k, v = (random(1, length, key_heads, dim, seed=seed + i) for seed in (30, 50))
+            k, v = (kv.keys(random(1, length, key_heads, dim, seed=seed + i)) for seed in (30, 50))
             own = slots[used : used + length]
             used += length
             self.table[self.requests[i], :length] = own.int()
@@ -197,6 +198,7 @@ class Sequences:
             self.expected.append(
                 torch.nn.functional.pad(expected, (0, 0, 0, 0, length - len(expected), 0), value=torch.nan)
             )
+        self.k_cache, self.v_cache = self.k_cache.to(kv.dtype), self.v_cache.to(kv.dtype)
 
     def run(self, starts, stops):
         """Tokens starts[i] to stops[i] of each sequence, and what they should be."""
@@ -274,10 +276,19 @@ def test_sequences_and_tokens_that_only_fill_up_a_batch():
     assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
 
 
+def test_a_cache_of_codes_has_the_bits_of_the_numbers_that_they_are():
+    sequences = Sequences([140, 3], newest=30, kv=KVFormat(True))
+    for new in (30, 1):
+        out, expected = sequences.run([max(0, length - new) for length in (140, 3)], (140, 3))
+        assert torch.equal(out, expected)
+
+
 def test_what_the_kernels_do_not_know_is_refused():
     q, k, v, positions = inputs(1, 4, 4, 2, 1, 64)
     with pytest.raises(UserError, match="found .*float32"):
         attention(q.float(), k, v, positions, SCALE)
+    with pytest.raises(UserError, match="found .*float8_e4m3fn.*, expected BF16 q, k and v. Cast"):
+        attention(q, k.to(CODES), v.to(CODES), positions, SCALE)
     with pytest.raises(UserError, match="head size: found 48"):
         attention(q[..., :48], k[..., :48], v[..., :48], positions, SCALE)
     with pytest.raises(UserError, match="kv heads that divide"):

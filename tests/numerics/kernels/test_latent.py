@@ -12,6 +12,7 @@ from fp8rl.numerics.kernels.attention import chunks
 from fp8rl.numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
 from fp8rl.numerics.kernels.products import linear
 from fp8rl.numerics.kernels.products.heads import head_linear
+from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
@@ -66,9 +67,10 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("programs", (528, 1))
-def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, monkeypatch):
-    """Beyond 300 keys and beyond a chunk of them, from scattered slots; a program for every chunk, or one for all."""
+@pytest.mark.parametrize("programs, kv", ((528, BF16_CACHE), (1, BF16_CACHE), (1, KVFormat(True))))
+def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, kv, monkeypatch):
+    """Beyond 300 keys and beyond a chunk of them, from scattered slots, codes or not; a program for every chunk, or one
+    for all."""
     monkeypatch.setattr(chunks, "PROGRAMS", programs)
     lengths, newest = (1040, 301), 20
     slots = torch.randperm(2000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -76,11 +78,12 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(programs, monke
     table, queries, expected = torch.stack((slots[:1100], slots[1100:].repeat(2)[:1100])).int(), [], []
     for row, length in enumerate(lengths):
         q, rows, positions = inputs(1, length, 3)
+        rows = kv.keys(rows)
         cache[table[row, :length].long()] = rows[0]
         q, positions = q[:, -newest:], positions[:, -newest:]
         queries.append(q[0])
         expected.append(latent_attention(q, rows, positions, RANK, SCALE)[0])
-    keys, requests = torch.tensor(lengths, device=DEVICE), torch.arange(2, device=DEVICE)
+    keys, requests, cache = torch.tensor(lengths, device=DEVICE), torch.arange(2, device=DEVICE), cache.to(kv.dtype)
     for new in (newest, 1):
         q, whole = (torch.cat([x[-new:] for x in parts]) for parts in (queries, expected))
         counts = torch.full_like(keys, new)

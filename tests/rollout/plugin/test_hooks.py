@@ -79,6 +79,7 @@ NUMERICS = [
     for preset in ("fp8_block_pow2", "fp8_block_fp32")
     for rollout in ("fp8", "bf16")
 ]
+NUMERICS.append(NumericsConfig(spec=FP8, kv="fp8"))
 FP8_LAYER = "layers.quantization.fp8.Fp8{}Method."
 PRODUCTS = {FP8_LAYER.format(kind) + "apply" for kind in ("Linear", "MoE")}
 SCALES = {"models.llama.LlamaForCausalLM.load_weights"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,16 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.plugin import state
 from fp8rl.rollout.plugin.families.attention import (
     attention_backend_decode,
     attention_backend_extend,
     attention_decode,
     attention_extend,
     qwen3_moe_heads,
+    set_kv_buffer,
 )
 from fp8rl.rollout.plugin.families.mlp import fused_topk
 from fp8rl.rollout.plugin.hooks import hooks_for
@@ -40,6 +45,7 @@ class Cache:
     expected: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    kv: KVFormat
     req_to_token: Tensor
     requests: Tensor
 
@@ -50,8 +56,17 @@ class Cache:
         return torch.cat([torch.arange(o + a, o + b) for o, a, b in spans])
 
 
-@pytest.fixture(scope="module")
-def cache() -> Cache:
+@pytest.fixture(scope="module", params=[{}, {"kv": "fp8", "key_scale": 2.0, "value_scale": 0.25}], ids=["bf16", "fp8"])
+def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
+    """In an engine of numerics with these keys."""
+    numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), **request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_state", None)
+        state.configure(numerics)
+        yield made(numerics.kv_format)
+
+
+def made(kv: KVFormat) -> Cache:
     torch.manual_seed(0)
     slots = torch.randperm(2 * sum(LENGTHS))
     k_cache = torch.full((len(slots), KEY_HEADS, DIM), torch.nan, dtype=torch.bfloat16)
@@ -65,10 +80,13 @@ def cache() -> Cache:
         own = slots[used : used + length]
         used += length
         table[request, :length] = own.int()
+        k, v = kv.keys(k), kv.values(v)
         k_cache[own], v_cache[own] = k[0], v[0]
         queries.append(q[0])
-        expected.append(ops.attention(q, k, v, torch.arange(length)[None], SCALE)[0])
-    return Cache(torch.cat(queries), torch.cat(expected), k_cache, v_cache, table, requests)
+        whole = ops.attention(q, k, v, torch.arange(length)[None], SCALE * kv.key_scale)
+        expected.append(kv.result(whole)[0])
+    k_cache, v_cache = k_cache.to(kv.dtype), v_cache.to(kv.dtype)
+    return Cache(torch.cat(queries), torch.cat(expected), k_cache, v_cache, kv, table, requests)
 
 
 @pytest.mark.parametrize("chunk", [17, 96, 1000])
@@ -119,10 +137,15 @@ class Pool:
     """SGLang's pool of one layer: keys and values by slot."""
 
     def __init__(self, cache: Cache) -> None:
-        self.k, self.v = torch.full_like(cache.k_cache, torch.nan), torch.full_like(cache.v_cache, torch.nan)
+        self.k, self.v = (torch.full(x.shape, torch.nan).to(x.dtype) for x in (cache.k_cache, cache.v_cache))
 
     def set_kv_buffer(self, layer: Any, slots: Any, k: Tensor, v: Tensor) -> None:
-        self.k[slots.loc], self.v[slots.loc] = k, v
+        """With the hook, if it is there."""
+        store = Pool.store if self.k.dtype == torch.bfloat16 else partial(set_kv_buffer, Pool.store)
+        store(self, layer, slots, cache_k=k, cache_v=v)
+
+    def store(self, layer: Any, slots: Any, cache_k: Tensor, cache_v: Tensor) -> None:
+        self.k[slots.loc], self.v[slots.loc] = cache_k.to(self.k.dtype), cache_v.to(self.v.dtype)
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         return self.k
@@ -157,7 +180,8 @@ def batch(cache: Cache, starts: list[int], stops: list[int], active: list[int]) 
     described = SimpleNamespace(
         out_cache_loc=slots, req_pool_indices=cache.requests[active], seq_lens=lengths, extend_seq_lens=new
     )
-    return described, cache.k_cache[slots], cache.v_cache[slots]
+    k, v = (x[slots].bfloat16() for x in (cache.k_cache, cache.v_cache))
+    return described, k * cache.kv.key_scale, v * cache.kv.value_scale
 
 
 @pytest.mark.parametrize("chunk", [17, 96, 1000])
@@ -180,7 +204,8 @@ def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
     starts, stops = [length - 1 for length in LENGTHS], list(LENGTHS)
     rows = cache.rows(starts, stops)
     described, k, v = batch(cache, starts, stops, list(range(len(LENGTHS))))
-    backend.token_to_kv_pool.k[described.out_cache_loc] = torch.nan  # written by the call
+    pool = backend.token_to_kv_pool
+    pool.k[described.out_cache_loc] = torch.tensor(torch.nan).to(pool.k.dtype)  # written by the call
     found = attention_backend_decode(backend, cache.q[rows].flatten(1), k, v, layer, described)
     assert torch.equal(found, cache.expected[rows].flatten(1))
     again = attention_backend_decode(backend, cache.q[rows].flatten(1), k + 1, v, layer, described, save_kv_cache=False)

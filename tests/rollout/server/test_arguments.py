@@ -55,6 +55,11 @@ def test_what_the_config_asks_for() -> None:
     assert line == f"{expected} {asked} {CPU}"
 
 
+def test_a_cache_of_codes_is_asked_for() -> None:
+    line = server_arguments(Path("m"), RolloutSection(), port=4000, weight_version=2, cuda=False, kv="fp8")
+    assert " ".join(line) == f"{COMMON} --kv-cache-dtype fp8_e4m3 {STATES.format(192)} {CPU}"
+
+
 def test_an_engine_without_weights_makes_some_up() -> None:
     line = server_arguments(Path("m"), RolloutSection(), port=4000, weight_version=2, cuda=False, dummy=True)
     assert " ".join(line) == f"{COMMON} --load-format dummy {STATES.format(192)} {CPU}"

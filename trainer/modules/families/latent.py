@@ -176,7 +176,7 @@ class LatentCore(nn.Module):
             out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, self.scale)[:, None]
         else:
             out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
-        out = of_heads(self.kv.latent_result(out).flatten(0, 1), plain, value)
+        out = of_heads(self.kv.result_of_keys(out).flatten(0, 1), plain, value)
         return out.flatten(1).unflatten(0, (length, batch))
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -30,13 +30,14 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
     assert (
-        kv_cache_bytes(shape, spec.rollout) == cache and state > 18 * shape.sizes.hidden_size * shape.sizes.vocab_size
+        kv_cache_bytes(shape, spec.rollout, 2) == cache and state > 18 * shape.sizes.hidden_size * shape.sizes.vocab_size
     )
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
     with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
         check(spec)
     assert "2047" in str(error.value), "the message says how many tokens would fit"
     check(parse_experiment(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
+    check(parse_experiment(merged(values, rollout={"max_total_tokens": 2048, "engines": 2}, numerics={"kv": "fp8"})))
 
 
 def test_states_of_sequences_are_counted_and_drafts_beside_them_refused(values, tmp_path, monkeypatch):
@@ -48,7 +49,7 @@ def test_states_of_sequences_are_counted_and_drafts_beside_them_refused(values, 
     spec, state = parse_experiment(values), 3 * (4 * 128 * 64 * 4 + 3 * 768 * 2)
     shape = check(spec).shape
     assert shape.request_bytes() == state and shape.kv_bytes() == 2 * 2 * 128 * 2
-    assert kv_cache_bytes(shape, spec.rollout) == 2048 * shape.kv_bytes() + 150 * state
+    assert kv_cache_bytes(shape, spec.rollout, 2) == 2048 * shape.kv_bytes() + 150 * state
     job = job_of(spec, shape, "kernels", 80e9)
     assert engine_memory(job).held["states of sequences"]["rollout"] == 150 * state
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,0 +1,73 @@
+"""The format of keys and values against torch's own cast, and attention over codes against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.numerics import ops
+from fp8rl.numerics.kv import BF16_CACHE, KVFormat
+
+SCALES = st.integers(-4, 4).map(lambda exponent: 2.0**exponent)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40), SCALES)
+def test_numbers_are_those_of_torchs_cast_of_what_is_clamped(numbers: list[float], scale: float) -> None:
+    x = torch.tensor(numbers).bfloat16()[:, None, None]
+    expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    kv = KVFormat(True, key_scale=scale)
+    found = kv.keys(x)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected.to(torch.bfloat16))
+    assert torch.equal(found.to(kv.dtype).to(torch.bfloat16), found)  # SGLang's cast is exact
+
+
+def test_nan_stays_and_bf16_is_left_alone() -> None:
+    x = torch.tensor([torch.nan, torch.inf, 449.0]).bfloat16()
+    found = KVFormat(True).values(x)
+    assert found[0].isnan() and found[1:].tolist() == [448.0, 448.0]
+    assert BF16_CACHE.keys(x) is x and BF16_CACHE.values(x) is x and BF16_CACHE.result(x) is x
+    assert BF16_CACHE.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scale", (1.0, 4.0))
+def test_gradients_go_straight_through_the_rounding(scale: float) -> None:
+    """Of the numbers that a key and a value stand for, scale * code."""
+    kv = KVFormat(True, scale, scale)
+    x = torch.randn(5, 2, 8).bfloat16().requires_grad_()
+    upstream = torch.randn(5, 2, 8).bfloat16()
+    (kv.keys(x) * scale * upstream).sum().backward()
+    assert torch.equal(x.grad, upstream)
+
+
+@pytest.mark.parametrize(("key_scale", "value_scale"), ((1.0, 1.0), (2.0, 0.0625)))
+def test_attention_over_codes_is_that_over_the_numbers_which_they_stand_for(
+    key_scale: float, value_scale: float
+) -> None:
+    """Scales in the scores and in the result, where they round nothing."""
+    torch.manual_seed(0)
+    kv = KVFormat(True, key_scale, value_scale)
+    q, k, v = torch.randn(3, 4, 32).bfloat16(), torch.randn(40, 2, 32).bfloat16(), torch.randn(40, 2, 32).bfloat16()
+    keys, values = kv.keys(k), kv.values(v)
+    table, lengths = torch.randperm(40)[:36].view(3, 12).int(), torch.tensor([12, 7, 3])
+    found = kv.result(
+        ops.paged_attention(
+            q, keys.to(kv.dtype), values.to(kv.dtype), table, torch.arange(3), None, lengths, 0.2 * key_scale
+        )
+    )
+    for row, length in enumerate(lengths.tolist()):
+        slots = table[row, :length].long()
+        said = ops.attention(
+            q[row][None, None],
+            (keys * key_scale)[slots][None],
+            (values * value_scale)[slots][None],
+            torch.tensor([[length - 1]]),
+            0.2,
+        )
+        assert torch.equal(found[row], said[0, 0])
+        own = (keys * key_scale)[slots].double().repeat_interleave(2, 1)
+        weights = (torch.einsum("hd,thd->ht", q[row].double(), own) * 0.2).softmax(-1)
+        exact = torch.einsum("ht,thd->hd", weights, (values * value_scale)[slots].double().repeat_interleave(2, 1))
+        assert (found[row].double() - exact).abs().max() <= 2**-8 * exact.abs().max()
