@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from fp8rl.models import load_architecture, read_model
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.protocol import EngineReport, check_report, failed_plugin, missing_report
+from fp8rl.rollout.protocol import EngineReport, Memory, check_report, failed_plugin, missing_report
 from fp8rl.rollout.server.answers import route_shape
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import GRACE_S, SGLangServer
@@ -159,11 +159,15 @@ class Engine:
     async def sleep(self) -> Slept:
         """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes the engine."""
         await self._call(lambda c: c.pause("retract"))
-        before = await self._call(lambda c: c.memory())
+        before = await self.memory()
         await self._call(lambda c: c.release())
-        after = await self._call(lambda c: c.memory())
+        after = await self.memory()
         given = (b.weights + b.kv_cache - a.weights - a.kv_cache for b, a in zip(before, after, strict=True))
         return Slept(max(given), max(rank.in_use for rank in after))
+
+    async def memory(self) -> list[Memory]:
+        """Return the bytes that each rank has in use; see `EngineClient.memory`."""
+        return await self._call(lambda c: c.memory())
 
     async def report(self) -> EngineReport:
         """Return the plugin's report; see `EngineClient.report`."""

@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "rollout": ("lab.bench.engines:rollout",),
     "speculation": ("lab.bench.engines:speculation",),
     "endpoint": ("lab.bench.endpoint:run",),
+    "kv": ("lab.bench.engines:kv",),
     "families": ("lab.bench.engines:families",),
     "native": ("lab.bench.native:run",),
     "train": ("lab.bench.trainers:train",),

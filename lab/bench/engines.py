@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.numerics.config import Mode, NumericsConfig, RolloutPrecision
+from fp8rl.numerics.config import KVPrecision, Mode, NumericsConfig, RolloutPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
@@ -36,6 +36,7 @@ class Side:
 
     mode: Mode = "exact"
     precision: RolloutPrecision = "fp8"
+    kv: KVPrecision = "bf16"
     plugin: bool = True
     """False: stock SGLang."""
     speculation: SpeculationSection | None = None
@@ -81,6 +82,26 @@ def rollout() -> Iterator[Result]:
     found = asyncio.run(measure(DEMO, SIDES))
     for under, bar in ((STOCK, 0.6), (BF16, 0.8), (NATIVE, 0.8)):
         yield found.ratio(f"rollout tokens/s, exact FP8 / {under} ({SHAPE})", FP8, under, bar)
+
+
+def kv() -> Iterator[Result]:
+    """FP8 keys and values against BF16 ones."""
+    yield from asyncio.run(_kv())
+
+
+async def _kv() -> list[Result]:
+    coded, plain = "FP8 keys and values", "BF16 keys and values"
+    async with serving(DEMO, {coded: Side(kv="fp8"), plain: Side()}) as engines:
+        found = await in_turns(engines, DEMO, PROMPTS, 1.0, ROUNDS, WARMUP)
+        held = {name: float((await engine.memory())[0].kv_cache) for name, engine in engines.items()}
+    size = Result(
+        name="bytes of the cache by SGLang's own count, FP8 / BF16 keys and values",
+        value=held[coded] / held[plain],
+        bar=0.53,
+        at_least=False,
+        parts={f"{name} (MB)": each / 1e6 for name, each in held.items()},
+    )
+    return [size, found.ratio(f"rollout tokens/s, FP8 / BF16 keys and values ({SHAPE})", coded, plain, 0.9)]
 
 
 def families() -> Iterator[Result]:
@@ -156,7 +177,7 @@ async def serving(model: Path, sides: Mapping[str, Side]) -> AsyncIterator[dict[
         try:
             for label, side in sides.items():
                 spec = QuantSpec.preset("fp8_block_pow2")
-                numerics = NumericsConfig(mode=side.mode, spec=spec, trainer="bf16", rollout=side.precision)
+                numerics = NumericsConfig(mode=side.mode, spec=spec, trainer="bf16", rollout=side.precision, kv=side.kv)
                 plugin = {
                     "numerics": numerics.to_dict(),
                     "adapter": side.adapter and side.adapter.model_dump(mode="json"),

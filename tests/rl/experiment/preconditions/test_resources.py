@@ -30,7 +30,8 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
     assert (
-        kv_cache_bytes(shape, spec.rollout, 2) == cache and state > 18 * shape.sizes.hidden_size * shape.sizes.vocab_size
+        kv_cache_bytes(shape, spec.rollout, 2) == cache
+        and state > 18 * shape.sizes.hidden_size * shape.sizes.vocab_size
     )
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
     with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
