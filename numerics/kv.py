@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.rounding import round_to_grid
+from fp8rl.numerics.rounding import fp8_max
 
 CODES = torch.float8_e4m3fn
 REMEDY = "Start the engine with the run's numerics.kv, which sets --kv-cache-dtype."
@@ -65,7 +65,8 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         """x / scale to the nearest number of E4M3: ties to even, saturating, NaN kept."""
         ctx.scale = scale
-        return round_to_grid(x.float() / scale, CODES).to(x.dtype)
+        largest = fp8_max(CODES)
+        return (x / scale).clamp(-largest, largest).to(CODES).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -102,6 +102,7 @@ CONDITIONS: dict[str, Condition] = {
         lambda e: f"trainer.prefix_sharing={str(e.trainer.prefix_sharing).lower()}",
         "trainer.prefix_sharing=true",
     ),
+    "fp8_kv": Condition(lambda e: e.numerics.kv == "fp8", lambda e: f"numerics.kv={e.numerics.kv}", "numerics.kv=fp8"),
     "merged": Condition(
         lambda e: e.adapter is not None and e.adapter.mode == "merged" and e.numerics.trainer != "bf16",
         lambda e: f"adapter.mode={e.adapter.mode if e.adapter else None}, numerics.trainer={e.numerics.trainer}",

@@ -136,7 +136,7 @@ class UpdatePlan:
             if self.algorithm.needs.critic:
                 critic = trainer.forward_backward(_unrouted(part), self.algorithm.critic_objective(part), "critic")
                 norms = {"critic/loss": critic.loss, "critic/grad_norm": critic.grad_norm}
-                result = replace(result, metrics=result.metrics | critic.metrics | norms)
+                result = replace(result, metrics=critic.metrics | result.metrics | norms)
         except NonFiniteLossError as error:
             raise NonFiniteLossError(str(error), [rows[row] for row in error.rows]) from error
         if self.scored is None:

@@ -92,6 +92,7 @@ class Setup:
     adapter: AdapterSection | None = None
     shared_base: bool = False
     speculation: SpeculationSection | None = None
+    kv: str = "bf16"
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -104,6 +105,7 @@ class Setup:
             rollout=self.rollout,
             k_splits=self.k_splits,
             router_replay=self.router_replay,
+            kv=self.kv,
         )
 
     @property

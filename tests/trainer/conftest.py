@@ -49,13 +49,14 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         mode: str = "exact",
         adapter: Any = None,
         shared_base: bool = False,
+        kv: dict[str, Any] | None = None,
         **config: Any,
     ) -> Any:
         from fp8rl.trainer.trainer import Trainer
 
         settings = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config}
         spec = QuantSpec.preset("fp8_block_pow2")
-        numerics = NumericsConfig(mode=mode, spec=spec, trainer=precision, k_splits=k_splits)
+        numerics = NumericsConfig(mode=mode, spec=spec, trainer=precision, k_splits=k_splits, **(kv or {}))
         return Trainer(
             path,
             TrainerSection(**settings),

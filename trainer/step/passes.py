@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
+from fp8rl.trainer.modules.kv import with_kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
@@ -109,7 +110,9 @@ def run_pass(
         draws = _collect([output.draws for output in outputs], outputs, undrawn)
     if routing.loads is not None:
         dist.all_reduce(routing.loads, group=layout.dp_group)
-    return RankPass(rows, logprobs, loss, with_tree_ratio(metrics, batch), routes, draws, routing.loads)
+    if objective is not None:
+        metrics = with_kv_saturated(with_tree_ratio(metrics, batch), model)
+    return RankPass(rows, logprobs, loss, metrics, routes, draws, routing.loads)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.ops.rope import Scaling
 from fp8rl.trainer.distributed.layout import own_positions, shared_attention
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output, rows_of
+from fp8rl.trainer.modules.kv import KVRounding
 from fp8rl.trainer.step.microbatches import PackedRows
 
 
@@ -47,7 +48,7 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.rope_theta, self.rotary_dim, self.rope_scaling = rope_theta, rotary_dim, rope_scaling
-        self.kv, self.scale = kv, config.kv_channels**-0.5 * kv.key_scale
+        self.kv, self.scale = KVRounding(kv), config.kv_channels**-0.5 * kv.key_scale
         self.shared = config.context_parallel_size > 1
 
     def forward(
@@ -69,7 +70,7 @@ class CoreAttention(nn.Module):
                 out = ops.tree_attention(query, key, value, rows.tree, self.scale)
             else:
                 out = ops.packed_attention(query, key, value, rows.lengths, self.scale)
-            return self.kv.result(out).flatten(1).unsqueeze(1)
+            return self.kv.format.result(out).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         if self.shared:
             group = parallel_state.get_context_parallel_group()
@@ -80,7 +81,7 @@ class CoreAttention(nn.Module):
         else:
             keys = self.kv.keys(self.rotated(key))
             out = ops.attention(self.rotated(query), keys, value, _positions(query), self.scale)
-        return self.kv.result(out).transpose(0, 1).flatten(2)
+        return self.kv.format.result(out).transpose(0, 1).flatten(2)
 
     def rotated(self, x: Tensor) -> Tensor:
         """Queries or keys [B, S, heads, D], as the attention takes them."""

@@ -31,6 +31,7 @@ from fp8rl.numerics.config import Mode
 from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, output, rows_of
+from fp8rl.trainer.modules.kv import KVRounding
 from fp8rl.trainer.modules.precision import Adapter, LayerPrecision
 from fp8rl.trainer.step.microbatches import PackedRows
 
@@ -154,7 +155,7 @@ class LatentCore(nn.Module):
 
     def __init__(self, *, sizes: ModelSizes, kv: KVFormat, **unused: Any) -> None:
         super().__init__()
-        self.sizes, self.latent, self.kv = sizes, sizes.of(Latent), kv
+        self.sizes, self.latent, self.kv = sizes, sizes.of(Latent), KVRounding(kv)
         self.rope_theta, self.rope_scaling = sizes.rope_theta, sizes.rope_scaling
         self.scale = sizes.attention_scale * kv.key_scale
 
@@ -176,7 +177,7 @@ class LatentCore(nn.Module):
             out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, self.scale)[:, None]
         else:
             out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
-        out = of_heads(self.kv.result_of_keys(out).flatten(0, 1), plain, value)
+        out = of_heads(self.kv.format.result_of_keys(out).flatten(0, 1), plain, value)
         return out.flatten(1).unflatten(0, (length, batch))
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
