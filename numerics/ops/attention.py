@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
+from fp8rl.numerics.kv import entries
 from fp8rl.numerics.ops.linear import FEWEST_ROWS
 
 KEY_SPLIT = 128
@@ -102,7 +103,7 @@ def paged_attention(
     new = torch.ones_like(lengths) if new is None else new
     out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     for tokens, slots, positions, real in padded_sequences(table, requests, new, lengths):
-        k, v = (x[slots].to(q.dtype) for x in (k_cache, v_cache))
+        k, v = (entries(cache, slots, q.dtype) for cache in (k_cache, v_cache))
         result = attention(q[tokens], k, v, positions, scale)
         out[tokens[real]] = result[real]
     return out
