@@ -117,8 +117,8 @@ def named(variants: dict[str, list[str]]) -> set[tuple[str, str]]:
 ADAPTED = ["adapter={rank: 8}"]
 REFERENCE = [*ADAPTED, "algorithm.kl.loss.coefficient=0.1"]
 FAMILIES = {
-    "tiny_deepseek": ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.prefix_sharing=true"],
-    "tiny_qwen3_next": ["trainer.prefix_sharing=true"],
+    "tiny_deepseek": ["trainer.tp=2", "trainer.ep=2", "rollout.tp=2", "trainer.prefix_sharing=true", "numerics.kv=fp8"],
+    "tiny_qwen3_next": ["trainer.prefix_sharing=true", "numerics.kv=fp8"],
     "tiny_olmoe": ["trainer.packing=true"],
 }
 
