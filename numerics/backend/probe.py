@@ -22,6 +22,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.dispatch import AttentionProbe, Probes
 from fp8rl.numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
+from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops import ExpertWeights, Fused, HeadNorms, LowRank, NewSlots, TokenTree
 from fp8rl.numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from fp8rl.numerics.ops.experts import adapted_grouped_linear, routed_in_steps
@@ -358,7 +359,7 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
     """Compare attention of the newest tokens of a sequence, q, with attention in other batches.
 
     The others are single queries over just the keys that they see, the paged op, and, if q holds all tokens, sequences
-    that lie end to end and a tree of both, which are given a common beginning.
+    that lie end to end and a tree of both, which are given a common beginning, and the paged op over FP8 codes.
     """
     length = kv.shape[1]
     oldest, common = length - q.shape[1], KEY_SPLIT + 33
@@ -373,7 +374,7 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
     cache[slots] = kv
     both = torch.arange(2, device=q.device)
 
-    def paged(first: int, stop: int) -> Tensor:
+    def paged(first: int, stop: int, cache: Tensor = cache) -> Tensor:
         """Return the result of queries first to stop of both sequences, as their newest tokens."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
@@ -387,6 +388,10 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor) -> boo
         queries, keys, expected = (torch.cat([x[0], x[1, common:]]) for x in (q, kv, whole))
         tree = _of_two(length, common, q.device)
         if probe.tree is not None and not _same(probe.attend(probe.tree, queries, keys, tree), expected):
+            return False
+        coded = KVFormat(True)
+        expected = probe.attend(probe.whole, q, coded.keys(kv), positions)
+        if not _same(paged(oldest, length, coded.keys(cache).to(coded.dtype)), expected):
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return _same(paged(oldest, length), whole) and all(
