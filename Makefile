@@ -9,7 +9,7 @@ INSTALLING := $(VENV)/.fp8rl-installing
 WORKERS ?= 2
 # Several Ray nodes of one process: its actors were ended by what other tests had left in theirs (docs/log.md).
 ALONE := tests/rl/run/cluster/test_seats.py
-PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=25
 GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed

@@ -57,6 +57,11 @@ RIG = [
     for name in ("canary", "turns", "updates_in_flight", "attribution", "routing_replay", "speculation", "native")
 ]
 """The second worker begins with these: they share its rig, in an order in which neighbours share an engine, too."""
+STACKS = [
+    f"tests/e2e/test_{name}.py"
+    for name in ("engine_faults", "gates", "preflight", "teacher", "cli_lifecycle", "states")
+]
+"""They come next, since they need the Ray of either rig."""
 
 
 class NamesFailures:
@@ -143,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _place(item: pytest.Item) -> tuple[int, bool, bool]:
     file = item.nodeid.partition("::")[0]
-    first = [LONGEST, *RIG]
+    first = [LONGEST, *RIG, *STACKS]
     kept = first.index(file) if file in first else len(first)
     return kept, not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")
 

@@ -33,7 +33,7 @@ def rig(
 @pytest.fixture
 def stacks(rig: Rig) -> None:
     """Stacks of this process are on the rig's Ray."""
-    rig.up()
+    rig.only_ray()
 
 
 @pytest.hookimpl(trylast=True)

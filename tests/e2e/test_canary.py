@@ -35,9 +35,8 @@ def trained(pipeline: Pipeline) -> None:
 
 @pytest.fixture
 def with_stale_operands(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
-    rig.up()  # or Ray would hand the fault on to engines of its own actors
+    rig.only_ray()  # before the fault, or Ray would hand it on to engines of its own actors
     monkeypatch.setenv(PLANT, stale_operands.__name__)
-    rig.stop_engine()
     yield rig.open(Setup("moe"))
     rig.stop_engine()
 

@@ -1,4 +1,4 @@
-"""Runs that are interrupted, killed and robbed of their engine: nothing is left behind, and nothing is lost."""
+"""A run that is killed, and robbed of its trainer: nothing is left behind, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ GONE_WITHIN_S = 120.0
 """It takes five seconds on a quiet machine."""
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 Start = Callable[..., StartedRun]
+STEPS = 6
 EVERYTHING_LEARNT = ["algorithm.name=ppo", "algorithm.updates_per_batch=2", "algorithm.kl.loss.coefficient=0.001"]
 """A critic and a reference beside the policy, and two weight versions a step."""
 
@@ -41,24 +42,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.destroy()
 
 
-def test_imports_can_be_interrupted(start: Start) -> None:
-    run = start(*SMALL)
-    run.wait_for("fp8rl: checking")
-    run.signal_all(signal.SIGINT)
-    assert run.ends(GONE_WITHIN_S) == 130
-    assert run.console().splitlines()[1:] == ["interrupted; nothing was started"]
-    assert not run.path.exists()
-
-
 def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(
     start: Start, tmp_path: Path, stacks: None
 ) -> None:
     """Metrics, tokens and weights, also with another number of engines and other chunks. Each fault alone, and more of
-    them, are `python -m lab.bench.faults` and `python -m lab.bench kills`."""
+    them, among them the engine's, are `python -m lab.bench.faults` and `python -m lab.bench kills`."""
     settings = [
         *SMALL,
         *EVERYTHING_LEARNT,
-        "run.steps=8",
+        f"run.steps={STEPS}",
         "rollout.staleness=1",
         "eval.every=2",
         "trainer.hung_after_s=15",
@@ -77,23 +69,17 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert {process.name() for process in parts.family()} <= RAY_AGENTS
     parts.destroy()
 
-    # The engine dies within a step, and the trainer hangs: the run goes on by itself.
+    # The trainer hangs a step behind the newest checkpoint: the run goes on by itself.
     parts = start(*settings, "--resume", name="parts")
     parts.wait_for("first sync verified")
     (newest,) = checkpoints(parts)[-1:]
     assert newest in (2, 4) and [row["step"] for row in parts.rows()] == list(range(newest + 1))
-    parts.wait_for("step 5/8")
-    engine = parts.engine()
-    workers = engine.children(recursive=True)
-    engine.kill()
-    parts.wait_for("engine 0 is lost and replaced")
-    assert wait_until_gone([engine, *workers], GONE_WITHIN_S) == []
-    parts.wait_for("step 7/8")
+    parts.wait_for(f"step 5/{STEPS}")
     trainer_of(parts).send_signal(signal.SIGSTOP)
     assert parts.ends() == 0, parts.console()
     said = parts.console()
     assert said.count("lost the trainer (trainer rank 0: found no answer within 15 s") == 1
-    assert "step 1/8" not in said and "Traceback" not in said
+    assert f"step 1/{STEPS}" not in said and "Traceback" not in said
     # The helper of torch that shares a killed trainer's memory ends by itself, once it sees that nobody is connected.
     assert wait_until_gone(parts.family(), GONE_WITHIN_S) == []
 
@@ -106,17 +92,17 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
         assert again == {name: row[name] for name in again} and again["mismatch/tokens"] == row["mismatch/tokens"]
         assert again.get("drift/tokens", 0) <= row["train/tokens"]
     assert {row["sync/mismatched_tensors"] for row in parts.rows()} == {0.0}
-    assert [row.get("drift/tokens_age_2", 0) > 0 for row in whole[1:]] == [False] + [True] * 7
-    assert [row["train/kl"] > 0 for row in whole[1:]] == [True] * 8
-    assert whole[8]["critic/values_mean"] > whole[1]["critic/values_mean"] > 0
+    assert [row.get("drift/tokens_age_2", 0) > 0 for row in whole[1:]] == [False] + [True] * (STEPS - 1)
+    assert [row["train/kl"] > 0 for row in whole[1:]] == [True] * STEPS
+    assert whole[STEPS]["critic/values_mean"] > whole[1]["critic/values_mean"] > 0
     evaluated = [(row["step"], row["eval/at_step"]) for row in whole if "eval/accuracy" in row]
-    assert evaluated == [(0, 0), (3, 2), (5, 4), (7, 6), (8, 8)], "beside the step that follows"
+    assert evaluated == [(0, 0), (3, 2), (5, 4), (6, 6)], "beside the step that follows"
     assert {row["train/clip_fraction"] > 0 for row in whole[4:]} == {True}
 
     events = [json.loads(line) for line in (parts.path / "events.jsonl").read_text().splitlines()]
-    assert {"resume", "replace_engine"} <= {event["action"] for event in events}
+    assert "resume" in {event["action"] for event in events}
     page = (parts.path / "report.html").read_text()
-    assert "engine 0 is lost and replaced" in page and f"resumed after step {newest}" in page
+    assert "lost the trainer" in page and f"resumed after step {newest}" in page
     assert len(list((parts.path / "checkpoints").iterdir())) == 2, "what the kill left half-written is gone"
 
 
@@ -135,7 +121,7 @@ def weights(run: Path) -> bytes:
 
 def sampled(run: Path) -> list[bytes]:
     """Every trajectory of every step, with both sides' log-probabilities and advantages."""
-    return [(run / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 9)]
+    return [(run / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, STEPS + 1)]
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,18 @@ def test_it_ends_with_the_demo_s_lines_and_no_process(run: StartedRun) -> None:
     assert "Traceback" not in (run.path / "engine_0.log").read_text()
 
 
+def test_imports_can_be_interrupted(tmp_path: Path) -> None:
+    run = StartedRun(tmp_path, *SMALL)
+    try:
+        run.wait_for("fp8rl: checking")
+        run.signal_all(signal.SIGINT)
+        assert run.ends() == INTERRUPTED
+        assert run.console().splitlines()[1:] == ["interrupted; nothing was started"]
+        assert not run.path.exists()
+    finally:
+        run.destroy()
+
+
 def test_the_console_is_quiet_and_prompt(run: StartedRun) -> None:
     for noise in ("Warning", "warning", "megatron", "Apex", "Transformer Engine", "wandb:", "INFO"):
         assert noise not in run.console()

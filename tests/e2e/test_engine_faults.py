@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.data.sources import load_problems
 from fp8rl.rollout.types import Group, Trajectory
 from fp8rl.trainer.state_bytes import state_bytes
-from fp8rl.weight_sync.manifest import SyncError
 from fp8rl.weight_sync.served import served_bytes
 from tests.support import wire
 from tests.support.paths import ROOT
@@ -51,7 +49,7 @@ def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
     settings += ["rollout.sleep=true", "sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
-    rig.up()
+    rig.only_ray()
     with Closing() as closing:
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
@@ -71,7 +69,7 @@ def told(stack: Stack) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def asked(stack: Stack) -> list[Group]:
-    problems = load_problems(stack.experiment.data.training[0])[:64]
+    problems = load_problems(stack.experiment.data.training[0])[:16]
     return to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
 
 
@@ -152,21 +150,6 @@ def test_engines_that_hang_are_told_from_dead_ones_and_replaced(
     )
 
 
-def test_an_engine_that_dies_within_a_sync_is_left_out_of_it(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
-) -> None:
-    server = server_of(stack, 1)
-    killer = threading.Timer(0.03, lambda: os.kill(server.pid, signal.SIGKILL))
-    killer.start()
-    report = stack.syncing.sync()
-    killer.join()
-    assert report.mismatched_tensors == 0
-    assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
-    both_up(stack)
-    bits(stack.sampling.sample(asked[:2], 1.0))
-    assert [line.partition(" is")[0] for line in told] == ["engine 1"]
-
-
 def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_they_wake(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
@@ -196,32 +179,17 @@ def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
     assert len(told) == 1 and "the actor of the engine is gone" in told[0]
 
 
-@pytest.mark.parametrize("fault", ["cut between buckets", "a bit flipped in transit"])
-def test_a_sync_that_the_way_breaks_is_done_again(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory], fault: str
+def test_a_sync_in_which_a_bit_flips_is_done_again(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
-    touch = wire.cut_between_buckets() if fault.startswith("cut") else wire.flipped_in_memory(trainer_of(stack))
-    with engine_behind(stack, touch):
+    """Connections that break and stall, and bits that flip every time, are `python -m lab.bench.faults wires`."""
+    with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack))):
         with stack.turn("train"):
             pass  # the sync has to wake them
         report = stack.syncing.sync()
     assert (report.mismatched_tensors, len(told)) == (0, 1)
-    assert "a sync failed and is retried" in told[0]
-    assert ("are not what the trainer sent" in told[0]) == ("bit" in fault)
+    assert "a sync failed and is retried" in told[0] and "are not what the trainer sent" in told[0]
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
-
-
-def test_engines_that_are_sent_wrong_bits_again_and_again_sample_nothing(
-    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
-) -> None:
-    with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack), times=1000)):
-        with pytest.raises(SyncError, match=r"tensors are not what the trainer sent: model.*; generation stays paused"):
-            stack.syncing.sync()
-    admitted = stack.sampling.admit(asked, stack.sampling.at(1.0))
-    time.sleep(1.0)
-    assert not any(item.answers.done() for item in admitted)
-    stack.syncing.sync()
-    assert bits(collected(stack, admitted)) == bits(undisturbed) and len(told) == 1
 
 
 def trainer_of(stack: Stack) -> int:

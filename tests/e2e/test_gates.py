@@ -209,7 +209,7 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
         DIVERGING: diverge,
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
-    rig.up()
+    rig.only_ray()
     with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, before, after, first=1)
         stopped = train(live)

@@ -29,7 +29,7 @@ SPEC = "examples/arithmetic.yaml"
 
 @pytest.fixture(scope="module")
 def stack(rig: Rig) -> Iterator[Stack]:
-    rig.up()
+    rig.only_ray()
     with open_pair(load_experiment(Path(SPEC))) as both:
         yield both
         folder = both.folder

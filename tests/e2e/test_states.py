@@ -37,12 +37,12 @@ from tests.support.syncs import push
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SHAPE = TinyModel(
-    layers=4, hidden=256, heads=2, kv_heads=2, intermediate=128, experts=4, top_k=2, max_positions=2048,
+    layers=4, hidden=256, heads=2, kv_heads=2, intermediate=128, experts=4, top_k=2, max_positions=1024,
     family="qwen3_next",
 )  # fmt: skip
 LINEAR = (0, 1, 2)
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-PROMPTS, NEW, RUNNING = (1150, 330, 150, 70, 5), 40, 8
+PROMPTS, NEW, RUNNING = (420, 150, 70, 5), 40, 8
 STATES = 3 * RUNNING
 Rows = dict[tuple[str, int], list[tuple[int, Tensor, Tensor]]]
 """By request and layer: position, input and output of each token, in the order in which they were computed."""
@@ -54,7 +54,7 @@ def trainer(layout: Layout, tmp_path: Path) -> Any:
 
     model = write_random(tmp_path / "model", SHAPE)
     config = TrainerSection(lr=1e-3, warmup_steps=0)
-    return Trainer(model, config, NUMERICS, layout, seed=0, total_steps=9, max_sequence_length=2048)
+    return Trainer(model, config, NUMERICS, layout, seed=0, total_steps=9, max_sequence_length=1024)
 
 
 class Served:
@@ -120,7 +120,7 @@ def served(trainer: Any, tmp_path: Path, warm_engines: None, monkeypatch: pytest
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.recorded")
     convert_checkpoint(tmp_path / "model", tmp_path / "served", NUMERICS.rollout_spec)
     config = RolloutSection(
-        context_length=2048, max_total_tokens=16384, chunked_prefill_size=CHUNK, max_running_requests=RUNNING
+        context_length=1024, max_total_tokens=16384, chunked_prefill_size=CHUNK, max_running_requests=RUNNING
     )
     plugin, expected = {"numerics": NUMERICS.to_dict()}, expected_report(NUMERICS, None)
     engine = Engine(config, tmp_path / "engine.log", plugin=plugin, expected=expected)
@@ -132,13 +132,30 @@ def served(trainer: Any, tmp_path: Path, warm_engines: None, monkeypatch: pytest
             runner.run(engine.stop())
 
 
+@pytest.mark.parametrize("plant", [stale_states, states_of_another_request])
+def test_states_that_are_not_a_sequences_own_are_named_first(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None]
+) -> None:
+    """The engine computes each op right, and does not give its own answers again."""
+    rig.only_ray()  # before the fault, or Ray would hand it on to engines of its own actors
+    monkeypatch.setenv(PLANT, plant.__name__)
+    pipeline = rig.open(Setup("qwen3_next"))
+    pipeline.train_step(pipeline.sample(1.0, count=len(ALONE), answers=1))
+    assert pipeline.sync().mismatched == ()
+    batch = pipeline.sample(1.0, count=len(ALONE), answers=1)
+    setup = pipeline.setup.numerics, pipeline.definition
+    first, *others = attribute(pipeline.trainer, pipeline.endpoint, batch, *setup).findings
+    rig.stop_engine()
+    assert first.cause == "state" and "does not reproduce the recorded log-probabilities" in first.text and not others
+
+
 def test_states_are_the_trainers_and_no_older_than_the_weights(trainer: Any, served: Served, tmp_path: Path) -> None:
     prompts = served.prompts(*PROMPTS)
     answers = served.answer_with_a_retraction(prompts)
     rows = served.rows()
-    assert sum(computed_again(own) for own in rows.values()) > 1000 * len(LINEAR), "the retraction came too late"
+    assert sum(computed_again(own) for own in rows.values()) > 400 * len(LINEAR), "the retraction came too late"
     longest = max(rows, key=lambda key: len(once(rows[key])))[0]
-    assert values_equal(trainer, rows) > 1_000_000
+    assert values_equal(trainer, rows) > 500_000
     assert_equal(trainer, prompts, answers)
 
     # A second turn begins where the state of the first one ended.
@@ -148,7 +165,7 @@ def test_states_are_the_trainers_and_no_older_than_the_weights(trainer: Any, ser
     begins = {min(position for position, *_ in own) for own in more.values()}
     assert begins == {len(turn[0]) - 4}, "all but the last token of the answer, which was not computed yet"
     whole = {key: once(rows[longest, key[1]])[: begins.copy().pop()] + own for key, own in more.items()}
-    assert values_equal(trainer, whole) > 900_000
+    assert values_equal(trainer, whole) > 300_000
     assert_equal(trainer, turn, again)
 
     # Nothing is read of the states of older weights, nor of a memory that was given up.
@@ -169,26 +186,8 @@ def test_states_are_the_trainers_and_no_older_than_the_weights(trainer: Any, ser
     sync(trainer, served)
     awake = served.answer(turn)
     assert awake[0].token_ids == fresh[0].token_ids
-    assert values_equal(trainer, served.rows()) > 900_000
+    assert values_equal(trainer, served.rows()) > 300_000
     assert_equal(trainer, turn, awake)
-
-
-@pytest.mark.parametrize("plant", [stale_states, states_of_another_request])
-def test_states_that_are_not_a_sequences_own_are_named_first(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None]
-) -> None:
-    """The engine computes each op right, and does not give its own answers again."""
-    rig.up()  # or Ray would hand the fault on to engines of its own actors
-    monkeypatch.setenv(PLANT, plant.__name__)
-    rig.stop_engine()
-    pipeline = rig.open(Setup("qwen3_next"))
-    pipeline.train_step(pipeline.sample(1.0, count=len(ALONE), answers=1))
-    assert pipeline.sync().mismatched == ()
-    batch = pipeline.sample(1.0, count=len(ALONE), answers=1)
-    setup = pipeline.setup.numerics, pipeline.definition
-    first, *others = attribute(pipeline.trainer, pipeline.endpoint, batch, *setup).findings
-    rig.stop_engine()
-    assert first.cause == "state" and "does not reproduce the recorded log-probabilities" in first.text and not others
 
 
 def sync(trainer: Any, served: Served) -> None:

@@ -48,14 +48,13 @@ from fp8rl.weight_sync.served import convert_checkpoint, write_description
 from tests.support.towers import with_tower
 from tests.support.warm_engine import EngineTemplate
 
-FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=8, top_k=4, groups=1)
+FAMILY = TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=4, top_k=2, groups=1)
 """Sizes that every family can have."""
 MODELS = {family: dataclasses.replace(FAMILY, family=family) for family in TinyModel.families()} | {
     # A head's keys and values are 448 wide: those of two are whole blocks, and two ranks of an engine share four.
     "glm4_moe_lite": dataclasses.replace(FAMILY, family="glm4_moe_lite", heads=4),
-    # Heads of 64, of which two share a quantization block; in a Qwen2 their biases lie as they do.
+    # Heads of 64, of which two share a quantization block; their biases lie as they do.
     "qwen2": dataclasses.replace(FAMILY, family="qwen2", heads=8, kv_heads=4, head_dim=64),
-    "llama": dataclasses.replace(FAMILY, family="llama", heads=8, kv_heads=4, head_dim=64, tied=True),
     "moe": TinyModel(
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False
     ),
@@ -71,7 +70,7 @@ ALONE = (1, 2, 17, 40, 97, 128, 300)
 """Lengths of the first prompts, those of which none begins as another."""
 SHARED_PREFIX = 150
 LONGEST_PROMPT = 330
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +171,12 @@ class Rig:
             shared_base=shared_base,
         )
 
+    def only_ray(self) -> None:
+        """Ray, and room for a test's own engines."""
+        self.up()
+        self.stop_engine()
+
     def stop_engine(self) -> None:
-        """To make room for a test's own."""
         if self._engine is not None:
             self.run(self._engine[1].stop())
             self._engine = None

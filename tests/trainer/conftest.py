@@ -35,7 +35,8 @@ def latent_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def linear_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, family="qwen3_5_moe_text")
+    """Linear attention in the first of its layers."""
+    shape = TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, experts=4, family="qwen3_5_moe_text")
     return write_family(tmp_path_factory.mktemp("models") / "linear", shape)
 
 

@@ -105,9 +105,9 @@ def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGr
     assert torch.equal(two_ranks.score(batch), before)
 
 
-def test_a_wrong_model_arrives_as_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^model\.path: .*config\.json"):
-        start(tmp_path)
+def test_what_is_no_checkpoint_arrives_as_a_user_error(two_ranks: TrainerGroup, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=str(tmp_path)):
+        two_ranks.load(tmp_path)
 
 
 def test_a_rank_that_dies_ends_the_call(two_ranks: TrainerGroup) -> None:

@@ -28,17 +28,16 @@ CONFIGS = {
     "separate": AdapterSection(rank=8),
     "shared": AdapterSection(rank=8, experts="shared"),
     "latent": AdapterSection(rank=8),
-    "latent-merged": AdapterSection(rank=8, mode="merged"),
     "linear": AdapterSection(rank=8),
 }
 """What is trained, by what is special about it; `latent`, `linear`: a model with latent or linear attention."""
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "shared", "latent", "latent-merged", "linear")),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "latent", "linear")),
     "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")),
     "pp2": ({"pp": 2}, ("merged", "separate")),
 }
-"""Layouts, and what is trained on them: on the first all, on the others what they treat in a way of their own."""
+"""Layouts, and what is trained on them: all models on the first, on the others what they treat in ways of their own."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def paths(moe_path: Path, latent_path: Path, linear_path: Path) -> dict[str, Path]:
     """The model of each config."""
     special = {"latent": latent_path, "linear": linear_path}
-    return {name: special.get(name.partition("-")[0], moe_path) for name in CONFIGS}
+    return {name: special.get(name, moe_path) for name in CONFIGS}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 
-PIECE = 1000
+PIECE = 50_000
 
 
 def _both_ways(path: Path, layout: Layout, config: TrainerSection) -> list[Any]:

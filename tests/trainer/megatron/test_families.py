@@ -63,6 +63,11 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     return path if path.is_dir() else write_family(path, FAMILIES[name], dtype)
 
 
+def test_every_architecture_is_compared_with_transformers() -> None:
+    """Qwen3 and Qwen3-MoE in test_model.py."""
+    assert {shape.family for shape in FAMILIES.values()} | {"qwen3"} == set(TinyModel.families())
+
+
 @each_family
 def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: MakeTrainer) -> None:
     path = write(folder, name, torch.float32)
@@ -189,7 +194,7 @@ def test_gradients_of_vectors_on_two_ranks_are_those_of_one(
     folder: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """Biases and norms, which ranks share in ways of their own."""
-    names = ("qwen2", "olmoe", "glm4_moe", "deepseek_v3", *LINEAR)
+    names = ("qwen2", "olmoe", "glm4_moe", "deepseek_v3", "qwen3_next")
     paths = {name: write(folder, name, torch.float32) for name in names}
     ranks = run_on_ranks(TrainerSection(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(paths))
     for name, path in paths.items():

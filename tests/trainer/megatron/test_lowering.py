@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron.lowering import Lowering, lower
+from tests.support.definitions import SIZES, shape_of
 from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
+from tests.support.paths import CONFIGS
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 # Megatron 0.16.1: TransformerConfig.
@@ -112,41 +115,29 @@ def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, 
 
 
 @pytest.mark.slow
-def test_the_config_is_one_that_megatron_takes() -> None:
-    """In a process of its own, where Megatron believes that TransformerEngine is there."""
-    program = """
-import sys
-from fp8rl.trainer.megatron import patches
-patches.install()
-import megatron.core.transformer.transformer_config as module
-module.is_te_min_version = lambda *_, **__: True
-import megatron.core.models.common.embeddings.rope_utils as rope
-rope.fused_apply_rotary_pos_emb = object()
-import torch
-from tests.support.lowering import native
-from fp8rl.trainer.config import TrainerSection
-from tests.support.definitions import SIZES, shape_of
-from fp8rl.trainer.megatron.config import transformer_config
-from fp8rl.trainer.modules.families import megatron_families, megatron_family
-from fp8rl.trainer.megatron.lowering import lower
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
-families = [megatron_family(each) for each in shape_of(SIZES).families]
-config = transformer_config(SIZES, families, TrainerSection(), torch.bfloat16, "native", lowering)
-assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
-from megatron.core.fp8_utils import is_first_last_bf16_layer
-assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
-assert DistributedDataParallelConfig(**lowering.ddp).fp8_param_gather
-assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
-from fp8rl.models import read_model
-from tests.support.paths import CONFIGS
-for name in ("deepseek_v3", "glm_4_7_flash", "moonlight_16b_a3b"):
-    model = read_model(CONFIGS / name)
-    config = transformer_config(
-        model.sizes, megatron_families(model), TrainerSection(), torch.bfloat16, "native", lowering
-    )
-    assert not config.apply_rope_fusion
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)
+def test_the_config_is_one_that_megatron_takes(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Megatron believes that TransformerEngine is there."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import transformer_config as megatron_config
+
+    from fp8rl.trainer.megatron.config import transformer_config
+    from fp8rl.trainer.modules.families import megatron_families, megatron_family
+
+    monkeypatch.setattr(megatron_config, "is_te_min_version", lambda *_, **__: True)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+    lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
+    families = [megatron_family(each) for each in shape_of(SIZES).families]
+    config = transformer_config(SIZES, families, TrainerSection(), torch.bfloat16, "native", lowering)
+    assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
+    assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
+    assert DistributedDataParallelConfig(**lowering.ddp).fp8_param_gather
+    assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
+    for name in ("deepseek_v3", "glm_4_7_flash", "moonlight_16b_a3b"):
+        model = read_model(CONFIGS / name)
+        config = transformer_config(
+            model.sizes, megatron_families(model), TrainerSection(), torch.bfloat16, "native", lowering
+        )
+        assert not config.apply_rope_fusion

@@ -26,7 +26,7 @@ def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(small_path, "fp8", micro_batch_tokens=4096)
-    batch = random_batch(rows=3, longest=24, temperature=0.7)
+    batch = random_batch(rows=2, longest=12, temperature=0.7)
     with using("triton"):
         rows, scored = trainer.score(batch)
         _, (alone,) = trainer.score(batch.select([0]))
@@ -50,14 +50,12 @@ def test_rows_that_share_a_prompt_have_the_logprobs_of_packed_rows(small_path: P
         assert 0 < (others[name] - gradient).norm() < 0.02 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_loss_and_gradients_are_close_to_the_definitions(
-    precision: str, small_path: Path, make_trainer: MakeTrainer
-) -> None:
-    batch, found = random_batch(rows=4, longest=20), {}
+def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_trainer: MakeTrainer) -> None:
+    """In FP8, in which the router, the embedding and the head are products in BF16."""
+    batch, found = random_batch(rows=3, longest=12), {}
     for implementation in ("torch", "triton"):
         with using(implementation):
-            trainer = make_trainer(small_path, precision)
+            trainer = make_trainer(small_path, "fp8")
             result = trainer.forward_backward(batch, cross_entropy(batch)).result
         found[implementation] = (
             result,

@@ -36,8 +36,7 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize(("kind", "mode"), [("moe", "exact"), ("dense", "native")])
 def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
     kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, request: pytest.FixtureRequest
 ) -> None:
