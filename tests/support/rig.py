@@ -110,7 +110,7 @@ class Setup:
     @property
     def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
-        numerics = self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay, self.engine_tp
+        numerics = self.numerics.rollout_spec, self.kv, self.k_splits, self.mode, self.router_replay, self.engine_tp
         return self.model, *numerics, self.beside, self.speculation, self.shared_base
 
     @property
