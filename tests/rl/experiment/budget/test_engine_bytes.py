@@ -28,7 +28,7 @@ def bytes_of(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def job(model: str, tp: int = 1) -> Job:
+def job(model: str, tp: int = 1, kv: str = "bf16") -> Job:
     spec = load_experiment(
         EXAMPLES / "arithmetic.yaml",
         [
@@ -36,24 +36,35 @@ def job(model: str, tp: int = 1) -> Job:
             f"rollout.context_length={CONTEXT}",
             f"rollout.max_total_tokens={TOKENS}",
             f"rollout.tp={tp}",
+            f"numerics.kv={kv}",
         ],
     )
     return job_of(spec, read_shape(Path(spec.model.path)), "kernels", GPU)
 
 
-@pytest.mark.parametrize(("model", "tp"), [("moonlight_16b_a3b", 1), ("glm_4_7_flash", 1), ("deepseek_v3", 8)])
+@pytest.mark.parametrize(
+    ("model", "tp", "kv"),
+    [("moonlight_16b_a3b", 1, "bf16"), ("glm_4_7_flash", 1, "fp8"), ("deepseek_v3", 8, "bf16")],
+)
 def test_what_is_planned_beside_the_weights_is_what_sglang_allocates(
-    model: str, tp: int, monkeypatch: pytest.MonkeyPatch
+    model: str, tp: int, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sglang")
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 
-    planned = job(model, tp)
+    planned = job(model, tp, kv)
     sizes, own = planned.shape.sizes, planned.shape.sizes.of(Latent)
     pool = MLATokenToKVPool(
-        TOKENS, 1, torch.bfloat16, own.kv_rank, own.rope_dim, sizes.layers, "meta", enable_memory_saver=False
+        TOKENS,
+        1,
+        planned.numerics.kv_format.dtype,
+        own.kv_rank,
+        own.rope_dim,
+        sizes.layers,
+        "meta",
+        enable_memory_saver=False,
     )
     batch = 256
     output = GraphSharedOutput(device=torch.device("meta"), max_rows=batch)
