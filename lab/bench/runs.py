@@ -312,6 +312,8 @@ _RANDOM = {
 }
 _LATENT = TinyModel(layers=4, heads=4, intermediate=256, family="deepseek_v3")
 MODELS = {
+    "Qwen3": TinyModel(layers=4, intermediate=256, kv_heads=2, experts=0),
+    "Qwen3-MoE": TinyModel(layers=4, intermediate=256, kv_heads=2),
     "Qwen2": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen2"),
     "OLMoE": TinyModel(layers=4, intermediate=256, hidden=256, kv_heads=2, family="olmoe"),
     "DeepSeek-V3 with YaRN": replace(_LATENT, yarn=True),
@@ -326,6 +328,7 @@ MODELS = {
     "DeepSeek-V3.2": replace(_LATENT, yarn=True, family="deepseek_v32"),
     "GLM-5": replace(_LATENT, groups=1, family="glm_moe_dsa"),
     "Qwen3-Next": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_next"),
+    "Qwen3.5": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_5_text"),
     "Qwen3.5-MoE": TinyModel(layers=4, intermediate=256, kv_heads=2, family="qwen3_5_moe_text"),
     "Mixtral": TinyModel(layers=4, intermediate=256, hidden=256, kv_heads=2, family="mixtral"),
 }

@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SETUP = Setup("moe", router_replay="record", speculation=SpeculationSection(drafts=4))
 KINDS = {
     "greedy": SamplingParams(NEW_TOKENS, temperature=0.0),
-    "sampled": SamplingParams(NEW_TOKENS, temperature=1.0),
     "top-p": SamplingParams(NEW_TOKENS, temperature=0.9, top_p=0.9, top_k=20),
 }
 TRIES = 5

@@ -37,7 +37,7 @@ from tests.support.scored_batches import CapsuleRun, scored_batch
 
 pytestmark = pytest.mark.slow
 
-CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "200"))
+CASES = int(os.environ.get("FP8RL_STRANGE_CASES", "100"))
 """The same ones in every run; `FP8RL_STRANGE_CASES=5000 pytest tests/e2e/test_strange_input.py` draws more of them."""
 SECONDS = 30.0
 """For a case that takes a tenth of one on a quiet machine."""

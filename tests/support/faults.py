@@ -44,15 +44,6 @@ def flipped_bit(tensors: Iterable[Named]) -> Iterator[Named]:
         yield name, tensor
 
 
-def swapped_scales(tensors: Iterable[Named]) -> Iterator[Named]:
-    """The scales of two blocks of MATRIX change places."""
-    for name, tensor in tensors:
-        if name == MATRIX + "_scale_inv":
-            assert not torch.equal(tensor[0], tensor[1])
-            tensor = tensor.flip(0)
-        yield name, tensor
-
-
 def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
     """Nothing of EXPERT is sent: the engine keeps what it had."""
     return ((name, tensor) for name, tensor in tensors if not name.startswith(EXPERT))

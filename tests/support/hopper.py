@@ -24,12 +24,12 @@ from tests.support.sass import arithmetic
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """One kernel as it would run. blocks: of its grid. shared: bytes. spilled: bytes of a thread's stack.
-    respilled: loads and stores of these in innermost loops with products. brought: bytes that a thread copies into
-    shared memory in a step of each of these loops. under_way: groups of copies that may still be under way when a step
-    begins to compute (-1: it waits for none). instructions: the matrix and cast instructions of its PTX.
-    divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
-    are reduced, which decide the order of addition. arithmetic: what each of the loops with products computes, or the
-    whole kernel if it has none (`tests.support.sass`)."""
+    respilled: loads and stores of these in innermost loops with products (-1: not disassembled). brought: bytes that a
+    thread copies into shared memory in a step of each of these loops. under_way: groups of copies that may still be
+    under way when a step begins to compute (-1: it waits for none). instructions: the matrix and cast instructions of
+    its PTX. divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32
+    matrices are reduced, which decide the order of addition. arithmetic: what each of the loops with products computes,
+    or the whole kernel if it has none (`tests.support.sass`)."""
 
     name: str
     blocks: int
@@ -46,14 +46,17 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def compiled_only() -> Iterator[list[Compiled]]:
-    """Inside, a launch compiles its kernel for the H200 and runs nothing; the list fills with what was compiled."""
+def compiled_only(loops: bool = False) -> Iterator[list[Compiled]]:
+    """Inside, a launch compiles its kernel for the H200 and runs nothing; the list fills with what was compiled.
+
+    loops: each kernel is disassembled, which takes half a second, for what is said of its loops.
+    """
     found: list[Compiled] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(_described(self.__name__, math.prod(grid), kernel))
+        found.append(_described(self.__name__, math.prod(grid), kernel, loops))
         return kernel
 
     JITFunction.run = compile_only
@@ -64,14 +67,14 @@ def compiled_only() -> Iterator[list[Compiled]]:
         JITFunction.run = run
 
 
-def _described(name: str, blocks: int, kernel: Any) -> Compiled:
+def _described(name: str, blocks: int, kernel: Any, loops: bool) -> Compiled:
     ptx = kernel.asm["ptx"]
     wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
         name,
         blocks,
         kernel.metadata.shared,
-        *_resources(kernel.asm["cubin"]),
+        *_resources(kernel.asm["cubin"], loops),
         tuple(sorted(set(re.findall(wanted, ptx)))),
         ptx.count("div.rn.f32"),
         _sums(kernel.asm["ttgir"]),
@@ -84,7 +87,9 @@ def _sums(ttgir: str) -> tuple[str, ...]:
     return tuple(sorted({layouts[name] for name in reduced}))
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[dict[str, int], ...]]:
+def _resources(
+    cubin: bytes, of_loops: bool
+) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[dict[str, int], ...]]:
     """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
     innermost loops with products; what a step of each of these copies into shared memory, which of its copies it does
     not wait for, and what it computes, or the kernel without such a loop."""
@@ -96,15 +101,15 @@ def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...], tuple[int,
             return subprocess.run([tool.path, option, file.name], capture_output=True, text=True, check=True).stdout
 
         usage = shown(triton.knobs.nvidia.cuobjdump, "-res-usage")
-        assembly = shown(triton.knobs.nvidia.nvdisasm, "-c")
+        assembly = shown(triton.knobs.nvidia.nvdisasm, "-c") if of_loops else ""
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     loops = list(_loops(assembly))
-    touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops)
+    touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops) if of_loops else -1
     brought = tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
     waits = [re.findall(r"\bDEPBAR\.LE SB0, (0x\w+)", loop) for loop in loops]
     under_way = tuple(min((int(left, 16) for left in some), default=-1) for some in waits)
-    computed = tuple(dict(arithmetic(each)) for each in loops or [assembly])
+    computed = tuple(dict(arithmetic(each)) for each in loops or [assembly] if each)
     return int(found[1]), int(found[2]), touched, brought, under_way, computed
 
 

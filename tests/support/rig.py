@@ -70,7 +70,7 @@ ALONE = (1, 2, 17, 40, 97, 128, 300)
 """Lengths of the first prompts, those of which none begins as another."""
 SHARED_PREFIX = 150
 LONGEST_PROMPT = 330
-NEW_TOKENS = 16
+NEW_TOKENS = 24
 
 
 @dataclasses.dataclass(frozen=True)

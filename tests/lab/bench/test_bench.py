@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lab.bench.__main__ as bench_module
+from fp8rl.models.tiny import TinyModel
 from lab.bench import runs
 from lab.bench.__main__ import BENCHMARKS, main
 from lab.bench.measure import Result
@@ -26,6 +27,11 @@ def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_every_benchmark_is_there() -> None:
     assert all(callable(pkgutil.resolve_name(call)) for calls in BENCHMARKS.values() for call in calls)
+
+
+def test_every_architecture_meets_an_engine_in_whole_runs() -> None:
+    """Those that the suite leaves to them, too."""
+    assert {model.family for model in runs.MODELS.values()} == set(TinyModel.families())
 
 
 def test_a_benchmark_that_fails_keeps_what_was_measured(

@@ -41,7 +41,7 @@ def note(op, launch, *arguments):
 
 variants, each, rows_of_tree, every = {}, torch.full((4,), 64), torch.full((16,), 128), torch.zeros(2048).long()
 tree = TokenTree(rows_of_tree, rows_of_tree, torch.zeros(16, 2048, dtype=torch.int32), every, every, every)
-with compiled_only() as found:
+with compiled_only(loops=True) as found:
     CALLS
 print(json.dumps(variants))
 """
