@@ -96,13 +96,7 @@ class NumericsConfig:
                 f"numerics.k_splits: found {self.k_splits}, expected 1 in native mode, where each side adds in its "
                 "library's own order. Set it to 1, or numerics.mode to exact"
             )
-        if self.kv == "fp8" and self.mode == "native":
-            raise UserError(
-                "numerics.kv: found 'fp8' in native mode, expected bf16: Megatron's attention does not round keys and "
-                "values as SGLang's cache does. Set it to bf16, or numerics.mode to exact"
-            )
-        for key in ("key_scale", "value_scale"):
-            _check_kv_scale(key, getattr(self, key), self.kv)
+        check_kv(self.mode, self.kv, self.key_scale, self.value_scale)
         if self.deepgemm and self.mode == "native":
             raise UserError(
                 "numerics.deepgemm: found true, expected false in native mode, where each side chooses its "
@@ -126,6 +120,10 @@ class NumericsConfig:
         """The format in which the engine keeps keys and values, and the trainer attends to them."""
         return KVFormat(self.kv == "fp8", self.key_scale, self.value_scale)
 
+    def in_bf16(self) -> NumericsConfig:
+        """Return the same with nothing in FP8, on either side."""
+        return dataclasses.replace(self, trainer="bf16", rollout="bf16", kv="bf16", key_scale=1.0, value_scale=1.0)
+
     @property
     def blocks_spec(self) -> QuantSpec:
         """The spec whose blocks a layout must keep whole. Where one side alone quantizes, the other keeps them too."""
@@ -140,15 +138,21 @@ class NumericsConfig:
         return cls(**{**data, "spec": QuantSpec.from_dict(data["spec"])})
 
 
-def _check_kv_scale(key: str, scale: float, kv: KVPrecision) -> None:
-    fits = 1 / _LARGEST_SCALE <= scale <= _LARGEST_SCALE and math.frexp(scale)[0] == 0.5
-    if not fits:
+def check_kv(mode: Mode, kv: KVPrecision, key_scale: float, value_scale: float) -> None:
+    """Raise `UserError` unless keys and values can be kept so."""
+    if kv == "fp8" and mode == "native":
         raise UserError(
-            f"numerics.{key}: found {scale:g}, expected a power of two from 2^-16 to 2^16, by which division rounds "
-            "nothing. Set the nearest one, or leave it out"
+            "numerics.kv: found 'fp8' in native mode, expected bf16: Megatron's attention does not round keys and "
+            "values as SGLang's cache does. Set it to bf16, or numerics.mode to exact"
         )
-    if scale != 1.0 and kv == "bf16":
-        raise UserError(
-            f"numerics.{key}: found {scale:g} with keys and values in BF16, expected 1: it is for FP8. Set numerics.kv "
-            "to fp8, or leave it out"
-        )
+    for key, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if not 1 / _LARGEST_SCALE <= scale <= _LARGEST_SCALE or math.frexp(scale)[0] != 0.5:
+            raise UserError(
+                f"numerics.{key}: found {scale:g}, expected a power of two from 2^-16 to 2^16, by which division "
+                "rounds nothing. Set the nearest one, or leave it out"
+            )
+        if scale != 1.0 and kv == "bf16":
+            raise UserError(
+                f"numerics.{key}: found {scale:g} with keys and values in BF16, expected 1: it is for FP8. Set "
+                "numerics.kv to fp8, or leave it out"
+            )

@@ -90,7 +90,7 @@ class TrainerActor:
         from fp8rl.trainer.trainer import check_row_invariance
 
         if numerics.mode == "exact":
-            check_row_invariance(numerics.deepgemm)
+            check_row_invariance(numerics.deepgemm, numerics.kv_format)
         if self._store is None and self.config.world_size > 1:
             self._store = parallel.join_store(host, port, self.config.world_size)
         layout = parallel.initialize(self.config, self.rank, self._store, host)

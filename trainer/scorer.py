@@ -154,8 +154,8 @@ class Scorer:
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
         budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
         counting = objective is not None and self.config.router_bias_rate > 0
-        form = form_of(self.config)
-        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, form, counting)
+        form, codes = form_of(self.config), self.numerics.kv_format.quantized
+        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, form, counting, codes)
 
     def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
         """Return what is made of the final hidden states; see :mod:`trainer.step.reading`."""

@@ -20,6 +20,7 @@ from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles, row_vari
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
+from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer import device
@@ -234,9 +235,9 @@ class Trainer(Scorer):
         return self.optimizer.model
 
 
-def check_row_invariance(deepgemm: bool | None = False) -> None:
+def check_row_invariance(deepgemm: bool | None = False, kv: KVFormat = BF16_CACHE) -> None:
     """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0; or if products
-    have to run on DeepGEMM, and cannot. None: they run on it where they can."""
+    have to run on DeepGEMM, and cannot. None: they run on it where they can. kv: the format of keys and values."""
     choose_tiles(device.current())
     if (reason := choose_deepgemm(device.current(), deepgemm)) is not None:
         raise user_error(
@@ -245,7 +246,7 @@ def check_row_invariance(deepgemm: bool | None = False) -> None:
             expected="a Hopper GPU on which DeepGEMM gives the bits of our kernels",
             remedy="Set numerics.deepgemm=false: products run on our kernels, with the same results.",
         )
-    variant = row_variant_ops(device.current())
+    variant = row_variant_ops(device.current(), kv)
     if variant:
         raise user_error(
             "numerics.mode",

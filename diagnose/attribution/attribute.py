@@ -218,7 +218,7 @@ def _other_numerics(
     native = numerics.mode == "native"
     switches: list[tuple[CauseName, NumericsConfig, str]] = []
     if one_side_quantizes(numerics) or (native and numerics.rollout != "bf16"):
-        switches.append(("quantization", replace(numerics, trainer="bf16", rollout="bf16"), "both sides in BF16"))
+        switches.append(("quantization", numerics.in_bf16(), "both sides in BF16"))
     if native:
         with suppress(UserError):  # exact mode refuses some specs
             switches.append(("op definitions", replace(numerics, mode="exact"), "the shared ops on both sides"))

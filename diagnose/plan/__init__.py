@@ -285,7 +285,7 @@ def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[De
         decode_step(
             *(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp),
             each.numerics.mode,
-            job.numerics.kv_format.dtype.itemsize,
+            each.numerics.kv_format.dtype.itemsize,
         )
         for each in (job, job.in_bf16())
     )

@@ -77,6 +77,8 @@ def keys_that_fit(
 def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
     """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does."""
     base = with_keys(subject.experiment, first)
+    if not _loads(base):
+        return []
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
     base = with_keys(base, fixed)
     engines = _engine_ranks(base, subject, gpu)

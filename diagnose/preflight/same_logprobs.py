@@ -123,7 +123,7 @@ def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
 
 def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Difference:
     """Trainer against engine, both switched to BF16, on a sample of that engine. `stack` stays so."""
-    stack.switch(replace(stack.numerics, trainer="bf16", rollout="bf16"))
+    stack.switch(stack.numerics.in_bf16())
     stack.syncing.sync()
     return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
 

@@ -27,6 +27,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fp8rl.numerics.kv import KVFormat
+
 META = torch.device("meta")
 
 
@@ -93,13 +95,16 @@ def address(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def launch_probe() -> None:
-    """Call what a process tries at its start (`numerics.backend.probe`). Tiles of all sizes are allowed afterwards."""
+def launch_probe(kv: KVFormat) -> None:
+    """Call what a process tries at its start (`numerics.backend.probe`). Tiles of all sizes are allowed afterwards.
+
+    kv: the format of the engine's cache.
+    """
     from fp8rl.numerics.backend import probe
 
     with mock.patch.object(probe, "_same", lambda a, b: True):
         probe.choose_tiles(META)
-        probe.row_variant_ops(META)
+        probe.row_variant_ops(META, kv)
 
 
 @dataclass

@@ -9,7 +9,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from fp8rl.models.architecture import check_scope
 from fp8rl.models.hub import HubPath, Revision, data_directory, model_directory
-from fp8rl.numerics.config import KVPrecision, Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
+from fp8rl.numerics.config import (
+    KVPrecision,
+    Mode,
+    NumericsConfig,
+    RolloutPrecision,
+    RouterReplay,
+    TrainerPrecision,
+    check_kv,
+)
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
@@ -115,12 +123,12 @@ class NumericsSection(Section):
     """The engines' precision: the spec, or BF16."""
     kv: KVPrecision = "bf16"
     """The format of keys and values: `fp8` halves the engines' caches, and the trainer attends to the same rounded
-    numbers. E4M3 codes of what is divided by a static scale. Exact mode only."""
+    numbers. Each number is divided by a static scale and stored as an E4M3 code. Exact mode only."""
     key_scale: float = 1.0
     """With `kv: fp8`, the scale of keys, and of rows that are key and value in one (MLA): a power of two. Beyond 448
     times the scale they saturate."""
     value_scale: float = 1.0
-    """The same for values."""
+    """The same for values; MLA has none of their own."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
@@ -167,6 +175,7 @@ class NumericsSection(Section):
 
     @model_validator(mode="after")
     def _spec_serves_both_sides(self) -> NumericsSection:
+        check_kv(self.mode, self.kv, self.key_scale, self.value_scale)
         try:
             check_scope(spec := self.config(tp=1).spec)
             quantized = spec.quantized

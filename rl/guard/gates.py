@@ -53,7 +53,7 @@ class GateState:
 
     def numerics(self, configured: NumericsConfig) -> NumericsConfig:
         """Return what both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
-        return dataclasses.replace(configured, trainer="bf16", rollout="bf16") if self.bf16 else configured
+        return configured.in_bf16() if self.bf16 else configured
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:

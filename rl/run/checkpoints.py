@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.files import flush_to_disk
 from fp8rl.numerics.core.reading import RESTORE
@@ -212,11 +213,17 @@ def _kept(experiment: Experiment) -> dict[str, Any]:
         "numerics.mode": numerics.mode,
         "numerics.trainer": numerics.trainer,
         "numerics.rollout": numerics.rollout,
+        "numerics.kv": _kv(numerics),
         "algorithm.name": experiment.algorithm.name,
         "run.seed": experiment.run.seed,
         "adapter": None if experiment.adapter is None else experiment.adapter.model_dump(mode="json"),
         "eval.problems": experiment.eval.problems,
     }
+
+
+def _kv(numerics: NumericsConfig) -> str | None:
+    """Return the format of keys and values; None for BF16, the one that checkpoints without this key have."""
+    return None if numerics.kv == "bf16" else f"fp8, scales {numerics.key_scale:g} and {numerics.value_scale:g}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -205,8 +205,8 @@ def record(subject: Subject, capability: tuple[int, int]) -> tuple[list[tuple[st
         load_architecture(architecture)
     unknown: list[str] = []
     with recorded(capability) as found, using("triton"):
-        if _numerics(subject).mode == "exact":
-            launch_probe()
+        if (numerics := _numerics(subject)).mode == "exact":
+            launch_probe(numerics.kv_format)
         if isinstance(subject, Experiment):
             unknown = _launch_run(subject)
         elif subject is not None:

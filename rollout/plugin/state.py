@@ -74,7 +74,7 @@ def report(runner: Any) -> EngineReport:
     current = state()
     exact = current.numerics.mode == "exact"
     if exact and current.row_variant is None:
-        current.row_variant = tuple(row_variant_ops(current.weights.device))
+        current.row_variant = tuple(row_variant_ops(current.weights.device, current.numerics.kv_format))
     return EngineReport(
         role=current.role,
         spec_digest=current.numerics.spec.digest(),

@@ -10,15 +10,21 @@ from torch import Tensor, nn
 
 from fp8rl.numerics.kv import CODES, KVFormat
 from fp8rl.numerics.rounding import fp8_max
+from fp8rl.trainer.modules.precision import LayerPrecision
 
 
 class KVRounding:
-    """The `KVFormat` of one attention. In FP8 it counts the numbers that saturate."""
+    """The run's `KVFormat` in one attention. In FP8 it counts the numbers that saturate, in passes with gradients."""
 
-    def __init__(self, kv: KVFormat) -> None:
-        self.format = kv
+    def __init__(self, precision: LayerPrecision) -> None:
+        self._precision = precision
         self.counts: Tensor | None = None
         """int64 [2]: numbers beyond the range, and all. Kept on the device, so that no forward waits for it."""
+
+    @property
+    def format(self) -> KVFormat:
+        """The format now; a live model changes it with its numerics."""
+        return self._precision.kv
 
     def keys(self, x: Tensor) -> Tensor:
         """Return `KVFormat.keys`."""
@@ -29,29 +35,26 @@ class KVRounding:
         return self._counted(x, self.format.value_scale, self.format.values(x))
 
     def _counted(self, x: Tensor, scale: float, rounded: Tensor) -> Tensor:
-        if self.format.quantized:
+        if self.format.quantized and torch.is_grad_enabled():
             beyond = (x.detach().abs() > fp8_max(CODES) * scale).sum()
             both = torch.stack((beyond, torch.full_like(beyond, x.numel())))
             self.counts = both if self.counts is None else self.counts + both
         return rounded
 
 
-def with_kv_saturated(metrics: dict[str, float], model: nn.Module) -> dict[str, float]:
-    """Add the part of all keys and values that saturated since the last call. All ranks call it.
+def kv_saturated(model: nn.Module) -> float:
+    """Return the part of all ranks' keys and values that saturated since the last call.
 
-    Metrics of a model whose keys and values are in BF16 stay as they are.
+    All ranks call it, also those whose layers have no keys.
     """
-    rounding = [each for each in _rounding_of(model) if each.format.quantized]
-    if not rounding:
-        return metrics
-    counts = [each.counts for each in rounding if each.counts is not None]
-    for each in rounding:
-        each.counts = None
-    device = next(model.parameters()).device
-    total = torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.int64, device=device)
+    total = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
+    for each in _rounding_of(model):
+        if each.counts is not None:
+            total += each.counts
+            each.counts = None
     dist.all_reduce(total)
     saturated, numbers = total.tolist()
-    return metrics | {"train/kv_saturated": saturated / max(numbers, 1)}
+    return float(saturated / max(numbers, 1))
 
 
 def _rounding_of(model: nn.Module) -> Iterator[KVRounding]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
-from fp8rl.trainer.modules.kv import with_kv_saturated
+from fp8rl.trainer.modules.kv import kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
@@ -58,6 +58,7 @@ def run_pass(
     read: Reading = read_logprobs,
     form: type[MicroBatch] = MicroBatch,
     counting: bool = False,
+    codes: bool = False,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
 
@@ -70,6 +71,7 @@ def run_pass(
         read: turns final hidden states into results.
         form: the layout of the rows of a micro-batch.
         counting: count the tokens of each expert.
+        codes: keys and values are in FP8; count those that saturate.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
@@ -111,7 +113,9 @@ def run_pass(
     if routing.loads is not None:
         dist.all_reduce(routing.loads, group=layout.dp_group)
     if objective is not None:
-        metrics = with_kv_saturated(with_tree_ratio(metrics, batch), model)
+        metrics = with_tree_ratio(metrics, batch)
+        if codes:
+            metrics["train/kv_saturated"] = kv_saturated(model)
     return RankPass(rows, logprobs, loss, metrics, routes, draws, routing.loads)
 
 

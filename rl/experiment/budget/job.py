@@ -120,8 +120,7 @@ class Job:
 
     def in_bf16(self) -> Job:
         """Return the job with a BF16 trainer and a BF16 engine."""
-        numerics = replace(self.numerics, trainer="bf16", rollout="bf16")
-        return replace(self, numerics=numerics)
+        return replace(self, numerics=self.numerics.in_bf16())
 
     def of_tokens(self, tokens: int) -> Job:
         """Return the job with about so many tokens in a step, in one micro-batch of each replica while these are

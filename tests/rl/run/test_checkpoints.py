@@ -141,6 +141,7 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
         ("adapter.rank", 8, "adapter: found .*'rank': 8.*, expected None, as in the checkpoint of step 6"),
         ("numerics.mode", "native", "numerics.mode: found 'native', expected 'exact'"),
         ("numerics.trainer", "bf16", "numerics.trainer: found 'bf16', expected 'fp8'"),
+        ("numerics.kv", "fp8", "numerics.kv: found 'fp8, scales 1 and 1', expected None"),
         ("numerics.rollout", "bf16", "numerics.rollout: found 'bf16', expected 'fp8'"),
         ("algorithm.name", "sft", "algorithm.name: found 'sft', expected 'grpo'"),
         ("run.seed", 3, "run.seed: found 3, expected 0"),

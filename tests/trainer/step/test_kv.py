@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy
 from tests.support.models import write_model
+from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 from tests.support.trees import conversations
 
 pytestmark = pytest.mark.slow
 
 SCALED = {"kv": "fp8", "key_scale": 0.5, "value_scale": 0.0625}
+TOO_SMALL = {"kv": "fp8", "key_scale": 2.0**-16, "value_scale": 2.0**-16}
 
 
 @pytest.mark.parametrize("scales", [{"kv": "fp8"}, SCALED], ids=["one", "scaled"])
@@ -69,9 +76,33 @@ def test_rows_padded_end_to_end_and_in_trees_have_the_same_bits(
 
 
 def test_numbers_beyond_the_range_are_counted(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    """Under scales of 2^-16, which hold numbers up to 0.007: all but some."""
-    batch, kv = conversations(), {"kv": "fp8", "key_scale": 2.0**-16, "value_scale": 2.0**-16}
-    trainer = make_trainer(moe_path, "fp8", kv=kv)
+    """Under scales that hold numbers up to 0.007: all but some."""
+    batch, trainer = conversations(), make_trainer(moe_path, "fp8", kv=TOO_SMALL)
     for _ in range(2):
         found = trainer.forward_backward(batch, cross_entropy(batch)).result.metrics["train/kv_saturated"]
         assert 0.5 < found < 1
+
+
+def test_a_live_model_falls_back_to_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    batch = conversations()
+    plain, trainer = make_trainer(moe_path), make_trainer(moe_path, "fp8", kv=SCALED)
+    rounded = trainer.score(batch)[1]
+    trainer.set_numerics(trainer.numerics.in_bf16())
+    assert torch.equal(trainer.score(batch)[1], plain.score(batch)[1]) and not torch.equal(
+        rounded, plain.score(batch)[1]
+    )
+
+
+def of_stage(path: Path, layout: Layout, config: TrainerSection) -> float:
+    from fp8rl.trainer.trainer import Trainer
+
+    batch, numerics = conversations(), NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), **TOO_SMALL)
+    keys = {"seed": 0, "total_steps": 9, "max_sequence_length": batch.width}
+    done = Trainer(path, config, numerics, layout, **keys).forward_backward(batch, cross_entropy(batch))
+    return done.result.metrics["train/kv_saturated"]
+
+
+def test_stages_without_keys_count_along(linear_path: Path, tmp_path: Path) -> None:
+    """Of four layers the last alone has keys."""
+    found = run_on_ranks(TrainerSection(pp=2, packing=True), tmp_path, partial(of_stage, linear_path))
+    assert found[0] == found[1] and 0.5 < found[0] < 1

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QKV, ROPE
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
-from fp8rl.numerics.kv import BF16_CACHE, KVFormat
 from fp8rl.numerics.ops.rope import Scaling
 from fp8rl.trainer.distributed.layout import own_positions, shared_attention
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output, rows_of
 from fp8rl.trainer.modules.kv import KVRounding
+from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.step.microbatches import PackedRows
 
 
@@ -40,15 +40,15 @@ class CoreAttention(nn.Module):
         self,
         *,
         rope_theta: float,
+        precision: LayerPrecision,
         rotary_dim: int | None = None,
         rope_scaling: Scaling | None = None,
-        kv: KVFormat = BF16_CACHE,
         config: TransformerConfig,
         **unused: Any,
     ) -> None:
         super().__init__()
         self.rope_theta, self.rotary_dim, self.rope_scaling = rope_theta, rotary_dim, rope_scaling
-        self.kv, self.scale = KVRounding(kv), config.kv_channels**-0.5 * kv.key_scale
+        self.kv, self.plain_scale = KVRounding(precision), config.kv_channels**-0.5
         self.shared = config.context_parallel_size > 1
 
     def forward(
@@ -62,14 +62,14 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
         [T, Hkv, D] -> [T, 1, H * D]"""
-        value = self.kv.values(value)
+        value, scale = self.kv.values(value), self.plain_scale * self.kv.format.key_scale
         if (rows := packed_seq_params) is not None:
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
             key = self.kv.keys(key)
             if rows.tree is not None:
-                out = ops.tree_attention(query, key, value, rows.tree, self.scale)
+                out = ops.tree_attention(query, key, value, rows.tree, scale)
             else:
-                out = ops.packed_attention(query, key, value, rows.lengths, self.scale)
+                out = ops.packed_attention(query, key, value, rows.lengths, scale)
             return self.kv.format.result(out).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         if self.shared:
@@ -77,10 +77,10 @@ class CoreAttention(nn.Module):
             own = own_positions(query.shape[1] * group.size(), group.rank(), group.size()).to(query.device)
             positions = own.expand(query.shape[:2])
             query, key = (self._turned(x, positions) for x in (query, key))
-            out = shared_attention(query, self.kv.keys(key), value, positions, self.scale, group)
+            out = shared_attention(query, self.kv.keys(key), value, positions, scale, group)
         else:
             keys = self.kv.keys(self.rotated(key))
-            out = ops.attention(self.rotated(query), keys, value, _positions(query), self.scale)
+            out = ops.attention(self.rotated(query), keys, value, _positions(query), scale)
         return self.kv.format.result(out).transpose(0, 1).flatten(2)
 
     def rotated(self, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def exact_core(layer: Layer) -> ModuleSpec:
         "rope_theta": sizes.rope_theta,
         "rotary_dim": sizes.rotary_dim,
         "rope_scaling": sizes.rope_scaling,
-        "kv": layer.precision.kv,
+        "precision": layer.precision,
     }
     return ModuleSpec(module=CoreAttention, params=own)
 

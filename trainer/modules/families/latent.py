@@ -28,7 +28,6 @@ from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN, Latent
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.kv import KVFormat
 from fp8rl.numerics.ops.rope import Yarn
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, output, rows_of
 from fp8rl.trainer.modules.kv import KVRounding
@@ -153,15 +152,15 @@ class LatentCore(nn.Module):
     Rows start at position 0 and are right-padded, or lie end to end and bring their positions.
     """
 
-    def __init__(self, *, sizes: ModelSizes, kv: KVFormat, **unused: Any) -> None:
+    def __init__(self, *, sizes: ModelSizes, precision: LayerPrecision, **unused: Any) -> None:
         super().__init__()
-        self.sizes, self.latent, self.kv = sizes, sizes.of(Latent), KVRounding(kv)
+        self.sizes, self.latent, self.kv = sizes, sizes.of(Latent), KVRounding(precision)
         self.rope_theta, self.rope_scaling = sizes.rope_theta, sizes.rope_scaling
-        self.scale = sizes.attention_scale * kv.key_scale
 
     def forward(self, queries: Tensor, rows: Tensor, of_heads: OfHeads, packed: PackedRows | None = None) -> Tensor:
         """queries [S, B, heads * D]; rows [S, B, kv rank + rope] -> [S, B, heads * value]"""
         length, batch = rows.shape[:2]
+        scale = self.sizes.attention_scale * self.kv.format.key_scale
         plain, value, rank = self.sizes.plain_dim, self.latent.value_dim, self.latent.kv_rank
         positions = torch.arange(length, device=rows.device) if packed is None else packed.positions
         positions = positions[:, None].expand(length, batch)
@@ -172,11 +171,11 @@ class LatentCore(nn.Module):
         q = torch.cat((inside.unflatten(0, (length, batch)), self.rotated(q[..., plain:], positions)), -1)
         if packed is None:
             q, rows = q.transpose(0, 1), rows.transpose(0, 1)
-            out = ops.latent_attention(q, rows, positions.t(), rank, self.scale).transpose(0, 1)
+            out = ops.latent_attention(q, rows, positions.t(), rank, scale).transpose(0, 1)
         elif packed.tree is not None:
-            out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, self.scale)[:, None]
+            out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, scale)[:, None]
         else:
-            out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
+            out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, scale)[:, None]
         out = of_heads(self.kv.format.result_of_keys(out).flatten(0, 1), plain, value)
         return out.flatten(1).unflatten(0, (length, batch))
 
@@ -226,7 +225,7 @@ def _fields(layer: Layer, attention: ModuleSpec, narrow: type[nn.Module], core: 
 
 def _exact(layer: Layer) -> Fields:
     attention = ModuleSpec(module=LatentAttention, params={"precision": layer.precision})
-    core = ModuleSpec(module=LatentCore, params={"sizes": layer.sizes, "kv": layer.precision.kv})
+    core = ModuleSpec(module=LatentCore, params={"sizes": layer.sizes, "precision": layer.precision})
     return _fields(layer, attention, ColumnParallelLinear, core)
 
 
