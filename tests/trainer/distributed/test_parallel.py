@@ -37,7 +37,7 @@ from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 400}
+SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 220}
 LAYOUTS = {
     "ep2": {"ep": 2, "dp": 2},
     "dp2": {"dp": 2},
@@ -50,7 +50,7 @@ RECOMPUTING = {"tp2ep2": PARTS, "pp2": ("layer",), "cp2": ("layer",)}
 """Layouts that differ in what is computed once more: collectives of a layer, a stage's layers, a row's chunks."""
 VALUED = ("dp2", "pp2", "tp2ep2", "cp2")
 """Layouts in which a critic is trained: the head of a value is shared otherwise in each."""
-BATCH: dict[str, Any] = {"rows": 7, "longest": 110, "temperature": 0.9}
+BATCH: dict[str, Any] = {"rows": 7, "longest": 60, "temperature": 0.9}
 FAMILIES = {
     "ep2": ("sigmoid",),
     "pp2": ("latent", "linear", "sigmoid"),
@@ -61,7 +61,7 @@ FAMILIES = {
 share a row of latent or linear attention yet."""
 HEADS_SHARED = "tp2ep2"
 """The layout in which gradients of linear attention are sums of several ranks'."""
-CHUNK = 100
+CHUNK = 60
 """Tokens that meet the head together, fewer than a micro-batch has."""
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ class Case:
 
     def _packed(self, layout: Layout, config: TrainerSection) -> tuple[Any, Any, dict[str, Tensor]]:
         """Log-probabilities with less memory, what is said of routes, and gradients, of rows that lie end to end."""
-        config = config.model_copy(update={"packing": True, "micro_batch_tokens": 300})
+        config = config.model_copy(update={"packing": True, "micro_batch_tokens": 160})
         less = config.model_copy(update={"recompute": "layer", "head_chunk_tokens": CHUNK})
         trainer = self._trainer(layout, less, self.moe_path, "fp8")
         scored = reported(layout, trainer.score(random_batch(**BATCH)))
