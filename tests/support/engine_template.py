@@ -110,7 +110,7 @@ def _become(asked: dict[str, Any], fds: list[int], variant: list[str]) -> None:
         from fp8rl.rollout.server import launcher
         from tests.support import plants
 
-        state.row_variant_ops = lambda device: variant  # type: ignore[assignment]
+        state.row_variant_ops = lambda device, kv: variant  # type: ignore[assignment]
         if planted := os.environ.get(plants.PLANT):
             getattr(plants, planted)()
         launcher.main()

@@ -170,7 +170,7 @@ def test_a_trainer_takes_it_where_it_can_unless_told_otherwise(monkeypatch):
 
     asked = []
     monkeypatch.setattr(trainer, "choose_tiles", lambda device: None)
-    monkeypatch.setattr(trainer, "row_variant_ops", lambda device: [])
+    monkeypatch.setattr(trainer, "row_variant_ops", lambda device, kv: [])
     monkeypatch.setattr(probe, "allow_deepgemm", lambda device: asked.append(device) or "no DeepGEMM")
     trainer.check_row_invariance(deepgemm=None)
     trainer.check_row_invariance(deepgemm=False)
