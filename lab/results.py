@@ -23,7 +23,7 @@ METRICS = (
     "perf/step_seconds",
 )
 DRAWN = {"rollout/reward_mean": "mean reward of a step's answers", "eval/accuracy": "held-out accuracy"}
-CAPTION = "Sums with SmolLM2-135M-Instruct, exact FP8, bf16 exact BF16 (docs/results.md). Accuracy: greedy, 43 problems."
+CAPTION = "Sums with SmolLM2-135M-Instruct, exact FP8 (bf16: exact BF16); docs/results.md. Accuracy: on 43 problems."
 
 
 def keep(run: Path) -> None:
