@@ -59,7 +59,7 @@ class ProjectionThenNorm(nn.Module):
 
 
 def gated(layer: Layer) -> Fields:
-    core = ModuleSpec(module=GatedCore, params={"rope_theta": layer.sizes.rope_theta})
+    core = ModuleSpec(module=GatedCore, params={"rope_theta": layer.sizes.rope_theta, "precision": layer.precision})
     projection = ModuleSpec(module=ProjectionThenNorm, params={"projection": layer.modules.row_linear("o_proj")})
     return {"self_attention": attention.attention_spec(layer, core, GatedAttention, linear_proj=projection)}
 
