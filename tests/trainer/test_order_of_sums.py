@@ -13,9 +13,9 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches
 from tests.support.trainers import MakeTrainer
 
-KERNELS, OPS = 112, 425
-"""What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-26:
-to be lowered: 422 ops, a few more behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
+KERNELS, OPS = 112, 428
+"""What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-27:
+to be lowered: 425 ops, one or two more behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
 
 
 @pytest.mark.slow
