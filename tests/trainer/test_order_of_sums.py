@@ -15,7 +15,7 @@ from tests.support.trainers import MakeTrainer
 
 KERNELS, OPS = 112, 428
 """What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-27:
-to be lowered: 425 ops, one or two more behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
+to be lowered: 425 ops, one more behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
 
 
 @pytest.mark.slow
