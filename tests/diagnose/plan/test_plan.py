@@ -435,6 +435,8 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     adapters = str(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
     assert fitted_plan(adapters, [], gpu_named("4090"), assumed, 1).keys is None
     light = str(EXAMPLES / "qwen3_4b_one_gpu.yaml")
+    codes = fitted_plan(light, ["numerics.kv=fp8"], gpu_named("4090"), assumed, 1)  # nor has it FP8 keys
+    assert codes.keys is None
     kept = fitted_plan(light, ["trainer.optimizer.offload=false"], gpu_named("h100"), assumed)
     assert kept.keys == ("trainer.optimizer.offload=true",)
     never = fitted_plan("deepseek_v3", [], gpu_named("4090"), assumed, 8)

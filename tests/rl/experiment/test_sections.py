@@ -134,6 +134,7 @@ def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> N
         ({"trainer": {"tp": 2}}, "fp8", 2),
         ({"teacher": {"path": "/t", "tp": 4}, "trainer": {"tp": 2}}, "fp8", 4),
         ({"numerics": {"router_replay": "replay"}}, "fp8", 1),
+        ({"numerics": {"kv": "fp8", "value_scale": 0.25}}, "fp8", 1),
     ],
 )
 def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, k_splits: int) -> None:
@@ -142,6 +143,7 @@ def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, 
     numerics = spec.teacher.numerics(spec.numerics, spec.numerics_config().k_splits)
     assert (numerics.rollout, numerics.k_splits, numerics.router_replay) == (rollout, k_splits, "off")
     assert numerics.mode == spec.numerics.mode and numerics.spec == spec.numerics.quant_spec()
+    assert (numerics.kv, numerics.value_scale) == ("bf16", 1.0), "whose scales are the policy's"
 
 
 def test_a_teachers_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
