@@ -120,9 +120,13 @@ class NumericsConfig:
         """The format in which the engine keeps keys and values, and the trainer attends to them."""
         return KVFormat(self.kv == "fp8", self.key_scale, self.value_scale)
 
+    def with_bf16_kv(self) -> NumericsConfig:
+        """Return the same with keys and values in BF16."""
+        return dataclasses.replace(self, kv="bf16", key_scale=1.0, value_scale=1.0)
+
     def in_bf16(self) -> NumericsConfig:
         """Return the same with nothing in FP8, on either side."""
-        return dataclasses.replace(self, trainer="bf16", rollout="bf16", kv="bf16", key_scale=1.0, value_scale=1.0)
+        return dataclasses.replace(self.with_bf16_kv(), trainer="bf16", rollout="bf16")
 
     @property
     def blocks_spec(self) -> QuantSpec:

@@ -38,6 +38,11 @@ class KVFormat:
         """The dtype of the cache."""
         return CODES if self.quantized else torch.bfloat16
 
+    @property
+    def dtype_name(self) -> str:
+        """The same as reports of engines name it."""
+        return str(self.dtype).removeprefix("torch.")
+
     def keys(self, x: Tensor) -> Tensor:
         """Return keys, or rows that are both, as attention reads them, in x's dtype.
 

@@ -65,6 +65,8 @@ def keys_that_fit(
     world = gpus or (base.trainer.world_size if subject.chosen else GPUS_PER_NODE)
     most = world if gpus or subject.shape.adapters else MOST_GPUS
     for mode in dict.fromkeys((base.numerics.mode, "native")):
+        if not _loads(with_keys(base, {"numerics.mode": mode})):
+            continue
         rates = efficiency if mode == base.numerics.mode else assumed("native")
         count = world
         while count <= most:
@@ -77,8 +79,6 @@ def keys_that_fit(
 def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
     """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does."""
     base = with_keys(subject.experiment, first)
-    if not _loads(base):
-        return []
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
     base = with_keys(base, fixed)
     engines = _engine_ranks(base, subject, gpu)

@@ -181,7 +181,7 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
 
 def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
     """Check that keys and values stand in the cache as the trainer attends to them."""
-    kept = str(numerics.kv_format.dtype).removeprefix("torch.")
+    kept = numerics.kv_format.dtype_name
     ok = (report.dtype, report.kv_cache_dtype) == ("bfloat16", kept)
     found = f"kv_cache_dtype {report.kv_cache_dtype}, dtype {report.dtype}"
     expected = f"keys and values in {kept}, as in the trainer"

@@ -85,8 +85,7 @@ class TeacherSection(Section):
         """Return the numerics of its engines. tp: of the run, whose order of reduction an engine of one rank
         follows."""
         # Scales of keys and values are chosen for the policy's.
-        plain = section.model_copy(update={"kv": "bf16", "key_scale": 1.0, "value_scale": 1.0})
-        numerics = plain.config(self.tp if self.tp > 1 else tp)
+        numerics = section.config(self.tp if self.tp > 1 else tp).with_bf16_kv()
         return replace(numerics, rollout=self.precision or numerics.rollout, router_replay="off")
 
 

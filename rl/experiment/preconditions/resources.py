@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from fp8rl.models.shape import BF16_BYTES, Shape
+from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import OwnGpu, check_fits, fullest, own_gpu, planned_here
@@ -66,7 +66,8 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
-        taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), BF16_BYTES)
+        its_own = experiment.teacher.numerics(experiment.numerics, numerics.k_splits).kv_format.dtype.itemsize
+        taken = kv_cache_bytes(teacher, experiment.teacher.engine(experiment.rollout), its_own)
         if taken > left:
             raise user_error(
                 "teacher.max_total_tokens",

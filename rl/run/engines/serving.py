@@ -111,6 +111,6 @@ def report_on(
         row_variant_ops=() if numerics.mode == "exact" else None,
         implementation=implementation_for(capability, numerics.spec),
         threads=1,
-        kv_cache_dtype=str(numerics.kv_format.dtype).removeprefix("torch."),
+        kv_cache_dtype=numerics.kv_format.dtype_name,
         adapter=adapter.model_dump(mode="json") if adapter else None,
     )
