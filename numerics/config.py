@@ -66,14 +66,14 @@ class NumericsConfig:
         own_scale = activation.granularity in ("token_group", "channel") or activation.fixed is not None
         if self.mode == "exact" and self.spec.quantized and not own_scale:
             raise UserError(
-                f"activation.granularity: found {activation.granularity!r}, expected token_group or channel in exact "
-                "mode; a scale that tokens share would make a token's logprob depend on its batch. Change activation, "
-                "give it a static range (activation.fixed), or set numerics.mode to native"
+                f"numerics.activation.granularity: found {activation.granularity!r}, expected token_group or channel "
+                "in exact mode; a scale that tokens share would make a token's logprob depend on its batch. Change it, "
+                "give it a static range (numerics.activation.fixed), or set numerics.mode to native"
             )
         if self.rollout_spec.quantized and not weight.mx and (weight.format, weight.granularity) != ("e4m3", "block"):
             raise UserError(
-                f"weight: found {weight.format} in {weight.granularity} granularity, expected e4m3 in block "
-                "granularity, or that of the preset mxfp8: so the engine holds FP8 weights. Change weight, or set "
+                f"numerics.weight: found {weight.format} in {weight.granularity} granularity, expected e4m3 in block "
+                "granularity, or that of the preset mxfp8: so the engine holds FP8 weights. Change it, or set "
                 "numerics.rollout to bf16"
             )
         if self.rollout_spec.quantized and weight.mx and self.mode == "native":
@@ -83,13 +83,13 @@ class NumericsConfig:
             )
         if self.rollout_spec.quantized and not weight.mx and weight.scale == "e8m0":
             raise UserError(
-                "weight.scale: found 'e8m0', expected pow2 or fp32; the engine holds scales in FP32. Change weight, or "
-                "set numerics.rollout to bf16"
+                "numerics.weight.scale: found 'e8m0', expected pow2 or fp32; the engine holds scales in FP32. "
+                "Change it, or set numerics.rollout to bf16"
             )
         if self.rollout_spec.quantized and self.spec.scope != ALL:
             raise UserError(
-                f"scope: found {sorted(self.spec.scope)}, expected all; the engine quantizes all module kinds or none. "
-                "Leave scope out, or set numerics.rollout to bf16"
+                f"numerics.scope: found {sorted(self.spec.scope)}, expected all; the engine quantizes all module kinds "
+                "or none. Leave it out, or set numerics.rollout to bf16"
             )
         if self.mode == "native" and self.k_splits != 1:
             raise UserError(

@@ -109,11 +109,9 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     if kind == "missing":
         return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
     if kind == "value_error":
-        error = detail["ctx"]["error"]
-        text = str(error)
-        if isinstance(error, UserError) and error.key.startswith(f"{key}."):
-            return text
-        return f"{key}: {text}" if text.endswith("?") else f"{key}: {text}."
+        text = str(detail["ctx"]["error"])
+        stated = text if text.startswith(f"{key}.") else f"{key}: {text}"  # a section's rule may name the key itself
+        return stated if stated.endswith(("?", ".")) else f"{stated}."
     return f"{key}: found {shown(found)}, expected {_expected(detail)}. {_remedy('Correct it in', key)}"
 
 

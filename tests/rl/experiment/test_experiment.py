@@ -376,11 +376,15 @@ def test_numerics_follow_the_spec():
         ({"scope": ["router"], "rollout": "bf16"}, "'router'"),
         ({"scope": [], "rollout": "bf16"}, "quantizes nothing"),
         ({"scope": "q_proj"}, "a list"),
+        ({"kv": "fp8", "mode": "native"}, "numerics.kv: found 'fp8' in native mode"),
+        ({"kv": "fp8", "key_scale": 3}, "numerics.key_scale: found 3"),
+        ({"k_splits": 0}, "numerics.k_splits"),
     ],
 )
 def test_an_impossible_numerics_override_is_refused(values, expected):
     text = message({"numerics": values})
-    assert text.startswith("numerics") and expected in text
+    assert text.startswith("numerics") and expected in text and not text.startswith("numerics: numerics")
+    assert text.endswith(".") and not text.endswith("..")
 
 
 def test_a_scope_reaches_the_trainer_and_round_trips(write):
