@@ -9,16 +9,18 @@ that we make ourselves, or that finished objects become, where Megatron names th
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import inspect
 import logging
 import pkgutil
 import queue
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -66,6 +68,27 @@ def _ours(module: str, name: str) -> Callable[[Any], Any]:
     return lambda replaced: getattr(importlib.import_module(f"fp8rl.trainer.{module}"), name)
 
 
+def _compiled_when_called(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` that loads the compiler and decorates when the function is first called."""
+
+    def late(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if function is None:
+            return functools.partial(late, **options)
+        compiled: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            if torch.compiler.is_compiling():  # it becomes a part of whoever calls it
+                return function(*args, **kwargs)
+            compiled = compiled or compiler(function, **options)
+            return compiled(*args, **kwargs)
+
+        return call
+
+    return late
+
+
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
     return Patch(target, parameters, make, "without CUDA", why)
 
@@ -84,6 +107,14 @@ _PLACES = {  # of literal device="cuda"
     "transformer.utils": "transformer/utils.py:35",
 }
 
+LATE_COMPILE = Patch(
+    "torch.compile",
+    "model fullgraph dynamic backend mode options name disable recompile_limit isolate_recompiles shapes_spec",
+    _compiled_when_called,
+    "everywhere",
+    "Megatron's fused functions load the compiler when they are defined, two seconds of a start, and exact mode calls "
+    "none; only while Megatron is imported",
+)
 CUDA_TYPES = _without_cuda(
     "torch.Tensor.type",
     None,
@@ -317,8 +348,12 @@ def install() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\..*")
+    # mbridge's own bridges import transformers' code of their models: two seconds of a start. `TableBridge` needs none.
+    sys.modules.setdefault("mbridge.models", ModuleType("mbridge.models"))
+    with applied(LATE_COMPILE):  # `megatron.core.jit` keeps it, for what is imported later
+        importlib.import_module("megatron.core")
     patches = [patch for patch in PATCHES if _applies(patch.where)]
-    rows: list[Patch | Override] = [*patches, *OVERRIDES]
+    rows: list[Patch | Override] = [LATE_COMPILE, *patches, *OVERRIDES]
     if problems := [problem for row in rows if (problem := problem_of(row))]:
         raise RuntimeError(
             f"megatron-core {importlib.metadata.version('megatron-core')} is not as expected (written for "
@@ -367,10 +402,11 @@ def problem_of(row: Patch | Override) -> str | None:
 
 
 def _applies(where: Where) -> bool:
+    if where == "everywhere":
+        return True
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
     return {
-        "everywhere": True,
         "without CUDA": not torch.cuda.is_available(),
         "without TransformerEngine": not HAVE_APEX_OR_TE,
         "with TransformerEngine": device.has_transformer_engine(),

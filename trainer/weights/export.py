@@ -7,14 +7,14 @@ taken.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mbridge.core import Bridge
+from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -26,11 +26,6 @@ from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
-
-# mbridge's own bridges import transformers' code of their models: a second of each start. `TableBridge` needs none.
-sys.modules.setdefault("mbridge.models", ModuleType("mbridge.models"))
-from mbridge.core import Bridge  # noqa: E402
-from mbridge.core.safetensor_io import SafeTensorIO  # noqa: E402
 
 
 class Dealer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -28,17 +29,57 @@ except RuntimeError as error:
 assert torch.cuda.Stream is stream
 """
 
+_IMPORTED = """
+import sys
+from fp8rl.trainer.megatron import patches
+patches.install()
+import fp8rl.trainer.roles
+watched = {"torch._dynamo", "torch._inductor", "mbridge.models.glm4_vl", "megatron.core.models.gpt"}
+print(sorted(watched & sys.modules.keys()))
+"""
+
 
 @pytest.mark.slow
 def test_one_that_is_not_as_expected_is_named_and_nothing_is_changed() -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", _REFUSED], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    first, *lines = told.splitlines()
+    first, *lines = said_by(_REFUSED)
     assert "nothing was changed" in first
     # Every other row is as the installed version has it.
     assert [line.split(": ")[0].strip() for line in lines] == ["megatron.core.utils.gone", OVERRIDES[0].target]
     assert "found the parameters 'input_', expected 'input_ more'" in lines[1]
+
+
+@pytest.mark.slow
+def test_a_rank_imports_no_compiler_and_no_bridge_of_mbridge_s() -> None:
+    """They take two seconds of CPU each."""
+    assert said_by(_IMPORTED) == ["['megatron.core.models.gpt']"]
+
+
+def test_a_function_is_compiled_when_it_is_first_called() -> None:
+    decorated = []
+
+    def compiler(function: Callable[[int], int], **options: bool) -> Callable[[int], int]:
+        decorated.append((function.__name__, options))
+        return lambda number: -function(number)
+
+    late = patches.LATE_COMPILE.make(compiler)
+
+    @late
+    def twice(number: int) -> int:
+        return 2 * number
+
+    @late(dynamic=True)
+    def thrice(number: int) -> int:
+        return 3 * number
+
+    assert decorated == []
+    assert (twice(2), twice(3), thrice(1), twice.__name__) == (-4, -6, -3, "twice")
+    assert decorated == [("twice", {}), ("thrice", {"dynamic": True})]
+
+
+def said_by(script: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("row", OVERRIDES, ids=lambda row: row.ours)
