@@ -38,7 +38,13 @@ if "FP8RL_TESTS_PATH" not in os.environ:  # workers of one session have the same
     atexit.register(shutil.rmtree, importable)
     for name in ("lab", "tests"):
         Path(importable, name).symlink_to(ROOT / name)
-    Path(importable, "sitecustomize.py").write_text("import gc\ngc.set_threshold(100_000, 50, 100)\n")
+    Path(importable, "sitecustomize.py").write_text(
+        """import gc
+gc.set_threshold(100_000, 50, 100)
+from tests.support import warm_worker
+warm_worker.take_over()
+"""
+    )
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [importable, os.environ.get("PYTHONPATH")]))
 for folder in ("numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose"):
     sys.modules[folder] = None  # type: ignore[assignment]  # importing it fails, wherever pytest looks for tests
@@ -167,6 +173,23 @@ def signals_as_before() -> Iterator[None]:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that start meanwhile compile their elementwise kernels, as they do for a user."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_workers() -> Iterator[None]:
+    """Ray's workers are forked from a process that has imported the trainer. A GPU's driver bears no forks."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
+    from tests.support.fork_server import ForkServer
+    from tests.support.warm_worker import WORKERS
+
+    server = ForkServer("tests.support.worker_template", os.environ | BOUNDED_MEMORY)
+    os.environ[WORKERS] = server.path
+    yield
+    del os.environ[WORKERS]
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from tests.support.paths import ROOT
+from tests.support.warm_worker import MARK
 
 FP8RL = Path(sys.executable).with_name("fp8rl")
 
@@ -28,8 +29,6 @@ SMALL = ["rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=16
 
 PATIENCE_S = 400.0
 """For what takes seconds on a quiet machine."""
-
-MARK = "FP8RL_TEST_FAMILY"
 
 
 class StartedRun:

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,44 +27,30 @@ from fp8rl.rl.run.engines import serving
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.server import server
 from fp8rl.rollout.server.arguments import server_environment
+from tests.support.fork_server import ForkServer, send_request
 
 TEMPLATE = "FP8RL_TEST_TEMPLATE"
 """Names the template's socket to the processes of a stack."""
 
 
-class EngineTemplate:
-    """The process that has imported SGLang. It ends with its owner, and engines that are forked from it end with
-    theirs."""
+class EngineTemplate(ForkServer):
+    """The process that has imported SGLang. Engines that are forked from it end with their owners."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fp8rl-template-")
-        self._path = str(Path(self._folder.name) / "socket")
         environment = server_environment({}, Path(tempfile.gettempdir()), cuda=False, mode="exact")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self._path)
-            listener.listen(64)
-            command = [sys.executable, "-P", "-m", "tests.support.engine_template", str(listener.fileno())]
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
-            )
+        super().__init__("tests.support.engine_template", environment)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, engines of this process, and those of stacks that it opens, are forked instead of started anew."""
         from pytest import MonkeyPatch  # no business of an engine's actor
 
-        template, actor = Template(self._path), ray.remote(**serving.EngineActor._default_options)
+        template, actor = Template(self.path), ray.remote(**serving.EngineActor._default_options)
         with MonkeyPatch.context() as patch:
-            patch.setenv(TEMPLATE, self._path)
+            patch.setenv(TEMPLATE, self.path)
             patch.setattr(serving, "EngineActor", actor(WarmEngine))
             patch.setattr(server, "subprocess", template.subprocess)
             yield
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._folder.cleanup()
 
 
 class WarmEngine(Engine):
@@ -96,10 +81,8 @@ class Template:
         assert command[1:] == ["-P", "-m", "fp8rl.rollout.server.launcher"], command
         reading, writing = os.pipe()
         inherited = (reading, options["stdout"].fileno(), *options["pass_fds"])
-        asked = json.dumps({"env": options["env"], "cwd": os.getcwd()}).encode()
         with self._lock:
-            socket.send_fds(self._socket, [len(asked).to_bytes(4, "big")], inherited)
-            self._socket.sendall(asked)
+            send_request(self._socket, list(inherited), env=options["env"], cwd=os.getcwd())
             while True:
                 event, pid, status = self._next()
                 if event == "forked":
