@@ -457,6 +457,7 @@ def test_a_search_that_finds_nothing_says_so_and_still_plans_dense_layers_of_an_
     assert "--fit found no keys with which it fits on 8 GPUs" in page_of(plan)
 
 
+@pytest.mark.slow
 def test_dense_first_layers_that_are_no_whole_blocks_stay_in_bf16(tmp_path: Path) -> None:
     """GLM-4.5-Air's first layer is 10,944 wide."""
     config = json.loads((CONFIGS / "moonlight_16b_a3b/config.json").read_text())

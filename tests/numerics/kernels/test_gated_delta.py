@@ -25,6 +25,7 @@ def tokens(count, values=24):
     return [q, k, v, *ops.delta_gates(a, b, random(4, seed=5), random(4, seed=6))]
 
 
+@pytest.mark.slow
 def test_the_rule_is_the_definition():
     own = lengths(6, 1, 11, 0, 2)
     rows = tokens(int(own.sum()))
@@ -39,6 +40,7 @@ def test_the_rule_is_the_definition():
         close(a, b)
 
 
+@pytest.mark.slow
 def test_a_cache_gives_the_bits_of_whole_sequences_in_pieces_and_single_tokens():
     rows, x, weight = tokens(30), random(30, 200, seed=8), random(200, 4, seed=9)
     expected, states = gated_delta.gated_delta_rule(*rows, lengths(18, 12))

@@ -58,7 +58,7 @@ def on_rank(
     return mlp._experts_of_ranks(outputs_of, mine, probs, SimpleNamespace(w13_weight=w13.weights), x.dtype)
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("fp8", "adapted"), [(True, False), (False, False), (True, True)])
 def test_two_ranks_add_up_to_one_engine(
     implementation: Any, fp8: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
