@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
@@ -77,7 +77,7 @@ def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
         sample = live.sampled(trainer, seed, prompts, ANSWERS)  # as an FP8 engine samples
         taught = live.chain_batch(TRAIN, seed, prompts * ANSWERS)
         for loss in LOSSES:
-            batch = taught if loss == "SFT" else _with_advantages(sample)
+            batch = taught if loss == "SFT" else with_advantages(sample)
             gradient = cache(partial(_gradient, trainer, batch, loss))
             for name, arm in ARMS.items():
                 again = _gradient(trainer, batch, loss, BF16) if name == "again" else None
@@ -93,9 +93,9 @@ def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]
     """Angles between the gradient of a live engine's answers and that of the trainer's own, by seed."""
     with live.world() as layout:
         trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
-        own = [_with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
+        own = [with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
     with live.beside_engine(MODEL) as stack:
-        engines = [_with_advantages(live.sampled_by_engine(stack, seed, prompts, ANSWERS)) for seed in seeds]
+        engines = [with_advantages(live.sampled_by_engine(stack, seed, prompts, ANSWERS)) for seed in seeds]
         return [stack.trainer.apply(_between, *pair)[0] for pair in zip(own, engines, strict=True)]
 
 
@@ -115,18 +115,22 @@ def objective(loss: str, batch: TokenBatch) -> Objective:
 
 
 def gradients(trainer: Trainer, numerics: NumericsConfig, batch: TokenBatch, objective: Objective) -> dict[str, Tensor]:
-    """The whole batch's gradient in other numerics, float64 by parameter."""
+    """The whole batch's gradient in other numerics, fp32 by parameter."""
     trainer.set_numerics(numerics)
     trainer.forward_backward(batch, objective)
-    return {name: parameter.main_grad.double().clone() for name, parameter in trainer.model.named_parameters()}
+    return {name: parameter.main_grad.clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def turned(first: Tensor, second: Tensor) -> float:
-    """1 - cos of two vectors, without its cancellation: half the squared distance of their unit vectors."""
-    return float((first / first.norm() - second / second.norm()).square().sum() / 2)
+def turned(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """1 - cos of two vectors, each given in parts, without its cancellation: half the squared distance of their unit
+    vectors, added up in float64."""
+    (a, b) = (math.sqrt(sum(float(part.double().square().sum()) for part in side)) for side in (first, second))
+    pairs = zip(first, second, strict=True)
+    return sum(float((one.double() / a - other.double() / b).square().sum()) for one, other in pairs) / 2
 
 
-def _with_advantages(sample: live.Sample) -> TokenBatch:
+def with_advantages(sample: live.Sample) -> TokenBatch:
+    """A sample's batch with the field from which GRPO learns."""
     return sample.batch.with_fields(**Grpo().lesson(sample.outcomes, sample.batch))
 
 
@@ -142,8 +146,7 @@ def _angles(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[s
     for name in first:
         parts.setdefault(_part(name), []).append(name)
     return {
-        part: turned(*(torch.cat([side[name].flatten() for name in names]) for side in (first, second)))
-        for part, names in parts.items()
+        part: turned([first[name] for name in names], [second[name] for name in names]) for part, names in parts.items()
     }
 
 

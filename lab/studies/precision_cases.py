@@ -63,28 +63,38 @@ def measure(lab: Lab) -> Measurement:
     )
 
 
-def snapshot(trainer: Trainer, batch: TokenBatch, spec: QuantSpec = POW2) -> dict[str, dict[str, list[float]]]:
+def snapshot(trainer: Trainer, batch: TokenBatch) -> Found:
     """Every case on one sampled batch: by case, then metric, a number for each sequence. The trainer stays as it was.
 
-    batch: sampled by an FP8 rollout of `spec`, by whose log-probabilities, its field `rollout_logprobs`, d is taken.
+    batch: sampled by an FP8 rollout, by whose log-probabilities, its field `rollout_logprobs`, d is taken.
     """
-    before = trainer.numerics
-    reference = _policy(trainer, batch, replace(before, spec=spec, trainer="bf16"))
-    found = {}
-    for case, precision in CASES.items():
-        policy = _policy(trainer, batch, replace(before, spec=spec, trainer=precision))
+    tokens = by_token(trainer, batch, cases_of(trainer.numerics))
+    return {case: by_sequence(values, batch) for case, values in tokens.items()}
+
+
+def cases_of(numerics: NumericsConfig) -> dict[str, NumericsConfig]:
+    """The trainer's numerics in each case, with scales that are powers of two; BF16 is the first."""
+    return {case: replace(numerics, spec=POW2, trainer=precision) for case, precision in CASES.items()}
+
+
+def by_token(trainer: Trainer, batch: TokenBatch, cases: Mapping[str, NumericsConfig]) -> dict[str, dict[str, Tensor]]:
+    """Metrics of a batch under each numerics: by case, then metric, fp64 [B, S]. The trainer stays as it was.
+
+    kl: of the policy to that of the first case, over the whole vocabulary. abs_d, k3 (Schulman's estimate of the KL of
+    the rollout to the trainer), clips: of the tokens, against the batch's field `rollout_logprobs`.
+    """
+    before, reference, found = trainer.numerics, None, {}
+    for case, numerics in cases.items():
+        policy = _policy(trainer, batch, numerics)
+        reference = policy if reference is None else reference
         found[case] = _metrics(policy, reference, batch)
     trainer.set_numerics(before)
     return found
 
 
-def mixed(trainer: Trainer, batch: TokenBatch) -> dict[str, list[float]]:
-    """A batch of a rollout with FP32 scales under a trainer with powers of two: the libraries' defaults."""
-    before = trainer.numerics
-    reference = _policy(trainer, batch, replace(before, spec=POW2, trainer="bf16"))
-    found = _metrics(_policy(trainer, batch, replace(before, spec=POW2, trainer="fp8")), reference, batch)
-    trainer.set_numerics(before)
-    return found
+def by_sequence(metrics: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, list[float]]:
+    """Means of metrics [B, S] over each row's answer."""
+    return {name: live.by_sequence(values, batch) for name, values in metrics.items()}
 
 
 def _policy(trainer: Trainer, batch: TokenBatch, numerics: NumericsConfig) -> Tensor:
@@ -92,15 +102,19 @@ def _policy(trainer: Trainer, batch: TokenBatch, numerics: NumericsConfig) -> Te
     return live.log_policy(trainer, batch)
 
 
-def _metrics(policy: Tensor, reference: Tensor, batch: TokenBatch) -> dict[str, list[float]]:
-    """KL(policy || reference) over the whole vocabulary, abs d and clip fractions; each a sequence's mean."""
-    wide, ref = policy.double(), reference.double()
-    kl = (wide.exp() * (wide - ref)).sum(-1)
+def _metrics(policy: Tensor, reference: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
     logprobs = policy.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     d = logprobs.double() - batch.fields["rollout_logprobs"][:, 1:].double()
-    per_token = {"kl": kl, "abs_d": d.abs(), **{f"clip_{cap:g}": (d.exp() > cap).double() for cap in CAPS}}
-    padded = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in per_token.items()}
-    return {name: live.by_sequence(values, batch) for name, values in padded.items()}
+    kl = torch.stack([_kl(*row) for row in zip(policy, reference, strict=True)])  # a row at a time fits any vocabulary
+    clips = {f"clip_{cap:g}": (d.exp() > cap).double() for cap in CAPS}
+    per_token = {"kl": kl, "abs_d": d.abs(), "k3": d.expm1() - d, **clips}
+    return {name: torch.nn.functional.pad(values, (1, 0)) for name, values in per_token.items()}
+
+
+def _kl(policy: Tensor, reference: Tensor) -> Tensor:
+    """KL(policy || reference) of log-probabilities [..., V], nats."""
+    wide, ref = policy.double(), reference.double()
+    return (wide.exp() * (wide - ref)).sum(-1)
 
 
 def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int) -> dict[str, Any]:
@@ -111,14 +125,13 @@ def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int)
         trainer = live.trainer_of(model, live.exact(POW2), layout)
         for seed in seeds:
             batch = live.sampled(trainer, seed, prompts, ANSWERS).batch
-            cases = snapshot(trainer, batch)
-            reference = _policy(trainer, batch, live.exact(POW2, "bf16"))
-            cases["again"] = _metrics(_policy(trainer, batch, live.exact(POW2, "bf16")), reference, batch)
-            cases["E5M2"] = _metrics(_policy(trainer, batch, live.exact(e5m2)), reference, batch)
+            numerics = cases_of(live.exact(POW2)) | {"again": live.exact(POW2, "bf16"), "E5M2": live.exact(e5m2)}
+            tokens = by_token(trainer, batch, numerics)
+            cases = {case: by_sequence(values, batch) for case, values in tokens.items()}
             trainer.set_numerics(live.exact(FP32))
             other = live.sampled(trainer, seed, prompts, ANSWERS).batch
+            cases[MIXED] = snapshot(trainer, other)["case 3"]
             trainer.set_numerics(live.exact(POW2))
-            cases[MIXED] = mixed(trainer, other)
             _gather(found, f"{name} exact", cases)
     return found
 
@@ -143,7 +156,7 @@ def _beside_engine(
             stack.switch(replace(stack.numerics, spec=FP32))
             stack.syncing.sync()
             for batch in batches(stack):
-                _gather(found, name, {MIXED: stack.trainer.apply(mixed, batch)[0]})
+                _gather(found, name, {MIXED: stack.trainer.apply(snapshot, batch)[0]["case 3"]})
             stack.switch(replace(stack.numerics, spec=POW2, trainer="bf16", rollout="bf16"))
             stack.syncing.sync()
             for batch in batches(stack):
