@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.algorithms.grpo import Grpo
-from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
+from lab.studies.harness.gradient import gradients, objective, turned, with_advantages
 from lab.studies.harness.lab import MODEL, TRAIN, Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm
 
@@ -105,33 +102,6 @@ def _between(trainer: Trainer, *batches: TokenBatch) -> dict[str, float]:
 
 def _gradient(trainer: Trainer, batch: TokenBatch, loss: str, numerics: NumericsConfig) -> dict[str, Tensor]:
     return gradients(trainer, numerics, batch, objective(loss, batch))
-
-
-def objective(loss: str, batch: TokenBatch) -> Objective:
-    """The loss by its short name, for a batch with advantages or of chains."""
-    if loss == "SFT":
-        return SftObjective.of(batch)
-    return Grpo(ratio="on_policy" if loss == "GRPO" else "bypass", tis_cap=None).objective(batch)
-
-
-def gradients(trainer: Trainer, numerics: NumericsConfig, batch: TokenBatch, objective: Objective) -> dict[str, Tensor]:
-    """The whole batch's gradient in other numerics, fp32 by parameter."""
-    trainer.set_numerics(numerics)
-    trainer.forward_backward(batch, objective)
-    return {name: parameter.main_grad.clone() for name, parameter in trainer.model.named_parameters()}
-
-
-def turned(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """1 - cos of two vectors, each given in parts, without its cancellation: half the squared distance of their unit
-    vectors, added up in float64."""
-    (a, b) = (math.sqrt(sum(float(part.double().square().sum()) for part in side)) for side in (first, second))
-    pairs = zip(first, second, strict=True)
-    return sum(float((one.double() / a - other.double() / b).square().sum()) for one, other in pairs) / 2
-
-
-def with_advantages(sample: live.Sample) -> TokenBatch:
-    """A sample's batch with the field from which GRPO learns."""
-    return sample.batch.with_fields(**Grpo().lesson(sample.outcomes, sample.batch))
 
 
 def _halves(trainer: Trainer, loss: str, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
