@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.algorithms.grpo import Grpo
-from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import Objective
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
+from lab.studies.harness.gradient import gradients, objective, turned, with_advantages
 from lab.studies.harness.lab import MODEL, TRAIN, Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm
 
@@ -77,7 +74,7 @@ def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
         sample = live.sampled(trainer, seed, prompts, ANSWERS)  # as an FP8 engine samples
         taught = live.chain_batch(TRAIN, seed, prompts * ANSWERS)
         for loss in LOSSES:
-            batch = taught if loss == "SFT" else _with_advantages(sample)
+            batch = taught if loss == "SFT" else with_advantages(sample)
             gradient = cache(partial(_gradient, trainer, batch, loss))
             for name, arm in ARMS.items():
                 again = _gradient(trainer, batch, loss, BF16) if name == "again" else None
@@ -93,9 +90,9 @@ def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]
     """Angles between the gradient of a live engine's answers and that of the trainer's own, by seed."""
     with live.world() as layout:
         trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
-        own = [_with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
+        own = [with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
     with live.beside_engine(MODEL) as stack:
-        engines = [_with_advantages(live.sampled_by_engine(stack, seed, prompts, ANSWERS)) for seed in seeds]
+        engines = [with_advantages(live.sampled_by_engine(stack, seed, prompts, ANSWERS)) for seed in seeds]
         return [stack.trainer.apply(_between, *pair)[0] for pair in zip(own, engines, strict=True)]
 
 
@@ -105,29 +102,6 @@ def _between(trainer: Trainer, *batches: TokenBatch) -> dict[str, float]:
 
 def _gradient(trainer: Trainer, batch: TokenBatch, loss: str, numerics: NumericsConfig) -> dict[str, Tensor]:
     return gradients(trainer, numerics, batch, objective(loss, batch))
-
-
-def objective(loss: str, batch: TokenBatch) -> Objective:
-    """The loss by its short name, for a batch with advantages or of chains."""
-    if loss == "SFT":
-        return SftObjective.of(batch)
-    return Grpo(ratio="on_policy" if loss == "GRPO" else "bypass", tis_cap=None).objective(batch)
-
-
-def gradients(trainer: Trainer, numerics: NumericsConfig, batch: TokenBatch, objective: Objective) -> dict[str, Tensor]:
-    """The whole batch's gradient in other numerics, float64 by parameter."""
-    trainer.set_numerics(numerics)
-    trainer.forward_backward(batch, objective)
-    return {name: parameter.main_grad.double().clone() for name, parameter in trainer.model.named_parameters()}
-
-
-def turned(first: Tensor, second: Tensor) -> float:
-    """1 - cos of two vectors, without its cancellation: half the squared distance of their unit vectors."""
-    return float((first / first.norm() - second / second.norm()).square().sum() / 2)
-
-
-def _with_advantages(sample: live.Sample) -> TokenBatch:
-    return sample.batch.with_fields(**Grpo().lesson(sample.outcomes, sample.batch))
 
 
 def _halves(trainer: Trainer, loss: str, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -142,8 +116,7 @@ def _angles(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[s
     for name in first:
         parts.setdefault(_part(name), []).append(name)
     return {
-        part: turned(*(torch.cat([side[name].flatten() for name in names]) for side in (first, second)))
-        for part, names in parts.items()
+        part: turned([first[name] for name in names], [second[name] for name in names]) for part, names in parts.items()
     }
 
 

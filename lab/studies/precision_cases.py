@@ -11,31 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from fp8rl.numerics.config import NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
+from lab.studies.harness.cases import CAPS, CASES, POW2, SequenceMetrics, by_sequence, by_token, cases_of, snapshot
 from lab.studies.harness.claims import claims_of
 from lab.studies.harness.lab import MODEL, Lab, random_model, trained
 from lab.studies.harness.study import Measurement, Study, TextTable
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.stack import Stack
-    from fp8rl.trainer.trainer import Trainer
 
 PROMPTS, QUICK_PROMPTS, ANSWERS = 32, 8, 8
-CAPS = (2.0, 1.2, 1.05)
-POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
-CASES: dict[str, TrainerPrecision] = {"case 1": "bf16", "case 2": "fp8_forward", "case 3": "fp8"}
+FP32 = QuantSpec.preset("fp8_block_fp32")
 MIXED, PLAIN = "mixed scale formats", "BF16 both"
 TRAINED_STEPS = 20
 """Steps of the GRPO runs."""
 TRAINED_SEEDS = 5
-Found = dict[str, dict[str, list[float]]]
-"""A number for each sequence, by arm, then metric."""
 
 
 def measure(lab: Lab) -> Measurement:
@@ -63,46 +55,6 @@ def measure(lab: Lab) -> Measurement:
     )
 
 
-def snapshot(trainer: Trainer, batch: TokenBatch, spec: QuantSpec = POW2) -> dict[str, dict[str, list[float]]]:
-    """Every case on one sampled batch: by case, then metric, a number for each sequence. The trainer stays as it was.
-
-    batch: sampled by an FP8 rollout of `spec`, by whose log-probabilities, its field `rollout_logprobs`, d is taken.
-    """
-    before = trainer.numerics
-    reference = _policy(trainer, batch, replace(before, spec=spec, trainer="bf16"))
-    found = {}
-    for case, precision in CASES.items():
-        policy = _policy(trainer, batch, replace(before, spec=spec, trainer=precision))
-        found[case] = _metrics(policy, reference, batch)
-    trainer.set_numerics(before)
-    return found
-
-
-def mixed(trainer: Trainer, batch: TokenBatch) -> dict[str, list[float]]:
-    """A batch of a rollout with FP32 scales under a trainer with powers of two: the libraries' defaults."""
-    before = trainer.numerics
-    reference = _policy(trainer, batch, replace(before, spec=POW2, trainer="bf16"))
-    found = _metrics(_policy(trainer, batch, replace(before, spec=POW2, trainer="fp8")), reference, batch)
-    trainer.set_numerics(before)
-    return found
-
-
-def _policy(trainer: Trainer, batch: TokenBatch, numerics: NumericsConfig) -> Tensor:
-    trainer.set_numerics(numerics)
-    return live.log_policy(trainer, batch)
-
-
-def _metrics(policy: Tensor, reference: Tensor, batch: TokenBatch) -> dict[str, list[float]]:
-    """KL(policy || reference) over the whole vocabulary, abs d and clip fractions; each a sequence's mean."""
-    wide, ref = policy.double(), reference.double()
-    kl = (wide.exp() * (wide - ref)).sum(-1)
-    logprobs = policy.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    d = logprobs.double() - batch.fields["rollout_logprobs"][:, 1:].double()
-    per_token = {"kl": kl, "abs_d": d.abs(), **{f"clip_{cap:g}": (d.exp() > cap).double() for cap in CAPS}}
-    padded = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in per_token.items()}
-    return {name: live.by_sequence(values, batch) for name, values in padded.items()}
-
-
 def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int) -> dict[str, Any]:
     """Snapshots of a trainer that samples for itself."""
     e5m2 = POW2.override({"weight": {"format": "e5m2"}, "activation": {"format": "e5m2"}})
@@ -111,14 +63,13 @@ def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int)
         trainer = live.trainer_of(model, live.exact(POW2), layout)
         for seed in seeds:
             batch = live.sampled(trainer, seed, prompts, ANSWERS).batch
-            cases = snapshot(trainer, batch)
-            reference = _policy(trainer, batch, live.exact(POW2, "bf16"))
-            cases["again"] = _metrics(_policy(trainer, batch, live.exact(POW2, "bf16")), reference, batch)
-            cases["E5M2"] = _metrics(_policy(trainer, batch, live.exact(e5m2)), reference, batch)
+            numerics = cases_of(live.exact(POW2)) | {"again": live.exact(POW2, "bf16"), "E5M2": live.exact(e5m2)}
+            tokens = by_token(trainer, batch, numerics)
+            cases = {case: by_sequence(values, batch) for case, values in tokens.items()}
             trainer.set_numerics(live.exact(FP32))
             other = live.sampled(trainer, seed, prompts, ANSWERS).batch
+            cases[MIXED] = snapshot(trainer, other)["case 3"]
             trainer.set_numerics(live.exact(POW2))
-            cases[MIXED] = mixed(trainer, other)
             _gather(found, f"{name} exact", cases)
     return found
 
@@ -143,7 +94,7 @@ def _beside_engine(
             stack.switch(replace(stack.numerics, spec=FP32))
             stack.syncing.sync()
             for batch in batches(stack):
-                _gather(found, name, {MIXED: stack.trainer.apply(mixed, batch)[0]})
+                _gather(found, name, {MIXED: stack.trainer.apply(snapshot, batch)[0]["case 3"]})
             stack.switch(replace(stack.numerics, spec=POW2, trainer="bf16", rollout="bf16"))
             stack.syncing.sync()
             for batch in batches(stack):
@@ -151,7 +102,7 @@ def _beside_engine(
     return found
 
 
-def _gather(found: dict[str, dict[str, list[list[float]]]], name: str, cases: Found) -> None:
+def _gather(found: dict[str, dict[str, list[list[float]]]], name: str, cases: SequenceMetrics) -> None:
     for case, metrics in cases.items():
         for metric, values in metrics.items():
             found.setdefault(f"{name}: {case}", {}).setdefault(metric, []).append(values)

@@ -41,6 +41,8 @@ def run_studies(
     check_subjects()
     counts = [seeds_of(study, quick, seeds) for study in chosen]
     for study in chosen:
+        if study.check and not quick:
+            study.check()
         check_writable(out / study.name, "--out")
     if keep:
         keeping.check(quick)

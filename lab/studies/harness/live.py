@@ -25,7 +25,7 @@ from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.rewards.builtin import integer
-from fp8rl.rollout.types import prompt_ids
+from fp8rl.rollout.types import Problem, prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness.lab import EXAMPLES, MODEL, TRAIN
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 EOS, MAX_NEW_TOKENS = 2, 20
 LONGEST = 64
+ROWS_AT_ONCE = 32
+"""Rows of a forward without gradients."""
 ONE_RANK = TrainerSection()
 
 
@@ -73,11 +75,11 @@ def trainer_of(
     config: TrainerSection = ONE_RANK,
     steps: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    length: int = LONGEST,
 ) -> Trainer:
-    """A live trainer with the weights of a Hugging Face directory."""
+    """A live trainer with the weights of a Hugging Face directory, for rows of up to `length` tokens."""
     from fp8rl.trainer.trainer import Trainer
 
-    length = LONGEST
     return Trainer(model, config, numerics, layout, seed=0, total_steps=steps, max_sequence_length=length, dtype=dtype)
 
 
@@ -166,34 +168,44 @@ def _outcomes(asked: Sequence[SftExample], batch: TokenBatch, answers: int) -> O
 
 
 @contextmanager
-def beside_engine(model: Path, mode: str = "exact") -> Iterator[Stack]:
-    """An FP8 trainer and a live FP8 engine, synced; without routing replay and gates."""
+def beside_engine(model: Path, mode: str = "exact", settings: Sequence[str] = ()) -> Iterator[Stack]:
+    """An FP8 trainer and a live FP8 engine, synced; without routing replay and gates.
+
+    settings: further keys of the demo's spec, as the command takes them.
+    """
     from fp8rl.rl.experiment import load_experiment
     from fp8rl.rl.run.stack import open_pair
 
     file = "arithmetic.yaml" if mode == "exact" else "arithmetic_native.yaml"
-    settings = [f"model.path={model.absolute()}", "numerics.router_replay=off", "gates=[]"]
-    with open_pair(load_experiment(EXAMPLES / file, settings), say=lambda text: None) as stack:
+    own = [f"model.path={model.absolute()}", "numerics.router_replay=off", "gates=[]"]
+    with open_pair(load_experiment(EXAMPLES / file, [*own, *settings]), say=lambda text: None) as stack:
         stack.syncing.sync()
         yield stack
 
 
 def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
     """Ask the engine what `sampled` asks: the same questions and seeds, so in exact mode the same tokens."""
-    from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-
     known = load_problems(Source(TRAIN))
-    asked = to_prompts(tokenizer(), [known[index] for index in _chosen(len(known), seed, prompts)])
-    told = stack.sampling.sample(to_groups(asked, answers, run_seed=seed, step=0), temperature)
-    batch = batch_from_trajectories(told, temperature)
+    asked = [known[index] for index in _chosen(len(known), seed, prompts)]
+    batch = answered(stack, asked, seed, answers, temperature)
     return Sample(batch, _outcomes(chosen_chains(TRAIN, seed, prompts), batch, answers))
 
 
-def log_policy(trainer: Scorer, batch: TokenBatch, rows_at_once: int = 32) -> Tensor:
+def answered(
+    stack: Stack, problems: Sequence[Problem], seed: int, answers: int, temperature: float = 1.0
+) -> TokenBatch:
+    """Ask the engine for `answers` to each problem; rows and field `rollout_logprobs` as a `Sample` has them."""
+    from fp8rl.rl.run.feed.feed import to_groups, to_prompts
+
+    groups = to_groups(to_prompts(stack.tokenizer, problems), answers, run_seed=seed, step=0)
+    return batch_from_trajectories(stack.sampling.sample(groups, temperature), temperature)
+
+
+def log_policy(trainer: Scorer, batch: TokenBatch) -> Tensor:
     """fp32 [B, S - 1, V]: the log-probability of every token of the vocabulary at the places of tokens 1 to S - 1."""
     parts = []
     with torch.no_grad():
-        for tokens in batch.tokens.split(rows_at_once):
+        for tokens in batch.tokens.split(ROWS_AT_ONCE):
             logits = trainer.model(tokens, position_ids=None, attention_mask=None)
             parts.append((logits[:, :-1].float() / batch.temperature).log_softmax(-1))
     return torch.cat(parts)

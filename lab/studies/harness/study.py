@@ -85,6 +85,8 @@ class Study:
     """What was measured, in numbers."""
     units: Mapping[str, str] = field(default_factory=dict)
     """Of metrics, by the part of their name before a slash; a metric that is a plain number has none."""
+    check: Callable[[], None] | None = None
+    """Refuses a full run with a UserError, before anything runs, where something that it needs is not there."""
 
     def __post_init__(self) -> None:
         if self.seeds < FEWEST_SEEDS:
@@ -105,6 +107,7 @@ NAMES = (
     "wire_formats",
     "bf16",
     "adapters",
+    "pretrained",
 )
 """The studies' names, in the order in which they run."""
 

@@ -8,6 +8,7 @@ import torch
 from lab.studies import gradient_direction, precision_cases
 from lab.studies.failure_modes import facts
 from lab.studies.harness import spoiled
+from lab.studies.harness.gradient import turned
 from lab.studies.harness.lab import MODEL, in_own_process
 from lab.studies.harness.training import TrainedArm, teach
 from lab.studies.precision_cases import MIXED
@@ -46,10 +47,11 @@ def teach_quickly(arm: TrainedArm):  # type: ignore[no-untyped-def]
 
 def test_turning_is_the_angle() -> None:
     east, north = torch.tensor([2.0, 0.0]).double(), torch.tensor([0.0, 5.0]).double()
-    assert gradient_direction.turned(east, north) == pytest.approx(1.0)
-    assert gradient_direction.turned(east, -east) == pytest.approx(2.0)
-    assert gradient_direction.turned(east + 1e-9 * north, east) == pytest.approx((2.5e-9) ** 2 / 2)
-    assert gradient_direction.turned(east, east) == 0.0
+    assert turned([east], [north]) == pytest.approx(1.0)
+    assert turned([east], [-east]) == pytest.approx(2.0)
+    assert turned([east + 1e-9 * north], [east]) == pytest.approx((2.5e-9) ** 2 / 2)
+    assert turned([east], [east]) == 0.0
+    assert turned([east, north], [east, -north]) == pytest.approx(1 - (4 - 25) / 29)
 
 
 def test_the_chapters_arithmetic_by_hand() -> None:
