@@ -79,7 +79,7 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
     result = Result(
         study=study,
         measurement=measurement,
-        judged=judge(study.claims, measurement.values, full=not quick),
+        judged=judge(study.claims, measurement.values, full=not quick, missing=measurement.missing),
         claims_digest=digest(study.claims),
         quick=quick,
         seeds=lab.seeds,

@@ -93,23 +93,24 @@ def digest(claims: Sequence[Claim]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Judged]:
+def judge(claims: Sequence[Claim], measured: Measured, *, full: bool, missing: Sequence[str] = ()) -> list[Judged]:
     """Judge each claim by the measurements.
 
     Verdicts need a full run and controls that hold: the negative one finds nothing, the positive one finds its harm.
-    A quick run may leave arms out, and their claims with them, and be too short for the positive one. The p-values of a
-    study's claims are corrected together (Holm); a control stands for itself.
+    A quick run may leave arms out, and their claims with them, and be too short for the positive one; arms may be
+    missing for now. The p-values of a study's claims are corrected together (Holm); a control stands for itself.
     """
-    if not full:
+    if not full or missing:
         claims = [claim for claim in claims if is_measured(claim, measured)]
     found = {claim.id: _found(claim, measured) for claim in claims}
     if len(found) != len(claims):
         raise ValueError(f"claims: found {[claim.id for claim in claims]}, expected a different id for each")
     leaning = {claim.id: _leaning(claim, found[claim.id]) for claim in claims}
     corrected = holm({claim.id: leaning[claim.id][1] for claim in claims if not claim.control})
-    controls = [_control(claim, found[claim.id], leaning[claim.id], full) for claim in claims if claim.control]
+    early = "" if full and not missing else "a quick run" if not full else f"{len(missing)} arms are missing"
+    controls = [_control(claim, found[claim.id], leaning[claim.id], early) for claim in claims if claim.control]
     broken = [control.claim.id for control in controls if control.verdict != "confirmed"]
-    why = "a quick run" if not full else f"controls that do not hold: {', '.join(broken)}" if broken else ""
+    why = early or (f"controls that do not hold: {', '.join(broken)}" if broken else "")
     judged = {control.claim.id: control for control in controls}
     for claim in claims:
         if claim.control:
@@ -126,10 +127,11 @@ def is_measured(claim: Claim, measured: Measured) -> bool:
     return all(claim.metric in measured.get(arm, {}) for arm in (claim.arm, claim.against) if arm is not None)
 
 
-def _control(claim: Claim, found: Estimate, leaning: tuple[Verdict, float], full: bool) -> Judged:
+def _control(claim: Claim, found: Estimate, leaning: tuple[Verdict, float], early: str) -> Judged:
+    """early: why there are no verdicts yet, if so; a positive control may be undecided then."""
     verdict, p = _decided(leaning, leaning[1])
-    may_wait = not full and claim.control == "positive" and verdict == "undecided"
-    return Judged(claim, found, verdict, p, why="a quick run" if may_wait else "")
+    may_wait = claim.control == "positive" and verdict == "undecided"
+    return Judged(claim, found, verdict, p, why=early if may_wait else "")
 
 
 def _found(claim: Claim, measured: Measured) -> Estimate:

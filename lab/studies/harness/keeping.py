@@ -55,12 +55,15 @@ def check(quick: bool) -> None:
 def keep(result: Result, run: Path, say: Callable[[str], None]) -> None:
     """Copy a study's JSON and figures into a folder of its own, which appears whole or not at all.
 
-    Results whose controls do not hold, or that were measured on a checkout that was changed meanwhile, are not kept:
-    what was kept before stays, and `say` is told.
+    Results whose controls do not hold, that lack arms, or that were measured on a checkout that was changed meanwhile,
+    are not kept: what was kept before stays, and `say` is told.
     """
     name = result.study.name
     if result.broken_controls:
         say(f"{name}: not kept, as controls do not hold: {', '.join(result.broken_controls)}")
+        return
+    if result.measurement.missing:
+        say(f"{name}: not kept, as arms are missing: {'; '.join(result.measurement.missing)}")
         return
     if result.made["dirty"]:
         say(f"{name}: not kept, as files were changed before it began")

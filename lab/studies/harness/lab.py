@@ -158,13 +158,17 @@ def random_model(folder: Path, shape: TinyModel = N, seed: int = 0) -> Path:
     return path
 
 
-def trained(spec: Path, folder: Path, name: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def trained(
+    spec: Path, folder: Path, name: str, settings: Mapping[str, Any], *, resume: bool = False
+) -> list[dict[str, Any]]:
     """The metrics of a run of `spec`, which is left in `folder`: a row for each step, the first of them before it.
+
+    resume: from the last checkpoint of a run that has begun.
 
     Raises:
         RuntimeError: it failed.
     """
-    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec)]
+    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(spec), *(["--resume"] if resume else [])]
     own = {"run.dir": folder, "run.name": name, "tracking.wandb.mode": "disabled"}
     command += [f"{key}={value}" for key, value in (own | dict(settings)).items()]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:

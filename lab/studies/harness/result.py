@@ -65,6 +65,7 @@ class Result:
             "claims": [judged.to_dict() for judged in self.judged],
             "values": self.measurement.values,
             "details": self.measurement.details,
+            "missing": list(self.measurement.missing),
             "specs": self.specs,
             "seconds": round(self.seconds, 1),
             "made": self.made,
@@ -75,7 +76,8 @@ class Result:
     def caption(self) -> str:
         """The text at the foot of a figure."""
         specs = ", ".join(f"{name} {value}" for name, value in self.specs.items())
-        length = "quick run: no verdicts" if self.quick else "full run"
+        missing = self.measurement.missing
+        length = "quick run: no verdicts" if self.quick else "not all arms: no verdicts" if missing else "full run"
         commit = (self.made["commit"] or "no commit")[:10] + ("+" if self.made["dirty"] else "")
         seeds = f"seeds {', '.join(map(str, self.seeds))}"
         measured = f"{self.study.name}, {length}, {commit} · {self.measurement.subject} · {seeds}"
@@ -87,12 +89,12 @@ def result_of(study: Study, data: dict[str, Any]) -> Result:
 
     Claims that came later, of arms that it did not have, wait for the next run; `claims_changed` is then true.
     """
-    measurement = Measurement(data["values"], data["subject"], data["details"])
+    measurement = Measurement(data["values"], data["subject"], data["details"], data.get("missing", ()))
     claims = [claim for claim in study.claims if is_measured(claim, measurement.values)]
     return Result(
         study=study,
         measurement=measurement,
-        judged=judge(claims, measurement.values, full=not data["quick"]),
+        judged=judge(claims, measurement.values, full=not data["quick"], missing=measurement.missing),
         claims_digest=data["claims_digest"],
         quick=data["quick"],
         seeds=data["seeds"],

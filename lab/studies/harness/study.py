@@ -45,6 +45,8 @@ class Measurement:
     """What was measured on, for the figures: model, parameters, steps."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """More for tables and figures, as JSON values."""
+    missing: Sequence[str] = ()
+    """Arms that are not measured yet, of a study that goes on over days; there are no verdicts before."""
 
     def mean(self, arm: str, metric: str) -> float:
         """An arm's metric over all seeds and sequences."""
@@ -108,6 +110,7 @@ NAMES = (
     "bf16",
     "adapters",
     "pretrained",
+    "benefit",
 )
 """The studies' names, in the order in which they run."""
 
