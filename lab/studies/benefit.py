@@ -86,7 +86,8 @@ def make(job: Job, until: float) -> None:
     """Begin a run, or resume it, unless it is finished or the time, in seconds as `time.time` counts, is over."""
     if job.is_finished() or time.time() > until:
         return
-    settings = dict(arms())[job.arm] | {
+    settings = {
+        **dict(arms())[job.arm],
         "run.seed": job.seed,
         "run.steps": job.steps,
         "checkpoint.every": min(job.steps, EVALUATED_EVERY),
