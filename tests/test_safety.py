@@ -150,6 +150,7 @@ PRINTS = {
     "rollout/environments/warden.py": "JSON",
     "rollout/named_functions.py": "a line of ours",
     "rollout/rewards/workers.py": "JSON",
+    "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",
 }
 """Each file that prints by itself, and what. All other lines go through `numerics.core.terminal` or `PlainConsole`."""

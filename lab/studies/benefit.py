@@ -190,8 +190,15 @@ def main() -> None:
     hours = parser.parse_args().hours
     todo = [job for job in jobs(range(SEEDS), RUNS) if not job.is_finished()]
     until = time.time() + 3600 * hours
-    print(f"{len(todo)} runs are to be made or resumed in {RUNS}")
-    Lab(False, (), RUNS, print).each(make, [(job, until) for job in todo], "looked at")
+    print(f"{len(todo)} runs are to be made or resumed in {RUNS}", flush=True)
+    Lab(False, (), RUNS, lambda _: None).each(_make_aloud, [(job, until) for job in todo], "runs")
+
+
+def _make_aloud(job: Job, until: float) -> None:
+    before = len(job.rows())
+    make(job, until)
+    if len(job.rows()) > before:
+        print(f"{job.arm}, seed {job.seed}: finished", flush=True)
 
 
 if __name__ == "__main__":
