@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from typing import Any
+
+from tests.support.fork_server import exit_code_of
 
 
 def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
@@ -81,17 +82,6 @@ def _ran(script: str, arguments: list[str], environment: dict[str, str], folder:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, path in enumerate(output, start=1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    tempfile.tempdir = None
     sys.argv = ["-c", *arguments]
-    try:
-        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
+    code = compile(script, "<script>", "exec")
+    return exit_code_of(lambda: exec(code, {"__name__": "__main__"}), environment, folder)

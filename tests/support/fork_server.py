@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ def serve(listener: socket.socket, become: Callable[[dict[str, Any], list[int]],
                     os.close(descriptor)
                 for each in (listener, *clients):
                     each.close()
-                os._exit(_ran(become, asked, fds))
+                os._exit(exit_code_of(partial(become, asked, fds), asked["env"], asked["cwd"]))
             for descriptor in fds:
                 os.close(descriptor)
             owners[pid] = client
@@ -140,20 +142,18 @@ def _say(client: socket.socket, event: str, pid: int, status: int) -> None:
         client.sendall(json.dumps([event, pid, status]).encode() + b"\n")
 
 
-def _ran(become: Callable[[dict[str, Any], list[int]], object], asked: dict[str, Any], fds: list[int]) -> int:
-    """The exit code of a fork: an environment and a directory of its own."""
+def exit_code_of(main: Callable[[], object], environment: Mapping[str, str], folder: str) -> int:
+    """Run what a fork is for, in an environment and a directory of its own, and return its exit code."""
     try:
         os.environ.clear()
-        os.environ.update(asked["env"])
-        os.chdir(asked["cwd"])
+        os.environ.update(environment)
+        os.chdir(folder)
         tempfile.tempdir = None
-        become(asked, fds)
+        main()
         return 0
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except BaseException:
-        import traceback
-
         traceback.print_exc()
         return 1
     finally:

@@ -107,7 +107,7 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool, missing: S
         raise ValueError(f"claims: found {[claim.id for claim in claims]}, expected a different id for each")
     leaning = {claim.id: _leaning(claim, found[claim.id]) for claim in claims}
     corrected = holm({claim.id: leaning[claim.id][1] for claim in claims if not claim.control})
-    early = "" if full and not missing else "a quick run" if not full else f"{len(missing)} arms are missing"
+    early = "a quick run" if not full else f"{len(missing)} arms are missing" if missing else ""
     controls = [_control(claim, found[claim.id], leaning[claim.id], early) for claim in claims if claim.control]
     broken = [control.claim.id for control in controls if control.verdict != "confirmed"]
     why = early or (f"controls that do not hold: {', '.join(broken)}" if broken else "")
