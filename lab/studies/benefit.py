@@ -195,9 +195,8 @@ def main() -> None:
 
 
 def _make_aloud(job: Job, until: float) -> None:
-    before = len(job.rows())
     make(job, until)
-    if len(job.rows()) > before:
+    if job.is_finished():
         print(f"{job.arm}, seed {job.seed}: finished", flush=True)
 
 

@@ -83,5 +83,8 @@ def _ran(script: str, arguments: list[str], environment: dict[str, str], folder:
     for descriptor, path in enumerate(output, start=1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
     sys.argv = ["-c", *arguments]
-    code = compile(script, "<script>", "exec")
-    return exit_code_of(lambda: exec(code, {"__name__": "__main__"}), environment, folder)
+
+    def run() -> None:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+
+    return exit_code_of(run, environment, folder)
