@@ -21,7 +21,7 @@ from fp8rl.numerics.config import (
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
-from fp8rl.rl.record.wandb_run import WandbSection
+from fp8rl.rl.record.trackers.to_wandb import WandbSection
 from fp8rl.rollout.data.sources import Source
 from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.rollout.types import some_or_all
@@ -368,13 +368,13 @@ class TrackingSection(Section):
     a generated token), or those that the report shows."""
     # Strictness would refuse the list that YAML gives.
     to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(default=("wandb",), strict=False)
-    """Trackers that get the run's metrics. Each except wandb needs the extra of its name, and is a process beside the
-    run that may die without harm. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in `mlflow/`,
-    or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
+    """Trackers that get the run's metrics. Each is a process beside the run that may die without harm; each except
+    wandb needs the extra of its name. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in
+    `mlflow/`, or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
     wandb: WandbSection = WandbSection()
     """The run in wandb; the others take the name of the project from here."""
 
     @property
-    def recorded_wandb(self) -> WandbSection:
-        """`wandb`, disabled where it is not among those that are told."""
-        return self.wandb if "wandb" in self.to else self.wandb.model_copy(update={"mode": "disabled"})
+    def recorded(self) -> tuple[str, ...]:
+        """The trackers that are told, each once."""
+        return tuple(name for name in dict.fromkeys(self.to) if name != "wandb" or self.wandb.mode != "disabled")

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.rl.mismatch import agreement, drift_metrics, redraw_metrics, router_agreement
-from fp8rl.rl.mismatch.drift import NOT_DRAWN
+from fp8rl.rl.mismatch.drift import NOT_DRAWN, drift_metrics, redraw_metrics, router_agreement
+from fp8rl.rl.mismatch.logprobs import agreement
 from fp8rl.trainer.step.batch import TokenBatch
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8rl.rl.mismatch.buckets import OLDEST
 from fp8rl.rl.mismatch.logprobs import bounded, effective_sample_size
-
-OLDEST = 8
-"""Age from which on tokens share one metric, so that an asynchronous run has a bounded number of names."""
 
 
 def drift_metrics(

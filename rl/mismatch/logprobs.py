@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp8rl.rl.mismatch.buckets import POSITION_STARTS
+
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory
 
@@ -194,9 +196,6 @@ def _percentile(values: Tensor, percent: int) -> Tensor:
 
 
 # Where in a batch the disagreement sits, and which weights have sampled each token.
-
-POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)
-"""First position of each bucket of generated tokens; the last bucket is open. An answer's first token is at 0."""
 
 
 def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import psutil
-import torch
 from pydantic import Field, TypeAdapter
 
 from fp8rl.numerics.core.files import append_line, write_atomically
@@ -170,6 +169,8 @@ def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
 
 
 def _machine() -> str:
+    import torch  # here alone: the process of a tracker reads events without it
+
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
     lines = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     processor = next((line.partition(":")[2].strip() for line in lines), platform.machine())

@@ -19,8 +19,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from fp8rl.rl.mismatch.drift import OLDEST
-from fp8rl.rl.mismatch.logprobs import POSITION_STARTS
+from fp8rl.rl.mismatch.buckets import OLDEST, POSITION_STARTS
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""

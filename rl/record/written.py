@@ -48,11 +48,11 @@ RUN: Tree = {
     "served": SERVED,
     "ray_logs": LIBRARY,
     "wandb": {
-        r"latest-run|debug[\w.-]*\.log|run_id|upload\.log|data|settings": LIBRARY,
+        r"latest-run|debug[\w.-]*\.log|run_id|upload\.log|log\.txt|data|settings": LIBRARY,
         r"(offline-)?run-\d{8}_\d{6}-.+": LIBRARY,
     },
-    "tensorboard": {r"events\.out\.tfevents\..*": FILE},
-    "mlflow": {r"mlflow\.db.*|run_id|files": LIBRARY},
+    "tensorboard": {r"events\.out\.tfevents\..*|log\.txt": FILE},
+    "mlflow": {r"mlflow\.db.*|run_id|files|log\.txt": LIBRARY},
     "trackio": LIBRARY,
 }
 _UNFINISHED = re.compile(r"\.(.+)\.(partial|pending|retired)")

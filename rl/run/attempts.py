@@ -12,7 +12,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.wandb_run import leet
+from fp8rl.rl.record.trackers.to_wandb import latest, leet
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize, verdict
 from fp8rl.rl.run.cluster.seats import NoRoomError
@@ -74,7 +74,7 @@ def attempted(experiment: Experiment, files: RunDir, loop: Callable[[LiveRun], s
 # The end of a run: its summary, its report, and where to look further.
 
 _TRACKER_SECONDS = 300.0
-"""Bound of all trackers to take the last rows; each is given up after a minute."""
+"""Bound of all trackers to take the last rows; each is given up before."""
 
 
 def finish(run: LiveRun, stopped: str = "") -> None:
@@ -85,7 +85,7 @@ def finish(run: LiveRun, stopped: str = "") -> None:
     run.checkpoints.wait()
     summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))
     values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
-    with bounded("wandb, or a tracker beside it,", _TRACKER_SECONDS):
+    with bounded("wandb, or another tracker,", _TRACKER_SECONDS):
         run.tracker.finish(
             {f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED * bool(stopped)
         )
@@ -104,5 +104,5 @@ def finish(run: LiveRun, stopped: str = "") -> None:
             say(f"adapter  {run.files.adapter}")
         if run.files.model.is_dir():
             say(f"model    {run.files.model}")
-    if (summarized := leet(run.files, "inspect", "--summary")) is not None:
-        say(f"wandb    {summarized}")
+    if latest(run.files).exists():
+        say(f"wandb    {leet(run.files, 'inspect', '--summary')}")

@@ -29,10 +29,10 @@ from fp8rl.rl.record.events import (
     this_session,
 )
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers import TRACKERS, Tracked
-from fp8rl.rl.record.trackers.beside import Beside
+from fp8rl.rl.record.trackers import Tracked
+from fp8rl.rl.record.trackers.processes import TrackerProcesses
+from fp8rl.rl.record.trackers.to_wandb import leet
 from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, RunTracker, Samples
-from fp8rl.rl.record.wandb_run import WandbRun, leet
 from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.ahead import FeedState
@@ -114,8 +114,6 @@ class LiveRun:
             gate_state = GateState.of_checkpoint(files, step or None)
             events = Events() if stack is None else stack.events
             events.subscribe(lambda metric, count, text: console.note(text))
-            wandb_run = _start_wandb(console, experiment, files, resume_step is not None, events)
-            closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             numerics = gate_state.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
@@ -126,11 +124,9 @@ class LiveRun:
             _load(stack, console, files, resume_step)
             tracker = RunTracker(
                 files,
-                wandb_run,
-                last_step=experiment.run.steps,
+                partial(_start_trackers, console, experiment, files, resume_step is not None, events),
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
-                beside=partial(_trackers_beside, experiment, files, resume_step, events),
             )
             run = cls(
                 experiment=experiment,
@@ -256,9 +252,8 @@ class LiveRun:
         return {name: float(count) for name, count in counts.items()}
 
     def announce(self, event: Event) -> None:
-        """Show an event on the console, alert wandb, and append it to events.jsonl."""
+        """Show an event on the console, and append it to events.jsonl, from which the trackers have it."""
         self.console.note(event.said, style="bold yellow")
-        self.tracker.alert(event.said)
         append_event(self.files.events, event)
 
 
@@ -292,15 +287,27 @@ def _greet(
         console.note(line)
 
 
-def _start_wandb(
+def _start_trackers(
     console: StepConsole, experiment: Experiment, files: RunDir, resumed: bool, events: Events
-) -> WandbRun:
-    """Start to record the run in wandb, and say how to watch it."""
-    config, lost = experiment.tracking.recorded_wandb, partial(events.tell, WANDB_LOST, 1)
-    wandb_run = WandbRun(files, experiment.to_dict(), config, resumed=resumed, lost=lost)
-    if (live := leet(files)) is not None:
-        console.note(f"live     {live}    (in a second terminal)")
-    return wandb_run
+) -> TrackerProcesses:
+    """Start the trackers of the run, and say how to watch it in wandb."""
+
+    def lost(name: str, sentence: str) -> None:
+        events.tell(WANDB_LOST if name == "wandb" else TRACKER_LOST, 1, sentence)
+
+    tracking = experiment.tracking
+    if "wandb" in tracking.recorded:
+        console.note(f"live     {leet(files)}    (in a second terminal)")
+    run = Tracked(
+        folder=str(files.path.absolute()),
+        name=files.name,
+        project=tracking.wandb.project,
+        config=experiment.to_dict(),
+        resumed=resumed,
+        last_step=experiment.run.steps,
+        online=tracking.wandb.mode == "online",
+    )
+    return TrackerProcesses(tracking.recorded, run, files, lost)
 
 
 def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | None) -> None:
@@ -318,17 +325,3 @@ def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | 
         console.note("the engine is up; its report matches the spec")
         if (teacher := stack.experiment.teacher) is not None:
             console.note(f"the teacher is up; it holds the quantized weights of {teacher.path}")
-
-
-def _trackers_beside(experiment: Experiment, files: RunDir, resume_step: int | None, events: Events) -> Beside | None:
-    """The trackers beside wandb; None where there are none."""
-    names = [name for name in experiment.tracking.to if name in TRACKERS]
-    if not names:
-        return None
-    project, resumed, lost = (
-        experiment.tracking.wandb.project,
-        resume_step is not None,
-        partial(events.tell, TRACKER_LOST, 1),
-    )
-    tracked = Tracked(str(files.path.absolute()), files.name, project, experiment.to_dict(), resumed)
-    return Beside(names, tracked, files.metrics, -1 if resume_step is None else resume_step, lost)

@@ -14,7 +14,7 @@ from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from fp8rl.rl.guard.gates import Fault, Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
-from fp8rl.rl.mismatch import row_abs_diff_means
+from fp8rl.rl.mismatch.logprobs import row_abs_diff_means
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.run.feed.feed import RolloutBatch
 from fp8rl.trainer.actor import TrainerGroup

@@ -26,7 +26,7 @@ from fp8rl.models.tensors import base_name
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import PRESETS
-from fp8rl.rl.mismatch import token_versions
+from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.protocol import ADAPTER_SCALE

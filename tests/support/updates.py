@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.rl.mismatch import token_versions
+from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.engine import sample_groups

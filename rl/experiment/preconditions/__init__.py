@@ -18,7 +18,7 @@ from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port
 from fp8rl.rl.experiment.preconditions.rules import Target, check_target
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from fp8rl.rl.record.trackers import check_trackers
-from fp8rl.rl.record.wandb_run import check_wandb
+from fp8rl.rl.record.trackers.to_wandb import check_wandb
 from fp8rl.rollout.environments.functions import load_environment
 from fp8rl.rollout.named_functions import check_importable
 from fp8rl.rollout.rewards.builtin import BUILT_IN
@@ -36,8 +36,9 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         UserError: the first thing that stands in the way.
     """
     check_algorithm(experiment)
-    check_trackers(experiment.tracking.to)
-    check_wandb(experiment.tracking.recorded_wandb)
+    check_trackers(experiment.tracking.recorded)
+    if "wandb" in experiment.tracking.recorded:
+        check_wandb(experiment.tracking.wandb)
     model = read_model(path := experiment.model.directory)
     check_architecture(model, experiment)
     check_target(experiment, model.shape, Target.here())

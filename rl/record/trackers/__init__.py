@@ -1,21 +1,24 @@
-"""Trackers beside wandb, a file each: all that one has to be is a `Tracker`.
+"""Trackers of a run, a file each: all that one has to be is a `Tracker`.
 
-Each is a process of its own that follows the run's metrics.jsonl, so none can hold up or end a run.
+Each is a process of its own that follows the run's files, so none can hold up or end a run.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.numerics.core.errors import user_error
 
-TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
-"""The package that each needs; the extra of `fp8rl` that installs it has the tracker's name."""
+if TYPE_CHECKING:
+    from fp8rl.rl.record.rollouts import RolloutRecord
+
+TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
+"""The package that each needs. wandb's is always installed; the extra of `fp8rl` for another has its name."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Tracked:
     """The experiment as plain values."""
     resumed: bool
     """It goes on, after a start before."""
+    last_step: int
+    """The step after which nothing more is recorded."""
+    online: bool = False
+    """wandb's server is to have it while it goes on. The other trackers' own settings say where they write."""
 
     def place(self, tracker: str) -> Path:
         """The folder of a tracker's own files."""
@@ -38,14 +45,28 @@ class Tracked:
         return path
 
 
-class Tracker(Protocol):
+class Tracker:
     """A tracker, in its own process. Whatever it raises ends it, and nothing else."""
+
+    @property
+    def lost_part(self) -> str:
+        """A sentence once a part of its work is lost, such as the upload, though it still records; else empty."""
+        return ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step; `rl.record.metrics.metric` has unit and meaning of each metric."""
+        raise NotImplementedError
 
-    def finish(self, failed: bool) -> None:
-        """Write what is not written yet."""
+    def show(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        """Show sample rollouts of a step. Every tenth step has some."""
+
+    def alert(self, text: str) -> None:
+        """Tell somebody who should look at the run; `text` is an event, as the console said it."""
+
+    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
+        """Write what is not written yet. summary: values that stand for the whole run; empty if it failed. After
+        `seconds` its process is ended."""
+        raise NotImplementedError
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -55,7 +76,7 @@ def check_trackers(names: Iterable[str]) -> None:
         UserError: naming the extra that installs it.
     """
     for name in names:
-        if name in TRACKERS and importlib.util.find_spec(TRACKERS[name]) is None:
+        if importlib.util.find_spec(TRACKERS[name]) is None:
             raise user_error(
                 "tracking.to",
                 found=name,

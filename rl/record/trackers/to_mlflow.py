@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.metrics import metric
-from fp8rl.rl.record.trackers import Tracked
+from fp8rl.rl.record.trackers import Tracked, Tracker
 
 _LONGEST = 500
 """Characters of a parameter, which MLflow bounds."""
@@ -18,7 +19,7 @@ def start(run: Tracked) -> MLflow:
     return MLflow(run)
 
 
-class MLflow:
+class MLflow(Tracker):
     """Metrics under their names, units and meanings as an artifact, the experiment's keys as parameters."""
 
     def __init__(self, run: Tracked) -> None:
@@ -51,7 +52,7 @@ class MLflow:
             self._described |= {name: {"unit": metric(name).unit, "meaning": metric(name).meaning} for name in metrics}
             self._client.log_dict(self._id, self._described, "metrics.json")
 
-    def finish(self, failed: bool) -> None:
+    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 

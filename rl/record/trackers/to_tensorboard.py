@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fp8rl.rl.record.metrics import metric
-from fp8rl.rl.record.trackers import Tracked
+from fp8rl.rl.record.trackers import Tracked, Tracker
 
 
 def start(run: Tracked) -> TensorBoard:
     return TensorBoard(run)
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Metrics as scalars: the group is the part before the slash, unit and meaning are the description."""
 
     def __init__(self, run: Tracked) -> None:
@@ -27,5 +28,5 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step, description=described)
         self._writer.flush()
 
-    def finish(self, failed: bool) -> None:
+    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
         self._writer.close()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from fp8rl.rl.record.metrics import METRICS
-from fp8rl.rl.record.trackers import Tracked
+from fp8rl.rl.record.trackers import Tracked, Tracker
 
 
 def start(run: Tracked) -> Trackio:
     return Trackio(run)
 
 
-class Trackio:
+class Trackio(Tracker):
     """Metrics in groups by the part before the slash; units stand in the config."""
 
     def __init__(self, run: Tracked) -> None:
@@ -34,5 +35,5 @@ class Trackio:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def finish(self, failed: bool) -> None:
+    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
         self._run.finish()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fp8rl.rl.mismatch import drift as drift_module
-from fp8rl.rl.mismatch import router_agreement
-from fp8rl.rl.mismatch.drift import NOT_DRAWN, drift_metrics, redraw_metrics, tokens_by_age
+from fp8rl.rl.mismatch.drift import NOT_DRAWN, drift_metrics, redraw_metrics, router_agreement, tokens_by_age
 from fp8rl.rl.record.metrics import describe
 
 LN2 = math.log(2)

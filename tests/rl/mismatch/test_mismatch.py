@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl.rl.mismatch import agreement, drift_metrics, row_abs_diff_means, token_versions
+from fp8rl.rl.mismatch.drift import drift_metrics
+from fp8rl.rl.mismatch.logprobs import agreement, row_abs_diff_means, token_versions
 from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rollout.types import Trajectory
 

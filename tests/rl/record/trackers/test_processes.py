@@ -1,4 +1,4 @@
-"""Trackers beside wandb: their own files read back by their own packages, and what becomes of one that fails."""
+"""Trackers: their own files read back by their own packages, and what becomes of one that fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.record.metrics_log import MetricsLog
-from fp8rl.rl.record.trackers import TRACKERS, Tracked, check_trackers
-from fp8rl.rl.record.trackers import beside as processes
-from fp8rl.rl.record.trackers.beside import Beside
+from fp8rl.rl.record.trackers import TRACKERS, check_trackers, processes
+from tests.support.paths import new_run
+from tests.support.tracked import tracking, unexpected
 
 ROWS = {1: {"train/loss": 0.5, "eval/set/pass@2": 0.25}, 2: {"train/loss": 0.25}}
-CONFIG = {"trainer": {"lr": 1e-4}, "run": {"name": "demo"}}
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -27,18 +25,14 @@ def followed(
     folder: Path,
     name: str,
     rows: dict[int, dict[str, float]],
-    lost: Callable[[str], object] = pytest.fail,
-    after: int = -1,
+    lost: Callable[[str, str], object] = unexpected,
+    resume_step: int | None = None,
 ) -> None:
     """Have a tracker follow a run of these rows to its end."""
-    run = Tracked(str(folder), "demo", "project", CONFIG, resumed=after >= 0)
-    log = MetricsLog(folder / "metrics.jsonl", resume_step=after if after >= 0 else None)
-    beside = Beside([name], run, folder / "metrics.jsonl", after, lost)
-    for step, row in rows.items():
-        log.append(step, row)
-    beside.look()
-    beside.finish(failed=False)
-    log.close()
+    run = new_run(folder)
+    with tracking(run, name, lost=lost, resume_step=resume_step, project="project") as tracker:
+        for step, row in rows.items():
+            tracker.log(step, row)
 
 
 @needs("tensorboard")
@@ -61,7 +55,7 @@ def test_mlflow_has_rows_parameters_and_units_and_goes_on_after_a_resume(
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     followed(tmp_path, "mlflow", ROWS)
-    followed(tmp_path, "mlflow", {3: {"train/loss": 0.125}}, after=2)
+    followed(tmp_path, "mlflow", {3: {"train/loss": 0.125}}, resume_step=2)
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow/mlflow.db'}")
     experiment = client.get_experiment_by_name("project")
     assert experiment is not None
@@ -90,7 +84,7 @@ def test_a_local_trackio_has_every_row(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     with pytest.raises(UserError, match=rf"tracking.to: found '{name}'.*pip install 'fp8rl\[{name}\]'"):
-        check_trackers(["wandb", name])
+        check_trackers([name])
 
 
 FAILS = "raise RuntimeError('no server')"
@@ -114,10 +108,10 @@ def test_a_tracker_that_dies_or_hangs_costs_no_row_and_is_said_once(
     (tmp_path / f"{TRACKERS[name]}.py").write_text(package)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(processes, "_FINISH_SECONDS", 3.0 if "sleep" in package else 120.0)
-    said: list[str] = []
-    followed(tmp_path, name, ROWS, lost=said.append)
-    (sentence,) = said
-    assert sentence.startswith(f"{name} is lost: ") and why in sentence
+    monkeypatch.setattr(processes, "_OTHERS_FINISH_SECONDS", 3.0 if "sleep" in package else 120.0)
+    said: list[tuple[str, str]] = []
+    followed(tmp_path, name, ROWS, lost=lambda *told: said.append(told))
+    ((lost, sentence),) = said
+    assert lost == name and sentence.startswith(f"{name} is lost: ") and why in sentence
     assert "metrics.jsonl and the report are kept" in sentence
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2

@@ -1,0 +1,119 @@
+"""The process of a tracker: it follows the files of a run, and tells the tracker what is new in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.rollouts import rollouts_found, shown
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.trackers import Tracked, Tracker, start
+
+SHOWN_EVERY = 10
+"""Steps between sample rollouts, which are slow to write; the files have those of every step."""
+_LOOK_SECONDS = 0.5
+_ORPHAN_SECONDS = 10.0
+"""Seconds to write what is left when the run's own process has died."""
+
+
+def follow(
+    tracker: Tracker,
+    run: Tracked,
+    begin: Mapping[str, int],
+    ended: Callable[[], bool],
+    say: Callable[[str], object],
+) -> None:
+    """Tell a tracker of every new row, event and rollout, until `ended` and none is left.
+
+    begin: bytes of each file that are not new. say: told once what the tracker says it has lost.
+    """
+    files = RunDir(Path(run.folder))
+    rows = _Lines(files.metrics, begin[files.metrics.name])
+    events = _Lines(files.events, begin[files.events.name])
+    to_show: int | None = None
+    said = ""
+    while True:
+        last, busy = ended(), False
+        for row in rows:
+            busy = True
+            _show(tracker, files, to_show)  # a run writes the rollouts of a step before the next step's row
+            step = row.pop("step")
+            tracker.log(step, row)
+            to_show = step if step % SHOWN_EVERY == 0 or step == run.last_step else None
+        for event in events:
+            tracker.alert(Event(**event).said)
+        if tracker.lost_part and not said:
+            said = tracker.lost_part
+            say(said)
+        if last:
+            _show(tracker, files, to_show)
+            return
+        if not busy:
+            time.sleep(_LOOK_SECONDS)
+
+
+class _Lines:
+    """The objects of a file of JSON lines that grows; iterating yields those that are whole and not read yet."""
+
+    def __init__(self, path: Path, begin: int) -> None:
+        self._path, self._at = path, begin
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                yield json.loads(line)
+
+
+def _show(tracker: Tracker, files: RunDir, step: int | None) -> None:
+    if step is not None and (path := files.rollouts(step)).is_file():
+        records, _ = rollouts_found(path)
+        tracker.show(step, shown(records))
+
+
+def main() -> None:
+    """The process's main function. Standard input is its lifeline: a line at the end says how the run ended; without
+    one its owner has died. Standard output tells the owner what is lost; what libraries print goes to the log."""
+    to_owner = os.dup(1)
+    os.dup2(2, 1)
+    asked = json.loads(sys.stdin.readline())
+    end: list[str] = []
+    threading.Thread(target=_listen, args=(end,), name="lifeline", daemon=True).start()
+    run = Tracked(**asked["run"])
+    tracker = start(sys.argv[1], run)
+
+    def say(sentence: str) -> None:
+        os.write(to_owner, sentence.encode())
+
+    follow(tracker, run, asked["begin"], lambda: bool(end), say)
+    told = tracker.lost_part
+    orphaned = {"failed": True, "summary": {}, "seconds": _ORPHAN_SECONDS}
+    tracker.finish(**(json.loads(end[0]) if end[0] else orphaned))
+    if tracker.lost_part and not told:
+        say(tracker.lost_part)
+    sys.stdout.flush()
+    os._exit(0)  # a library's own threads may wait for a server that is gone
+
+
+def _listen(end: list[str]) -> None:
+    end.append(sys.stdin.readline())
+    if not end[0]:
+        time.sleep(_ORPHAN_SECONDS)
+        os.killpg(0, signal.SIGKILL)  # the whole session: nobody waits for what hangs
+
+
+if __name__ == "__main__":
+    main()

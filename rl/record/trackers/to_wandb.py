@@ -1,0 +1,191 @@
+"""A run in wandb. It is recorded offline into `wandb/` of its folder; online, a process beside uploads the file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.files import write_atomically
+from fp8rl.numerics.core.section import Section
+from fp8rl.rl.record.metrics import METRICS
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.trackers import Tracked, Tracker
+from fp8rl.rl.record.trackers.upload import Upload
+
+if TYPE_CHECKING:
+    import wandb
+
+    from fp8rl.rl.record.rollouts import RolloutRecord
+
+METRIC_GROUPS = tuple(dict.fromkeys(name.partition("/")[0] for name in METRICS))
+
+SUMMARIES = {name: row.summary for name, row in METRICS.items() if row.summary}
+
+BASICS = {
+    "reward": "rollout/reward_mean",
+    "accuracy": "eval/accuracy",
+    "max_abs_d": "mismatch/train_rollout_logprob_abs_diff_max",
+    "exact_fraction": "mismatch/exact_frac",
+    "mismatched_tensors": "sync/mismatched_tensors",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "answer_tokens": "rollout/response_tokens_mean",
+    "step_seconds": "perf/step_seconds",
+}
+"""Metrics that wandb gets a second time as `basics/NAME`: its pages and `wandb leet` show groups by the alphabet, so
+that these come first, on one screen."""
+
+_UPLOAD_SHARE = 0.8
+"""Of the seconds at the end; the rest is for the record itself."""
+_KEY = "tracking.wandb"
+
+
+class WandbSection(Section):
+    """The `tracking.wandb:` section of an experiment."""
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    """`offline` records into the run's directory. `online` does so too, and a process beside the run uploads the file.
+    `disabled`: nothing."""
+    project: str = Field(default="fp8rl", min_length=1)
+    """The project of wandb that the run belongs to."""
+
+
+def check_wandb(config: WandbSection) -> None:
+    """Check that wandb takes the project's name and, online, knows who is there. Asks no server.
+
+    Raises:
+        UserError: it does not.
+    """
+    import wandb
+
+    try:
+        wandb.Settings(project=config.project)
+    except wandb.Error as error:
+        raise user_error(
+            f"{_KEY}.project", found=config.project, expected=f"a name that wandb takes ({error})", remedy="Correct it."
+        ) from error
+    if config.mode != "online":
+        return
+    try:
+        known, why = wandb.login(prompt=False, verify=False), "no key"
+    except wandb.Error as error:
+        known, why = False, str(error)
+    if not known:
+        raise user_error(
+            f"{_KEY}.mode",
+            found=f"online with {why}",
+            expected="a key of a wandb account",
+            remedy=f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline.",
+        )
+
+
+def leet(run: RunDir, *command: str) -> str:
+    """The command that shows a run's offline record in a terminal.
+
+    It is `wandb` as this shell finds it: `make demo` runs in an environment that is not activated.
+    """
+    wandb = "wandb" if shutil.which("wandb") else os.path.relpath(Path(sys.executable).with_name("wandb"))
+    return " ".join([wandb, "leet", *command, str(latest(run))])
+
+
+def latest(run: RunDir) -> Path:
+    """The folder of the run's newest offline record."""
+    return run.path / "wandb" / "latest-run"
+
+
+def start(run: Tracked) -> Wandb:
+    return Wandb(run)
+
+
+class Wandb(Tracker):
+    """Metrics in groups by the part before the slash, sample rollouts as tables, events as alerts."""
+
+    def __init__(self, run: Tracked) -> None:
+        self._name, place = run.name, run.place("wandb")
+        os.environ.setdefault("WANDB_DATA_DIR", str(place / "data"))  # it would stage its tables in the user's home
+        self._run = _start(run, place)
+        self._upload = Upload(Path(self._run.dir).parent, place / "upload.log") if run.online else None
+        self._lost_part = ""
+
+    @property
+    def lost_part(self) -> str:
+        if self._upload is not None and self._upload.ended:
+            self._lost_part = _upload_lost(self._upload)
+        return self._lost_part
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        basics = {f"basics/{short}": metrics[name] for short, name in BASICS.items() if name in metrics}
+        self._run.log({"step": step, **metrics, **basics})
+
+    def show(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        import wandb
+
+        columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
+        table = wandb.Table(columns=columns, data=[_row_of_table(record) for record in records])
+        self._run.log({"step": step, "rollout/samples": table})
+        # wandb has copied the table's temporary files, and would keep those of 100 tables.
+        table._artifact_target.artifact._tmp_dir.cleanup()
+
+    def alert(self, text: str) -> None:
+        self._run.alert(title=f"{self._name}: {text.split(':')[0]}", text=text)
+
+    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
+        import wandb
+
+        self._run.summary.update(dict(summary))
+        self._run.finish(exit_code=int(failed))
+        wandb.teardown(int(failed))
+        upload_seconds = _UPLOAD_SHARE * seconds
+        if (lost := self.lost_part) == "" and self._upload is not None and not self._upload.finish(upload_seconds):
+            lost = _upload_lost(self._upload)
+        self._upload, self._lost_part = None, lost
+
+
+def _upload_lost(upload: Upload) -> str:
+    return f"the upload to wandb has ended ({upload.remedy}"
+
+
+def _row_of_table(record: RolloutRecord) -> list[Any]:
+    turns = "\n".join(f"{by}: {text}" for by, text in record.said) or record.text
+    pairs = zip(record.train_logprobs, record.rollout_logprobs, strict=True)
+    by_token = " ".join(f"{train - rollout:.3g}" for train, rollout in pairs)
+    parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
+    return [record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token]
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in parts.items())
+
+
+def _start(run: Tracked, place: Path) -> wandb.Run:
+    import wandb
+
+    number = place / "run_id"  # one for a directory, so that a resumed run continues the same curves
+    if not number.is_file():
+        write_atomically(number, uuid.uuid4().hex[:8])
+    started = wandb.init(
+        mode="offline",
+        project=run.project,
+        name=run.name,
+        id=number.read_text().strip(),
+        resume="allow" if run.resumed else None,  # for whoever uploads the file
+        dir=run.folder,
+        config=run.config,
+        # Whoever watches reads the file: it is written every second, where wandb writes it every 15.
+        settings=wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=1.0),
+    )
+    started.define_metric("step", hidden=True)
+    for group in ("basics", *METRIC_GROUPS):
+        started.define_metric(f"{group}/*", step_metric="step")
+    basics = {f"basics/{short}": SUMMARIES[name] for short, name in BASICS.items() if name in SUMMARIES}
+    for name, summary in (SUMMARIES | basics).items():
+        started.define_metric(name, step_metric="step", summary=summary)
+    return started

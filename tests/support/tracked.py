@@ -1,0 +1,58 @@
+"""A run that is recorded and told to trackers, without the training; and the trajectories of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fp8rl.rl.record.rollouts import RolloutRecord
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.trackers import Tracked
+from fp8rl.rl.record.trackers.processes import TrackerProcesses
+from fp8rl.rl.record.tracking import RunTracker
+
+
+def record(group: int, text: str, abs_diff_mean: float | None, **changes: Any) -> RolloutRecord:
+    values = {
+        "prompt": f"1+{group}=?",
+        "text": text,
+        "reward": 1.0,
+        "abs_diff_mean": abs_diff_mean,
+        "group": group,
+        "seed": 1,
+        "finished": True,
+        "prompt_ids": [1, 2],
+        "token_ids": [3, 4],
+        "rollout_logprobs": [-0.1, -1.7320507764816284],
+        "train_logprobs": [-0.1, -1.75],
+        "weight_versions": [4, 4],
+        "advantage": -0.5,
+    }
+    return RolloutRecord(**{**values, **changes})
+
+
+RECORDS = [
+    record(1, "2\n#### 2", 0.0, reward_parts={"integer": 1.0, "length/long": -0.25}),
+    record(1, "not shown", 0.0),
+    record(2, "é", None, advantage=None),
+]
+
+
+def unexpected(name: str, sentence: str) -> None:
+    pytest.fail(sentence)
+
+
+def tracking(
+    run: RunDir,
+    *names: str,
+    resume_step: int | None = None,
+    lost: Callable[[str, str], object] = unexpected,
+    **changes: Any,
+) -> RunTracker:
+    """Record a run, and tell it to the trackers of these names. changes: of what they are told about it."""
+    config = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}
+    values = {"project": "test", "config": config, "last_step": 99, "resumed": resume_step is not None}
+    told = Tracked(str(run.path), run.name, **(values | changes))
+    return RunTracker(run, lambda: TrackerProcesses(names, told, run, lost), resume_step=resume_step)
