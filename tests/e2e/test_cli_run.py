@@ -33,6 +33,8 @@ from fp8rl.rl.run.interrupts import INTERRUPTED
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.served import served_bytes
+from tests.golden import runs as golden_runs
+from tests.golden.runs import DEMO
 from tests.support.cli_runs import FP8RL, SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
@@ -40,21 +42,21 @@ from tests.support.recompute import first_step, trained_scores
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-STEPS = 3
+STEPS, PROMPTS, GROUP = 6, 8, 8
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedRun]:
-    """A finished run of the arithmetic example, in which kernels are compiled, as they are for a user. Whoever computes
-    with its model later compiles nothing: the bits are the same."""
+    """A finished run, the golden one of the demo, in which kernels are compiled, as they are for a user. Whoever
+    computes with its model later compiles nothing: the bits are the same."""
     sampled = (
         f"eval.sets=[{{name: sampled, path: {EXAMPLES / 'data/arithmetic_eval.jsonl'}, problems: 8, samples: 3, "
         "temperature: 1.0, top_p: 0.9, pass_at: [1, 3], rewards: [{function: integer}]}]"
     )
-    small = [*SMALL, f"run.steps={STEPS}", "rollout.prompts_per_step=32"]
+    golden = [*DEMO.overrides, "checkpoint.every=2", "tracking.wandb.mode=offline"]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHDYNAMO_DISABLE")
-        run = StartedRun(tmp_path_factory.mktemp("run"), *small, sampled)
+        run = StartedRun(tmp_path_factory.mktemp("run"), *golden, sampled)
     try:
         run.wait_for("fp8rl: checking")
         run.first_line_s = time.monotonic() - run.started
@@ -86,6 +88,15 @@ def test_imports_can_be_interrupted(tmp_path: Path) -> None:
         assert not run.path.exists()
     finally:
         run.destroy()
+
+
+def test_its_bits_are_those_of_the_golden_run(run: StartedRun) -> None:
+    """Its metrics have others beside, those of a second set that is evaluated."""
+    if (kept := golden_runs.kept().get(DEMO.name)) is None:
+        pytest.skip(f"none is kept for {golden_runs.processor()}: python -m tests.golden makes it")
+    found = golden_runs.digests(run.path)
+    for part in ("rollouts", "manifests", "model"):
+        assert found[part] == kept[part], part
 
 
 def test_the_console_is_quiet_and_prompt(run: StartedRun) -> None:
@@ -152,15 +163,15 @@ def test_the_run_directory_is_whole(run: StartedRun) -> None:
         *(".fp8rl", "checkpoints", "engine_0.log", "log.txt", "manifests", "metrics.jsonl", "model", "report.html"),
         *("rollouts", "sessions.jsonl", "spec.yaml", "wandb"),
     ]
-    assert sorted(entry.name for entry in (run.path / "checkpoints").iterdir()) == ["step_2", "step_3"]
-    assert yaml.safe_load((run.path / "spec.yaml").read_text())["rollout"]["prompts_per_step"] == 32
+    assert sorted(entry.name for entry in (run.path / "checkpoints").iterdir()) == ["step_4", "step_6"]
+    assert yaml.safe_load((run.path / "spec.yaml").read_text())["rollout"]["prompts_per_step"] == PROMPTS
     assert (run.path / "model/model.safetensors").is_file()
     assert "<html" in (run.path / "report.html").read_text()
     for step in range(1, STEPS + 1):
         answers = rollouts(run, step)
-        assert len(answers) == 32 * 4 and {answer["abs_diff_mean"] for answer in answers} == {0.0}
-        assert len({answer["prompt"] for answer in answers}) == 32
-        assert [answer["group"] for answer in answers] == [n // 4 for n in range(32 * 4)]
+        assert len(answers) == PROMPTS * GROUP and {answer["abs_diff_mean"] for answer in answers} == {0.0}
+        assert len({answer["prompt"] for answer in answers}) == PROMPTS
+        assert [answer["group"] for answer in answers] == [n // GROUP for n in range(PROMPTS * GROUP)]
 
 
 def test_a_step_is_computed_again_from_what_the_run_left(run: StartedRun, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.golden.runs import KEPT, RUNS, digests, processor, run
+from tests.golden.runs import KEPT, RUNS, digests, kept, processor, run
 
 
 def main() -> int:
@@ -19,20 +19,18 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(golden.name for golden in RUNS)])
     parser.add_argument("--keep", action="store_true", help="keep what is found, in place of what was kept")
     asked = parser.parse_args()
-    path = KEPT / f"{processor()}.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {}
-    different = 0
+    path, known, different = KEPT / f"{processor()}.json", kept(), 0
     with tempfile.TemporaryDirectory(prefix="fp8rl-golden-") as folder:
         for golden in RUNS:
             if asked.names and golden.name not in asked.names:
                 continue
             found = digests(run(golden, Path(folder)))
-            if asked.keep or golden.name not in kept:
-                kept[golden.name] = found
+            if asked.keep or golden.name not in known:
+                known[golden.name] = found
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(kept, indent=2) + "\n")
+                path.write_text(json.dumps(known, indent=2) + "\n")
                 print(f"{golden.name}: kept for {processor()}", flush=True)
-            elif differing := [name for name, digest in found.items() if kept[golden.name].get(name) != digest]:
+            elif differing := [name for name, digest in found.items() if known[golden.name].get(name) != digest]:
                 different += 1
                 print(
                     f"{golden.name}: found other {', '.join(differing)} than those kept for {processor()}", flush=True

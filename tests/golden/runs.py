@@ -27,12 +27,19 @@ class Golden:
 
     name: str
     spec: str
-    overrides: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     model: TinyModel | None = None
 
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The keys that it sets, which decide its bits."""
+        return (*_SHORT, *self.own)
 
+
+DEMO = Golden("demo", "arithmetic.yaml", ("run.steps=6",))
+"""The run of tests/e2e/test_cli_run.py has the same bits."""
 RUNS = (
-    Golden("demo", "arithmetic.yaml", ("run.steps=6",)),
+    DEMO,
     Golden(
         "deepseek",
         "arithmetic_deepseek.yaml",
@@ -51,7 +58,7 @@ RUNS = (
 
 def run(golden: Golden, folder: Path) -> Path:
     """Train a golden run below a folder; the run's directory. Raises CalledProcessError: it failed."""
-    overrides = [*_SHORT, *golden.overrides, f"run.name={golden.name}", f"run.dir={folder}"]
+    overrides = [*golden.overrides, f"run.name={golden.name}", f"run.dir={folder}"]
     if golden.model is not None:
         write_tiny_model(folder / "models" / golden.name, golden.model)
         overrides.append(f"model.path={folder / 'models' / golden.name}")
@@ -65,6 +72,12 @@ def run(golden: Golden, folder: Path) -> Path:
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder / golden.name
+
+
+def kept() -> dict[str, dict[str, str]]:
+    """The digests of each run that are kept for this kind of processor; empty where it is unknown."""
+    path = KEPT / f"{processor()}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -54,5 +54,5 @@ def tracking(
     """Record a run, and tell it to the trackers of these names. changes: of what they are told about it."""
     config = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}
     values = {"project": "test", "config": config, "last_step": 99, "resumed": resume_step is not None}
-    told = Tracked(str(run.path), run.name, **(values | changes))
+    told = Tracked(str(run.path), "demo", **(values | changes))
     return RunTracker(run, lambda: TrackerProcesses(names, told, run, lost), resume_step=resume_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,9 @@ class Wandb(Tracker):
     def __init__(self, run: Tracked) -> None:
         self._name, place = run.name, run.place("wandb")
         os.environ.setdefault("WANDB_DATA_DIR", str(place / "data"))  # it would stage its tables in the user's home
+        # wandb would remove its temporary folders in exit handlers, which a tracker's process does not run.
+        self._temporary = tempfile.TemporaryDirectory(prefix="fp8rl-wandb-")
+        tempfile.tempdir = self._temporary.name
         self._run = _start(run, place)
         self._upload = Upload(Path(self._run.dir).parent, place / "upload.log") if run.online else None
         self._lost_part = ""
@@ -143,6 +147,7 @@ class Wandb(Tracker):
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=int(failed))
         wandb.teardown(int(failed))
+        self._temporary.cleanup()
         upload_seconds = _UPLOAD_SHARE * seconds
         if (lost := self.lost_part) == "" and self._upload is not None and not self._upload.finish(upload_seconds):
             lost = _upload_lost(self._upload)

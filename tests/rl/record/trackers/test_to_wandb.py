@@ -68,7 +68,7 @@ def test_wandb_gets_rows_in_groups_rare_tables_and_alerts(run: RunDir, monkeypat
             tracker.log(step, row, lambda: (RECORDS, []))
         append_event(run.events, FIRED)
         tracker.finish({"accuracy_after": 0.9})
-    assert not list(temporary.rglob("*.table.json")), "a long run would fill the disk"
+    assert [path.name for path in temporary.iterdir() if "symon" not in path.name] == []
     assert list(run.path.glob("wandb/data/artifacts/staging/*")), "tables are staged inside the run"
 
     records = wandb_records(run)
