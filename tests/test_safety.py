@@ -22,6 +22,7 @@ REMOVALS = {
     "numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
     "rl/record/run_dir.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
     "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
+    "rl/record/trackers/to_wandb.py": {"TemporaryDirectory"},  # of wandb itself
     "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
     "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`

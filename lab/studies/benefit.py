@@ -2,18 +2,21 @@
 
 A run is `fp8rl train` of the demo's model, M, in a folder of its own; on SmolLM2-135M each seed would take days. The 80
 runs are made in parts: `python -m lab.studies.benefit --hours 2` begins or resumes runs for two hours and lets the last
-ones end. `fp8rl study benefit` judges the finished runs, once none is missing.
+ones end. What a run came to is kept as a line of `docs/studies/benefit/runs.jsonl`, so the next part may be made on
+another machine. `fp8rl study benefit` judges the finished runs, once none is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from fp8rl.numerics.core.files import append_line
 from fp8rl.rl.record.metrics_log import Row, read_metrics
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
@@ -21,6 +24,7 @@ from lab.studies.harness.lab import Lab, trained
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
 
 RUNS = Path("runs/benefit")
+KEPT = Path("docs/studies/benefit/runs.jsonl")
 STEPS, QUICK_STEPS = 300, 2
 EVALUATED_EVERY = 20
 SEEDS = 5
@@ -56,6 +60,9 @@ class Job:
     seed: int
     steps: int
     folder: Path
+    """Its own folder lies here."""
+    kept: Path
+    """The file that has a line for each finished run."""
 
     @property
     def name(self) -> str:
@@ -65,9 +72,20 @@ class Job:
         """The metrics of its steps so far."""
         return read_metrics(self.folder / self.name / "metrics.jsonl")
 
-    def is_finished(self) -> bool:
-        rows = self.rows()
-        return bool(rows) and rows[-1]["step"] == self.steps
+    def outcome(self) -> dict[str, float] | None:
+        """What the run came to, as it is kept; None if it is not finished."""
+        lines = self.kept.read_text().splitlines() if self.kept.is_file() else []
+        found = (line["outcome"] for line in map(json.loads, lines) if (line["arm"], line["seed"]) == self._key)
+        return next(found, None)
+
+    def keep(self) -> None:
+        arm, seed = self._key
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        append_line(self.kept, json.dumps({"arm": arm, "seed": seed, "outcome": outcome(self.rows())}))
+
+    @property
+    def _key(self) -> tuple[str, int]:
+        return self.arm, self.seed
 
 
 def arms() -> Iterator[tuple[str, Settings]]:
@@ -77,14 +95,14 @@ def arms() -> Iterator[tuple[str, Settings]]:
             yield f"{updates}: {arm}", {**settings, **own}
 
 
-def jobs(seeds: Sequence[int], folder: Path, steps: int = STEPS) -> list[Job]:
+def jobs(seeds: Sequence[int], folder: Path = RUNS, kept: Path = KEPT, steps: int = STEPS) -> list[Job]:
     """Every run; a seed's runs of all arms come before the next seed's."""
-    return [Job(arm, seed, steps, folder) for seed in seeds for arm, _ in arms()]
+    return [Job(arm, seed, steps, folder, kept) for seed in seeds for arm, _ in arms()]
 
 
 def make(job: Job, until: float) -> None:
     """Begin a run, or resume it, unless it is finished or the time, in seconds as `time.time` counts, is over."""
-    if job.is_finished() or time.time() > until:
+    if job.outcome() is not None or time.time() > until:
         return
     settings = {
         **dict(arms())[job.arm],
@@ -95,26 +113,27 @@ def make(job: Job, until: float) -> None:
     }
     resume = (job.folder / job.name).exists()
     trained(live.EXAMPLES / "arithmetic.yaml", job.folder, job.name, settings, resume=resume)
+    job.keep()
 
 
 def measure(lab: Lab) -> Measurement:
     """Read the runs that are finished. A quick run makes short ones of some arms."""
     lab.specs["FP8"] = live.exact().spec.digest()
-    known = jobs(lab.seeds, RUNS)
+    known = jobs(lab.seeds)
     if lab.quick:
         chosen = [f"one update: {arm}" for arm in QUICK_ARMS]
-        known = [job for job in jobs(lab.seeds, lab.scratch, QUICK_STEPS) if job.arm in chosen]
+        quick = jobs(lab.seeds, lab.scratch, lab.scratch / "runs.jsonl", QUICK_STEPS)
+        known = [job for job in quick if job.arm in chosen]
         lab.each(make, [(job, time.time() + 3600) for job in known], "runs")
-    by_arm: dict[str, list[Job]] = {}
+    by_arm: dict[str, dict[int, dict[str, float] | None]] = {}
     for job in known:
-        by_arm.setdefault(job.arm, []).append(job)
+        by_arm.setdefault(job.arm, {})[job.seed] = job.outcome()
     values, missing = {}, []
     for arm, mine in by_arm.items():
-        absent = [str(job.seed) for job in mine if not job.is_finished()]
-        if absent:
-            missing.append(f"{arm}, seeds {', '.join(absent)}")
+        found = [one for one in mine.values() if one is not None]
+        if len(found) < len(mine):
+            missing.append(f"{arm}, seeds {', '.join(str(seed) for seed, one in mine.items() if one is None)}")
             continue
-        found = [outcome(job.rows()) for job in mine]
         values[arm] = {metric: [one[metric] for one in found] for metric in found[0]}
     steps = QUICK_STEPS if lab.quick else STEPS
     subject = f"M, 1.0M parameters, {steps} GRPO steps, answers of up to 20 tokens, no KL"
@@ -188,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make or resume runs of the study `benefit`.")
     parser.add_argument("--hours", type=float, required=True, help="No run begins after this time.")
     hours = parser.parse_args().hours
-    todo = [job for job in jobs(range(SEEDS), RUNS) if not job.is_finished()]
+    todo = [job for job in jobs(range(SEEDS)) if job.outcome() is None]
     until = time.time() + 3600 * hours
     print(f"{len(todo)} runs are to be made or resumed in {RUNS}", flush=True)
     Lab(False, (), RUNS, lambda _: None).each(_make_aloud, [(job, until) for job in todo], "runs")
@@ -196,7 +215,7 @@ def main() -> None:
 
 def _make_aloud(job: Job, until: float) -> None:
     make(job, until)
-    if job.is_finished():
+    if job.outcome() is not None:
         print(f"{job.arm}, seed {job.seed}: finished", flush=True)
 
 

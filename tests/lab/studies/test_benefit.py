@@ -10,7 +10,7 @@ import pytest
 
 from fp8rl.rl.experiment import load_experiment
 from lab.studies import benefit
-from lab.studies.benefit import RUNS, SEEDS, STEPS, STUDY, Job, arms, collapsed, jobs, make, outcome
+from lab.studies.benefit import SEEDS, STEPS, STUDY, Job, arms, collapsed, jobs, make, outcome
 from lab.studies.harness.claims import judge
 from lab.studies.harness.lab import EXAMPLES
 from lab.studies.run import run_study
@@ -19,7 +19,7 @@ from lab.studies.run import run_study
 def write_rows(job: Job, last: int, accuracy: float = 0.9) -> None:
     """A run's metrics up to a step, with an evaluation before it and at each step."""
     path = job.folder / job.name
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     metrics = {"train/grad_norm": 1.0, "train/entropy": 0.5, "mismatch/train_rollout_logprob_abs_diff_mean": 0.0}
     rows = [{"step": step, "eval/accuracy": accuracy, **metrics} for step in (0, last)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -28,9 +28,9 @@ def write_rows(job: Job, last: int, accuracy: float = 0.9) -> None:
 def test_every_arm_is_a_spec_and_has_folders_of_its_own() -> None:
     for _, settings in arms():
         load_experiment(EXAMPLES / "arithmetic.yaml", [f"{key}={value}" for key, value in settings.items()])
-    names = [job.name for job in jobs(range(SEEDS), RUNS)]
+    names = [job.name for job in jobs(range(SEEDS))]
     assert len(names) == len(set(names)) == 80
-    assert {job.seed for job in jobs(range(SEEDS), RUNS)[:16]} == {0}, "one seed of all arms comes first"
+    assert {job.seed for job in jobs(range(SEEDS))[:16]} == {0}, "one seed of all arms comes first"
 
 
 def test_a_collapse_is_a_fall_to_half_of_the_best_so_far() -> None:
@@ -54,9 +54,15 @@ def test_a_finished_run_is_not_run_again_and_an_unfinished_one_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = []
-    monkeypatch.setattr(benefit, "trained", lambda *run, resume: began.append((run[2], resume)))
-    finished, unfinished, new = jobs([0], tmp_path)[:3]
+
+    def trained(*run: object, resume: bool) -> None:
+        began.append((run[2], resume))
+        write_rows(next(job for job in (unfinished, new) if job.name == run[2]), STEPS)
+
+    monkeypatch.setattr(benefit, "trained", trained)
+    finished, unfinished, new = jobs([0], tmp_path, tmp_path / "runs.jsonl")[:3]
     write_rows(finished, STEPS)
+    finished.keep()
     write_rows(unfinished, 40)
     for job in (finished, unfinished, new):
         make(job, time.time() - 1)
@@ -64,13 +70,16 @@ def test_a_finished_run_is_not_run_again_and_an_unfinished_one_resumes(
     for job in (finished, unfinished, new):
         make(job, time.time() + 60)
     assert began == [(unfinished.name, True), (new.name, False)]
+    assert [job.outcome() for job in (unfinished, new)] == [finished.outcome()] * 2, "kept, wherever its folder is"
 
 
 def test_missing_arms_are_named_and_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benefit, "RUNS", tmp_path / "runs")
-    for job in jobs(range(SEEDS), tmp_path / "runs"):
+    kept = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(benefit, "jobs", lambda seeds: jobs(seeds, tmp_path / "runs", kept))
+    for job in jobs(range(SEEDS), tmp_path / "runs", kept):
         if job.arm.startswith("one update") and (job.arm, job.seed) != ("one update: native FP8", 3):
             write_rows(job, STEPS, 0.1 if "slow" in job.arm else 0.9)
+            job.keep()
     result = run_study(STUDY, quick=False, seeds=None, folder=tmp_path, say=print)
     assert "one update: native FP8, seeds 3" in result.measurement.missing
     assert "four updates: exact FP8, seeds 0, 1, 2, 3, 4" in result.measurement.missing
