@@ -47,6 +47,17 @@ def test_engines_that_hold_something_else_get_everything() -> None:
     assert all(name.startswith(DELTA) for name in sent(last, tensors, 7, since=6))
 
 
+def test_what_changes_back_is_sent_again() -> None:
+    """A delta is to the last sync: bytes that are again as in the first one have changed since."""
+    last, tensors = LastSent(), weights()
+    sent(last, tensors, 0, since=None)
+    held, first = tensors[Q].clone(), tensors[Q][3, 5].clone()
+    for version, value in enumerate((first + 1, first), start=1):
+        tensors[Q][3, 5] = value
+        apply(sent(last, tensors, version, since=version - 1)[DELTA + Q], held)
+        assert torch.equal(held, tensors[Q])
+
+
 def test_after_a_sync_that_broke_off_everything_is_sent() -> None:
     last, tensors = LastSent(), weights()
     sent(last, tensors, 0, since=None)

@@ -32,6 +32,15 @@ def test_trajectories_become_rows_of_prompt_and_generation() -> None:
     assert batch.temperature == 0.7
 
 
+def test_what_an_environment_says_is_context() -> None:
+    """Its words are read, not learnt; log-probabilities are of the model's tokens, in their order."""
+    talk = replace(trajectory([11], [12, 13, 14, 15, 16], [-0.5, -0.25, -2.0]), environment_spans=((1, 3),))
+    batch = batch_from_trajectories([talk], 1.0)
+    assert batch.tokens.tolist() == [[11, 12, 13, 14, 15, 16]]
+    assert batch.loss_mask.int().tolist() == [[0, 1, 0, 0, 1, 1]]
+    assert batch.fields["rollout_logprobs"].tolist() == [[0, -0.5, 0, 0, -0.25, -2.0]]
+
+
 def test_logprobs_arrive_bit_for_bit() -> None:
     values = torch.tensor([-0.1, -1.2345678, -17.25], dtype=torch.float32)
     batch = batch_from_trajectories([trajectory([1], [2, 3, 4], values.tolist())], 1.0)
