@@ -31,7 +31,7 @@ class Describing(TrainerGroup):
         self.extra, self.files = extra, {"state/common.pt": f"of step {extra['step']}", **texts}
 
     def write(self, path: Path) -> None:
-        self.may_write.wait()
+        assert self.may_write.wait(30), "a test that fails says so before"
         if self.failure is not None:
             raise self.failure
         (path / "state").mkdir(parents=True)
