@@ -20,7 +20,8 @@ WRITTEN = (
     "capsules/step_3/weights/model-00001-of-00002.safetensors capsules/.step_4.partial/tensors.safetensors "
     "model/config.json model/model.safetensors adapter/adapter_model.safetensors .metrics.jsonl.partial "
     "served/start/config.json ray_logs/raylet.out wandb/run_id wandb/offline-run-20261125_023255-d99b2f73/debug.log "
-    "tensorboard/events.out.tfevents.1.host trackio/run.db mlflow/mlflow.db"
+    "tensorboard/events.out.tfevents.1.host trackio/run.db mlflow/mlflow.db "
+    "wandb/log.txt tensorboard/log.txt trackio/log.txt mlflow/log.txt"
 ).split()
 """One of each that a run of 6555c90 and its trackers leave."""
 
