@@ -28,10 +28,10 @@ def follow(
     tracker: Tracker,
     run: Tracked,
     begin: Mapping[str, int],
-    ended: Callable[[], bool],
+    ended: threading.Event,
     say: Callable[[str], object],
 ) -> None:
-    """Tell a tracker of every new row, event and rollout, until `ended` and none is left.
+    """Tell a tracker of every new row, event and rollout, until the run has ended and none is left.
 
     begin: bytes of each file that are not new. say: told once what the tracker says it has lost.
     """
@@ -41,7 +41,7 @@ def follow(
     to_show: int | None = None
     said = ""
     while True:
-        last, busy = ended(), False
+        last, busy = ended.is_set(), False
         for row in rows:
             busy = True
             _show(tracker, files, to_show)  # a run writes the rollouts of a step before the next step's row
@@ -57,7 +57,7 @@ def follow(
             _show(tracker, files, to_show)
             return
         if not busy:
-            time.sleep(_LOOK_SECONDS)
+            ended.wait(_LOOK_SECONDS)
 
 
 class _Lines:
@@ -90,15 +90,15 @@ def main() -> None:
     to_owner = os.dup(1)
     os.dup2(2, 1)
     asked = json.loads(sys.stdin.readline())
-    end: list[str] = []
-    threading.Thread(target=_listen, args=(end,), name="lifeline", daemon=True).start()
+    ended, end = threading.Event(), [""]
+    threading.Thread(target=_listen, args=(ended, end), name="lifeline", daemon=True).start()
     run = Tracked(**asked["run"])
     tracker = start(sys.argv[1], run)
 
     def say(sentence: str) -> None:
         os.write(to_owner, sentence.encode())
 
-    follow(tracker, run, asked["begin"], lambda: bool(end), say)
+    follow(tracker, run, asked["begin"], ended, say)
     told = tracker.lost_part
     orphaned = {"failed": True, "summary": {}, "seconds": _ORPHAN_SECONDS}
     tracker.finish(**(json.loads(end[0]) if end[0] else orphaned))
@@ -108,8 +108,10 @@ def main() -> None:
     os._exit(0)  # a library's own threads may wait for a server that is gone
 
 
-def _listen(end: list[str]) -> None:
-    end.append(sys.stdin.readline())
+def _listen(ended: threading.Event, end: list[str]) -> None:
+    """Wait for the line that says how the run ended, and put it into `end`; it stays empty if the owner has died."""
+    end[0] = sys.stdin.readline()
+    ended.set()
     if not end[0]:
         time.sleep(_ORPHAN_SECONDS)
         os.killpg(0, signal.SIGKILL)  # the whole session: nobody waits for what hangs
