@@ -219,7 +219,7 @@ def draw(measurement: Measurement) -> Mapping[str, figures.Figure]:
             at, means = zip(*points, strict=True)
             figures.curve(axes, at, means, name=arm, index=index, band=False, marker="o")
         axes.set_xticks(range(len(found[by])), [name for name, _, _ in found[by]], rotation=30, ha="right")
-        axes.set(xlabel=by, ylabel="mean abs d, nats")
+        axes.set(xlabel=breakdown.AXES[by], ylabel="mean abs d, nats")
     figures.legend(where.axes[2], columns=2)
     return {"cases": sides, "where": where}
 

@@ -17,6 +17,8 @@ LENGTHS = (1, 9, 17, 25, 33)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.01)
 """Bounds of the bins; a bin has its lower bound and not its upper one."""
 EDGES: dict[str, Sequence[float]] = {"position": POSITIONS, "length": LENGTHS, "probability": PROBABILITIES}
+AXES = {"position": "position, tokens", "length": "length of the answer, tokens", "probability": "probability"}
+"""What the axes of figures say."""
 
 
 @dataclass(frozen=True)
