@@ -358,6 +358,7 @@ def test_a_part_of_a_long_dump_is_scored(
     assert sorted(row.place for row in report.worst) == ["line 1", "line 5", "line 9"]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_verdict_the_comparisons_and_a_chart_of_each_breakdown(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:
@@ -397,6 +398,7 @@ def slime_samples(tokens: list[list[int]], logprobs: Tensor) -> list[dict[str, A
     ]
 
 
+@pytest.mark.slow
 def test_dumps_of_slime_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
     logprobs = said(model, tokens)
     samples = slime_samples(tokens, logprobs)

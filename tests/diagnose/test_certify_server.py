@@ -37,6 +37,7 @@ def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
         return certify_server(url + path, **options)
 
 
+@pytest.mark.slow
 def test_a_server_is_certified_without_the_libraries_of_a_run() -> None:
     libraries = {"ray", "megatron", "mbridge", "sglang", "transformers", "torch"}
     code = f"import fp8rl.diagnose.certify, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"

@@ -20,6 +20,7 @@ def totals_of(question: str) -> list[int]:
     return [eval(question[:end]) for end in (3, 5, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "eval"])
 def test_every_committed_answer_is_right(name):
     for problem in load_problems(Source(EXAMPLES / "data" / f"arithmetic_{name}.jsonl")):
@@ -36,6 +37,7 @@ def test_the_committed_files_are_those_of_the_generator(tmp_path):
         assert path.read_bytes() == (EXAMPLES / "data" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.slow
 def test_held_out_problems_stay_out_of_training_and_warm_start():
     train, held_out, warm = (
         {p.question for p in load_problems(Source(EXAMPLES / "data" / f"arithmetic_{name}.jsonl"))}

@@ -35,6 +35,7 @@ def test_a_model_is_asked_every_problem_of_a_file(data: Path) -> None:
     assert experiment.rollout.max_new_tokens == experiment.rollout.context_length - len(["user", *"1+1=?", "assistant"])
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path) -> None:
     run = new_run(Path("it"))
     spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["numerics.trainer=bf16", "eval.problems=7"])

@@ -35,6 +35,7 @@ RECORD = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 7, True, [1, 2], [3], [-0.5], 
 EVENT = Event(2, "train/loss", 0.25, "above 0.1", "warn", None, "train/loss is 0.25")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_as_its_files_say(path: Path) -> None:
     run = Run(path)
     assert run.name == "it" and run.spec.run.steps == 2

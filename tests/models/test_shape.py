@@ -66,6 +66,7 @@ def test_parameters_are_those_of_transformers_model(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) + bias == read_shape(CONFIGS / name).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TinyModel.families())
 def test_flops_are_those_that_torch_counts_of_transformers_model(family: str, tmp_path: Path) -> None:
     """Of a forward without a mask that saves anything; the rest is the rotation, a product of angles and positions, of

@@ -75,6 +75,7 @@ def test_eight_h200_hold_what_the_review_of_the_gpu_path_found(eight_h200: Plan)
     assert eight_h200.largest_micro_batch["colocated"] == pytest.approx(3000, rel=0.1)
 
 
+@pytest.mark.slow
 def test_four_and_four_h200_do_not_hold_it() -> None:
     """The review: 149.6 GiB of trainer state per rank."""
     plan = planned("qwen3_30b_a3b", "trainer.ep=4", gpu="h200", gpus=4)
@@ -137,6 +138,7 @@ def test_logits_are_those_of_a_chunk_and_its_weight_s_gradient_is_beside_them(ei
     assert logit_bytes(replace(job, layout=layout), 4096) == 6 * vocab * 512 + 4 * vocab * 2048
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_counts_a_chunk_of_logits() -> None:
     keys = ("trainer.recompute=layer", "trainer.ep=8", "trainer.dp=8")
     plans = {each: planned("qwen3_30b_a3b", *keys, f"trainer.head_chunk_tokens={each}", gpu="h200", gpus=8)
@@ -163,6 +165,7 @@ def test_rows_end_to_end_fill_a_micro_batch(eight_h200: Plan) -> None:
     assert [tokens(10 * share, packing) for packing in (False, True)] == [share, share]
 
 
+@pytest.mark.slow
 def test_a_group_s_prompt_is_computed_once() -> None:
     """Two groups of eight rows of 96 tokens and answers of 32, by their lists of keys."""
     keys = (
@@ -179,6 +182,7 @@ def test_a_group_s_prompt_is_computed_once() -> None:
     assert flat.job.laid_tokens == flat.job.tokens and flat.job.mean_keys == 48
 
 
+@pytest.mark.slow
 def test_the_first_stage_keeps_most_micro_batches() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.pp=4", "trainer.ep=2", gpu="h200", gpus=8)
     first, last = (activation_bytes(plan.job, stage) for stage in (0, 3))
@@ -186,6 +190,7 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
     assert "logits" in plan.stages[3].held and "logits" not in plan.stages[0].held
 
 
+@pytest.mark.slow
 def test_offloading_conflicts_with_weights_held_in_fp8() -> None:
     offloaded = ("numerics.mode=native", "trainer.optimizer.offload=true")
     plan = planned("qwen3_8b", *offloaded, gpus=8)
@@ -364,6 +369,7 @@ def test_a_spec_whose_model_is_not_there_yet_is_planned_with_the_config_of_its_n
     assert planned(str(EXAMPLES / "arithmetic.yaml")).parameters == 1_019_008
 
 
+@pytest.mark.slow
 def test_a_plan_that_leaves_little_free_says_so() -> None:
     """6,144 tokens in a micro-batch: 136.3 of 149.3 GB by calculation."""
     plan = planned(str(EXAMPLES / "gsm8k.yaml"), "trainer.micro_batch_tokens=6144", gpu="h200")

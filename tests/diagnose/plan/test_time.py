@@ -63,6 +63,7 @@ def test_fp8_is_slower_for_qwen3_30b_on_8_h200_at_small_steps() -> None:
     assert pays(large) == "FP8 may be faster or slower here"
 
 
+@pytest.mark.slow
 def test_the_break_even_is_where_the_ratio_crosses_one() -> None:
     job = on_h200()
     _, tokens = break_even(job, GPUS["h200"], EFFICIENCY)

@@ -34,6 +34,7 @@ def test_every_architecture_meets_an_engine_in_whole_runs() -> None:
     assert {model.family for model in runs.MODELS.values()} == set(TinyModel.families())
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_fails_keeps_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_finished_run_is_not_run_again_and_an_unfinished_one_resumes(
     assert [job.outcome() for job in (unfinished, new)] == [finished.outcome()] * 2, "kept, wherever its folder is"
 
 
+@pytest.mark.slow
 def test_missing_arms_are_named_and_there_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "runs.jsonl"
     monkeypatch.setattr(benefit, "jobs", lambda seeds: jobs(seeds, tmp_path / "runs", kept))

@@ -51,6 +51,7 @@ def test_bytes_count_and_not_elements() -> None:
     assert [[name for name, _ in shard] for shard in shards(tensors, LIMIT)] == [["a", "b"], ["c"]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 130)))
 def test_every_tensor_once_in_order_and_no_shard_that_could_have_taken_the_next(sizes: list[int]) -> None:
     packed = list(shards(named(sizes), LIMIT))

@@ -128,6 +128,7 @@ def compare_gradients(q, k, v, positions):
         assert error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
 
 
+@pytest.mark.slow
 def test_strided_inputs_are_read_in_place():
     """As in the trainer: [T, B, ...] transposed, k and v parts of one product."""
     packed = random(70, 2, 4, 64, seed=5)

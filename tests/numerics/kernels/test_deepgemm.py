@@ -82,6 +82,7 @@ def test_a_product_goes_to_the_library_that_was_allowed(rows):
     assert gemm(a, b, torch.bfloat16).equal(ours) and stand_in.calls == ["dense"]
 
 
+@pytest.mark.slow
 def test_what_it_does_not_know_stays_with_our_kernels():
     stand_in = StandIn(wrong=1)
     deepgemm.allow(stand_in.library)

@@ -50,6 +50,7 @@ def test_a_norm_that_is_kept_and_quantized(hidden, scale):
         assert same(rows.data, codes.data) and same(rows.scale_inv, codes.scale_inv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim", "rotary", "scaling"),
     [
@@ -81,6 +82,7 @@ def test_heads_that_are_normed_rotated_and_stored(heads, key_heads, dim, rotary,
         assert [x.shape for x in none] == [(0, heads, dim), (0, key_heads, dim)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "k"), [(5, 8, 2, 384), (37, 60, 7, 200), (2, 128, 1, 1024), (150, 3, 3, 128)]
 )
@@ -99,6 +101,7 @@ def test_rows_that_are_laid_out_for_their_experts(tokens, experts, top_k, k):
             assert torch.equal(getattr(tiles, name), getattr(expected, name)), name
 
 
+@pytest.mark.slow
 def test_routed_experts():
     """With rows that a norm quantized and without, against the sorted pairs op by op."""
     x, weight = random(9, 256, scale=2), random(256, seed=4)

@@ -67,6 +67,7 @@ def test_a_cache_whose_states_do_not_lie_in_one_piece_is_refused():
         gated_delta.paged_gated_delta_rule(*rows, cache, lengths(1), lengths(1), lengths(1).bool())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True])
 def test_the_convolution_is_the_definition(given):
     x, weight = random(sum(LENGTHS), 200), random(200, 4, seed=1)

@@ -101,6 +101,7 @@ def test_a_row_has_the_same_bits_among_any_others():
         same(gemm(part(a, rows), b, torch.bfloat16), whole[rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_unquantized_row_has_the_same_bits_among_any_others(dtype):
     a, b = numbers(200, 192, dtype=dtype).to(DEVICE), numbers(130, 192, seed=1, dtype=dtype).to(DEVICE)

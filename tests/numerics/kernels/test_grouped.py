@@ -94,6 +94,7 @@ def test_unquantized_rows_are_those_of_matmul():
         same(found[span], gemm(x[span], weights[expert], torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_experts_do_not_see_each_other():
     """NaN in one expert's rows and matrix, and beyond the edges of all, stays there."""
     spoiled = spans(COUNTS)[2]

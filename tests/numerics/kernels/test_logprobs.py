@@ -81,6 +81,7 @@ def test_each_row_has_its_own_temperature():
             assert torch.equal(single.grad[0], leaf.grad[row])
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_every_batch_and_dtype():
     logits, tokens = case(9001, torch.bfloat16)
     whole = token_logprobs(logits, tokens, 0.9)

@@ -25,6 +25,7 @@ def adapter(n, parts=1, experts=(), k=K, rank=RANK):
     return LowRank(a, dataclasses.replace(fused, index=index).wide(b).requires_grad_(), SCALE, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
 def test_an_adapted_product(spec):
     def run():
@@ -105,6 +106,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
             assert torch.equal(ops.low_rank_of(x, alone), plus[:, mine.to(x.device)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
 def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec):
     x, w, low_rank = random(70, K), random(64, K, seed=1, scale=0.1), adapter(64)

@@ -59,6 +59,7 @@ def test_a_weight_that_is_frozen_gets_no_gradient(backward):
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_products_of_experts_one_by_one():
     """As those with a merged adapter are, whose gradient reaches the weight."""
 

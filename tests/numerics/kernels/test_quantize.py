@@ -220,6 +220,7 @@ def test_every_bf16_amax_has_the_power_of_two_of_the_division(format):
     check_power_of_two_scales((amax << 16).view(torch.float32), format)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.integers(0, 0x7F800000), st.sampled_from(FORMATS))
 def test_any_fp32_amax_has_the_power_of_two_of_the_division(bits, format):

@@ -119,6 +119,7 @@ def attention64(paths, q, k, v):
     return torch.einsum("hqt,thd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
+@pytest.mark.slow
 @BOTH
 def test_results_and_gradients_are_those_of_float64(op, flat_op, shapes):
     tree, paths = tree_here(branching(40, 20, 20, seed=1))

@@ -40,6 +40,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths
     return torch.stack(found)
 
 
+@pytest.mark.slow
 def test_a_token_has_the_same_bits_in_a_batch_and_alone_in_one_piece_in_chunks_of_96_and_one_by_one() -> None:
     rows = tokens(sum(LENGTHS))
     together, states = ops.gated_delta_rule(*rows, torch.tensor(LENGTHS))

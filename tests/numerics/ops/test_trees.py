@@ -41,6 +41,7 @@ def float64_gradients(q: Tensor, k: Tensor, v: Tensor, scale: float, dout: Tenso
     return torch.autograd.grad(out, (q, k, v), dout.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 def test_every_row_has_its_own_bits_and_gradients_are_the_sums_of_rows(spans: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def test_results_and_figures_are_kept_and_the_page_is_written_from_them(
     assert contents() == before
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_no_change_to_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(tmp_path, monkeypatch, made_up())
     run_and_keep()
@@ -85,6 +86,7 @@ def test_what_was_kept_is_no_change_to_the_checkout(tmp_path: Path, monkeypatch:
     assert provenance()["dirty"]
 
 
+@pytest.mark.slow
 def test_controls_that_fail_are_said_and_what_was_kept_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(tmp_path, monkeypatch, made_up())
     run_and_keep()
@@ -110,6 +112,7 @@ def test_files_that_change_while_studies_run_are_said(tmp_path: Path, monkeypatc
     assert not KEPT.exists()
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(tmp_path, monkeypatch, made_up())
     run_and_keep()
@@ -129,6 +132,7 @@ def test_a_copy_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monkey
     assert [path.name for path in KEPT.iterdir()] == [NAME]
 
 
+@pytest.mark.slow
 def test_a_later_keep_replaces_the_figures_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(tmp_path, monkeypatch, made_up())
     run_and_keep()
@@ -148,6 +152,7 @@ def test_claims_that_were_changed_after_their_measurement_show(tmp_path: Path, m
     assert "**The claims were changed after they were measured.**" in PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_a_claim_that_came_later_waits_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(tmp_path, monkeypatch, made_up())
     run_and_keep()

@@ -74,6 +74,7 @@ def test_holm_keeps_the_order_and_never_helps(p_values: dict[str, float]) -> Non
     assert [corrected[name] for name in ordered] == sorted(corrected.values())
 
 
+@pytest.mark.slow
 def test_no_resample_beyond_the_threshold_is_no_certainty() -> None:
     rows = [np.random.default_rng(3).normal(size=400).tolist() for _ in range(3)]
     found = estimate(rows, None, "value")
