@@ -144,14 +144,14 @@ class Wandb(Tracker):
     def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
         import wandb
 
+        lost = self.lost_part  # before the record ends, since an upload that ends after it has ended well
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=int(failed))
         wandb.teardown(int(failed))
         self._temporary.cleanup()
-        upload_seconds = _UPLOAD_SHARE * seconds
-        if (lost := self.lost_part) == "" and self._upload is not None and not self._upload.finish(upload_seconds):
-            lost = _upload_lost(self._upload)
-        self._upload, self._lost_part = None, lost
+        upload, self._upload = self._upload, None
+        if upload is not None and not upload.finish(_UPLOAD_SHARE * seconds) and not lost:
+            self._lost_part = _upload_lost(upload)
 
 
 def _upload_lost(upload: Upload) -> str:
