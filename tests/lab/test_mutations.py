@@ -19,5 +19,6 @@ def test_a_mutation_changes_one_piece_and_is_still_a_program(mutation: Mutation)
 
 
 def test_each_area_has_ten_and_each_has_a_name_of_its_own() -> None:
-    assert Counter(mutation.area for mutation in mutations()) == {"numerics": 10, "sync": 10, "run": 10}
-    assert len({mutation.name for mutation in mutations()}) == 30
+    areas = Counter(mutation.area for mutation in mutations())
+    assert areas.keys() == {"numerics", "sync", "run"} and min(areas.values()) >= 10
+    assert len({mutation.name for mutation in mutations()}) == areas.total()

@@ -32,6 +32,14 @@ def test_nan_stays_and_bf16_is_left_alone() -> None:
     assert BF16_CACHE.dtype == torch.bfloat16
 
 
+def test_a_result_over_rows_that_are_keys_and_values_in_one_has_the_scale_of_keys() -> None:
+    kv = KVFormat(True, key_scale=4.0, value_scale=0.5)
+    rows, weights = torch.randn(12, 8).bfloat16(), torch.randn(3, 12, dtype=torch.float64).softmax(-1)
+    found = kv.result_of_keys(weights @ kv.keys(rows).double())
+    rounding = 2**-4 * (weights @ rows.double().abs()) + 4.0 * 2**-10  # half a step of E4M3, normal or not
+    assert ((found - weights @ rows.double()).abs() <= rounding).all()
+
+
 @pytest.mark.parametrize("scale", (1.0, 4.0))
 def test_gradients_go_straight_through_the_rounding(scale: float) -> None:
     """Of the numbers that a key and a value stand for, scale * code."""

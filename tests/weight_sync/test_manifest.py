@@ -50,6 +50,13 @@ def test_the_recorder_digests_what_passes_and_marks_what_is_dequantized() -> Non
     }
 
 
+def test_the_payload_of_a_delta_is_not_what_the_engine_holds() -> None:
+    recorder = Recorder(every_tensor(layers=1).tensors)
+    list(recorder.watch([("x", torch.ones(8))]))
+    sent = recorder.sent(payload=3)
+    assert (sent.bytes, sent.weight_bytes) == (3, 8 * 4)
+
+
 def test_a_digest_is_taken_before_the_tensor_is_handed_on() -> None:
     """Whatever happens to it afterwards is seen as a difference."""
     recorder = Recorder(every_tensor(layers=1).tensors)

@@ -153,6 +153,16 @@ def test_each_setting_looks_at_the_whole_distribution() -> None:
     assert kept(probs, 1.0, 4, 0.0) == kept(probs, 1.0, 5, 0.0) == [0, 1, 2, 3]
 
 
+def test_a_token_before_which_there_is_just_top_p_of_the_whole_goes() -> None:
+    """By its definition: what weighs before a token that stays is less than top-p."""
+    small = [math.log(weight / 2**40) for weight in (2048.5, 48.5)]  # fills what the FP32 logits of a quarter lack
+    logits = torch.tensor([[0.0, -math.log(2), -math.log(2), *small]])
+    weight = weights(logits, torch.zeros(1, 1), torch.ones(1, 1))
+    assert int(weight.sum()) == 2 * int(weight[0, 0]) == 2**41
+    assert floors(logits, 0.5, -1, 0.0).tolist() == [0.0]
+    assert floors(logits, 0.5 + 2**-24, -1, 0.0).tolist() == [logits[0, 1]]
+
+
 def test_equal_logits_stay_or_go_together() -> None:
     probs = [0.3, 0.1, 0.2, 0.2, 0.2]
     for setting in ((1.0, 2, 0.0), (0.35, -1, 0.0), (0.6, 3, 0.0)):

@@ -569,6 +569,13 @@ def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_aske
     assert count == 1 and text.startswith("engine 0 is lost and replaced: its canary differs by 0.25 nats")
 
 
+@pytest.mark.parametrize("engine", [[-1.0, -1.0], [-1.5, -1.0], [-1.25, -1.25]])
+def test_a_canary_differs_by_its_worst_token_whichever_side_is_surer(engine: list[float]) -> None:
+    canary = Canary([5], [1, 2], seed=-7, exact=True)
+    answer = Trajectory([5], [1, 2], engine, True, [3, 3], 0, canary.seed)
+    assert canary.difference(answer, torch.tensor([[0.0, -1.25, -1.0]])) == 0.25
+
+
 @pytest.mark.parametrize("spoilt", ["other tokens", "not a number"])
 def test_a_canary_of_other_tokens_or_without_numbers_is_no_good(stage: Stage, spoilt: str) -> None:
     engines = stage.open(1)
