@@ -151,7 +151,6 @@ PRINTS = {
     "rollout/environments/warden.py": "JSON",
     "rollout/named_functions.py": "a line of ours",
     "rollout/rewards/workers.py": "JSON",
-    "lab/mutations.py": "lines of ours",
     "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",
 }

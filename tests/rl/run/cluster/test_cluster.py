@@ -69,9 +69,16 @@ import psutil, ray
 import ray._private.node as node
 import ray._private.services as services
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.run.cluster import cluster
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 
-logs = Path(sys.argv[1])
+logs, made, make = Path(sys.argv[1]), [], cluster.make_scratch
+
+def make_scratch(*arguments):
+    made.append(make(*arguments))
+    return made[-1]
+
+cluster.make_scratch = make_scratch
 
 def refused():
     try:
@@ -99,6 +106,7 @@ services.get_node = get_node
 refused()
 left = psutil.Process().children(recursive=True)
 assert len(slow) == 1 and not left, (slow, left)
+assert made and not [folder for folder, _ in made if folder.exists()]
 with ray_cluster(logs):
     family = psutil.Process().children(recursive=True)
     names = [process.name() for process in family]
@@ -148,13 +156,11 @@ def test_an_address_that_does_not_answer_is_one_message_at_once(
 
 
 def test_each_fault_of_ray_is_one_sentence(run: Callable[..., str]) -> None:
-    """Too little memory for it; a start that fails twice and leaves no process, and one that fails once; at last a head
-    that is killed, which ends the process at once and not after the minute in which Ray looks for it."""
-    before = set(Path("/tmp").glob("fp8rl-ray-*"))
+    """Too little memory for it; a start that fails twice and leaves no process and no folder, and one that fails once;
+    at last a head that is killed, which ends the process at once and not after the minute in which Ray looks for it."""
     said = run(FAULTS, code=3).splitlines()
     memory, twice, headless = [line for line in said if "one more try" not in line]
     assert memory.startswith("memory: found ") and "Ray does not start" in memory and "End other programs" in memory
     assert twice.startswith("Ray: found 'no start, twice (The current node timed out during startup)'")
     assert "Try again when this machine is less busy" in twice
     assert headless.startswith("error: found Ray's GCS server ended (killed, ")
-    assert len(set(Path("/tmp").glob("fp8rl-ray-*")) - before) <= 1, "that of the last one, which is swept later"
