@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.golden.runs import KEPT, RUNS, digests, kept, processor, run
+from tests.golden.runs import KEPT, RUNS, SEEN_ON, digests, kept, processor, processor_model, run
 
 
 def main() -> int:
@@ -37,6 +37,10 @@ def main() -> int:
                 )
             else:
                 print(f"{golden.name}: equal", flush=True)
+    seen = known.setdefault(SEEN_ON, [])
+    if not different and not asked.names and processor_model() not in seen:
+        seen.append(processor_model())
+        path.write_text(json.dumps(known, indent=2) + "\n")
     return int(different > 0)
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from tests.support.paths import EXAMPLES
 
 KEPT = Path(__file__).with_name("kept")
 """One file for each kind of processor, as the bits of a sum depend on its instructions."""
+SEEN_ON = "seen on"
+"""The key of a file under which stand the models of processors that have had its digests."""
 _TIMELY = ("perf/", "memory/")
 _SHORT = ("run.steps=3", "eval.problems=16", "rollout.prompts_per_step=8", "tracking.wandb.mode=disabled")
 
@@ -74,8 +77,8 @@ def run(golden: Golden, folder: Path) -> Path:
     return folder / golden.name
 
 
-def kept() -> dict[str, dict[str, str]]:
-    """The digests of each run that are kept for this kind of processor; empty where it is unknown."""
+def kept() -> dict[str, Any]:
+    """The digests of each run that are kept for this kind of processor, and SEEN_ON; empty where it is unknown."""
     path = KEPT / f"{processor()}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
@@ -99,6 +102,13 @@ def processor() -> str:
     known = {key.strip(): value.split() for key, _, value in lines}
     wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in known["flags"]]
     return "-".join([*known["vendor_id"], torch.backends.cpu.get_cpu_capability(), *wide]).lower()
+
+
+def processor_model() -> str:
+    """Name the model of the processor. Models of one kind have had the same bits; that all of them do is not known."""
+    known = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    values = {key.strip(): value.strip() for key, value in known.items()}
+    return f"family {values['cpu family']}, model {values['model']}"
 
 
 def _digest(files: Iterable[Path]) -> str:
