@@ -37,14 +37,13 @@ class Mutation:
     replace: str
     """What stands in its place."""
     tests: list[str]
-    """Files of tests that must catch it, and arguments of pytest."""
+    """Files of tests that must catch it."""
 
-    def plant(self, checkout: Path) -> None:
-        path = checkout / self.file
-        text = path.read_text()
+    def planted(self, text: str) -> str:
+        """Return the file's text with the slip. Raises ValueError: the piece is not there once."""
         if text.count(self.find) != 1:
             raise ValueError(f"{self.name}: found its piece {text.count(self.find)} times in {self.file}, expected 1")
-        path.write_text(text.replace(self.find, self.replace))
+        return text.replace(self.find, self.replace)
 
 
 def mutations() -> list[Mutation]:
@@ -86,10 +85,11 @@ def main() -> int:
             raise RuntimeError(f"pytest {' '.join(every)}: found failures, expected none before anything is planted")
         print(f"{time.monotonic() - began:5.0f} s  the tests pass before anything is planted", flush=True)
         for mutation in chosen:
-            before = (checkout / mutation.file).read_text()
-            mutation.plant(checkout)
+            path = checkout / mutation.file
+            text = path.read_text()
+            path.write_text(mutation.planted(text))
             caught = not run_tests(checkout, mutation.tests)
-            (checkout / mutation.file).write_text(before)
+            path.write_text(text)
             survived += [] if caught else [mutation.name]
             print(
                 f"{time.monotonic() - began:5.0f} s  {'caught' if caught else 'SURVIVED'}  {mutation.name}", flush=True

@@ -75,17 +75,13 @@ class Job:
     def outcome(self) -> dict[str, float] | None:
         """What the run came to, as it is kept; None if it is not finished."""
         lines = self.kept.read_text().splitlines() if self.kept.is_file() else []
-        found = (line["outcome"] for line in map(json.loads, lines) if (line["arm"], line["seed"]) == self._key)
-        return next(found, None)
+        kept = {(line["arm"], line["seed"]): line["outcome"] for line in map(json.loads, lines)}
+        return kept.get((self.arm, self.seed))
 
     def keep(self) -> None:
-        arm, seed = self._key
+        """Add what the run came to as a line."""
         self.kept.parent.mkdir(parents=True, exist_ok=True)
-        append_line(self.kept, json.dumps({"arm": arm, "seed": seed, "outcome": outcome(self.rows())}))
-
-    @property
-    def _key(self) -> tuple[str, int]:
-        return self.arm, self.seed
+        append_line(self.kept, json.dumps({"arm": self.arm, "seed": self.seed, "outcome": outcome(self.rows())}))
 
 
 def arms() -> Iterator[tuple[str, Settings]]:

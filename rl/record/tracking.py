@@ -86,7 +86,7 @@ class RunTracker:
         finally:
             self._writer.shutdown()
             self._metrics.close()
-            self._trackers.finish(failed=exit_code != 0, summary=summary or {})
+            self._trackers.finish(exit_code, summary or {})
 
     def __enter__(self) -> Self:
         return self

@@ -98,17 +98,21 @@ def digests(directory: Path) -> dict[str, str]:
 def processor() -> str:
     """Name the kind of processor, by what chooses the instructions of torch's and our sums: MKL's depend on the maker,
     too."""
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    known = {key.strip(): value.split() for key, _, value in lines}
-    wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in known["flags"]]
-    return "-".join([*known["vendor_id"], torch.backends.cpu.get_cpu_capability(), *wide]).lower()
+    known = _cpuinfo()
+    wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in known["flags"].split()]
+    return "-".join([known["vendor_id"], torch.backends.cpu.get_cpu_capability(), *wide]).lower()
 
 
 def processor_model() -> str:
     """Name the model of the processor. Models of one kind have had the same bits; that all of them do is not known."""
-    known = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
-    values = {key.strip(): value.strip() for key, value in known.items()}
-    return f"family {values['cpu family']}, model {values['model']}"
+    known = _cpuinfo()
+    return f"family {known['cpu family']}, model {known['model']}"
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Read what Linux says of the last processor; all are alike."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return {key.strip(): value.strip() for key, _, value in lines}
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -14,7 +14,7 @@ from lab.mutations import ROOT, Mutation, mutations
 def test_a_mutation_changes_one_piece_and_is_still_a_program(mutation: Mutation) -> None:
     text = (ROOT / mutation.file).read_text()
     assert text.count(mutation.find) == 1 and mutation.find != mutation.replace
-    assert ast.dump(ast.parse(text.replace(mutation.find, mutation.replace))) != ast.dump(ast.parse(text))
+    assert ast.dump(ast.parse(mutation.planted(text))) != ast.dump(ast.parse(text))
     assert all((ROOT / test).exists() for test in mutation.tests)
 
 

@@ -63,9 +63,9 @@ class Tracker:
     def alert(self, text: str) -> None:
         """Tell somebody who should look at the run; `text` is an event, as the console said it."""
 
-    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
-        """Write what is not written yet. summary: values that stand for the whole run; empty if it failed. After
-        `seconds` its process is ended."""
+    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
+        """Write what is not written yet. exit_code: of the run, 0 if it ended well. summary: values that stand for the
+        whole run; empty if it failed. After `seconds` its process is ended."""
         raise NotImplementedError
 
 

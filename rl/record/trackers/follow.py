@@ -100,7 +100,7 @@ def main() -> None:
 
     follow(tracker, run, asked["begin"], ended, say)
     told = tracker.lost_part
-    orphaned = {"failed": True, "summary": {}, "seconds": _ORPHAN_SECONDS}
+    orphaned = {"exit_code": 1, "summary": {}, "seconds": _ORPHAN_SECONDS}
     tracker.finish(**(json.loads(end[0]) if end[0] else orphaned))
     if tracker.lost_part and not told:
         say(tracker.lost_part)

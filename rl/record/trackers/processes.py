@@ -59,11 +59,11 @@ class TrackerProcesses:
                 self._end(name, "it has ended")
         return set(self._lost_names)
 
-    def finish(self, failed: bool, summary: Mapping[str, Any]) -> None:
+    def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
         """Let each write what is left, for a while, then end it. A second call does nothing."""
         seconds = {name: _FINISH_SECONDS.get(name, _OTHERS_FINISH_SECONDS) for name in self._processes}
         for name in self._processes:
-            end = {"failed": failed, "summary": dict(summary), "seconds": seconds[name]}
+            end = {"exit_code": exit_code, "summary": dict(summary), "seconds": seconds[name]}
             self._write(name, json.dumps(end))
         began = time.monotonic()
         for name, process in list(self._processes.items()):

@@ -52,8 +52,8 @@ class MLflow(Tracker):
             self._described |= {name: {"unit": metric(name).unit, "meaning": metric(name).meaning} for name in metrics}
             self._client.log_dict(self._id, self._described, "metrics.json")
 
-    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
+        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
 
 
 def _flat(values: Mapping[str, object], before: str = "") -> list[tuple[str, str]]:

@@ -35,5 +35,5 @@ class Trackio(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
+    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
         self._run.finish()

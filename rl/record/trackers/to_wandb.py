@@ -141,13 +141,13 @@ class Wandb(Tracker):
     def alert(self, text: str) -> None:
         self._run.alert(title=f"{self._name}: {text.split(':')[0]}", text=text)
 
-    def finish(self, failed: bool, summary: Mapping[str, Any], seconds: float) -> None:
+    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
         import wandb
 
         lost = self.lost_part  # before the record ends, since an upload that ends after it has ended well
         self._run.summary.update(dict(summary))
-        self._run.finish(exit_code=int(failed))
-        wandb.teardown(int(failed))
+        self._run.finish(exit_code=exit_code)
+        wandb.teardown(exit_code)
         self._temporary.cleanup()
         upload, self._upload = self._upload, None
         if upload is not None and not upload.finish(_UPLOAD_SHARE * seconds) and not lost:

@@ -134,6 +134,8 @@ def test_a_resumed_run_continues_file_and_wandb_id_and_is_marked_where_it_fails(
     with tracking(run, "wandb") as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"train/loss": float(step)})
+        tracker.finish(exit_code=3)
+    assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [3], "a gate has stopped it"
     first_id = (run.path / "wandb" / "run_id").read_text()
     with (
         pytest.raises(RuntimeError, match="engine died"),
