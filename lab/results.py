@@ -49,7 +49,7 @@ def draw() -> str:
         axes.set_xlabel("step")
         axes.set_xlim(left=0)
         axes.set_ylim(0, 1.02)
-    legend(drawn.axes[1])
+    legend(drawn.axes[1], columns=2)
     return to_svg(drawn, CAPTION)
 
 
