@@ -33,8 +33,8 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         done.equal("ops that are not row-invariant here", len(variant))
         for op in variant:
             done.row({"not row-invariant": op})
-        for sizes, equal in choose_tiles(device).items():
-            done.row({f"tiles {sizes} give the bits of tiles of 128": equal})
+        for tiles, equal in choose_tiles(device).items():
+            done.row({f"tiles {tiles} give the bits of tiles of 128": equal})
     layers = [make_layer(shape, device) for _ in range(shape.layers)]
     table, final = random(shape.vocab, shape.hidden, device=device), make_norm(shape.hidden, device)
     head = random(shape.vocab, shape.hidden, device=device, scale=0.05)

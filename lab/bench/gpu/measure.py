@@ -77,7 +77,7 @@ class Sizes:
     @classmethod
     def real(cls) -> Sizes:
         """Qwen3-30B-A3B and DeepSeek-V3; of the latter's 256 experts, the 32 of one rank of 8."""
-        qwen = Layers(4, 2048, 32, 4, 128, 8, 768, 4096)  # a small vocabulary: it is the layers that are measured
+        qwen = Layers(2, 2048, 32, 4, 128, 8, 768, 4096)  # a small vocabulary: it is the layers that are measured
         return cls(
             dense=(
                 Shape("Qwen3-30B-A3B qkv", 5120, 2048),
@@ -231,6 +231,7 @@ def written(shape: Layers, device: torch.device, folder: Path) -> Path:
         experts=shape.experts,
         top_k=shape.top_k,
         vocab=max(shape.vocab, 128),
+        max_positions=8192,
     )
     path = folder / f"{shape.layers}x{shape.hidden}x{shape.experts}x{shape.vocab}"
     if not path.exists():
