@@ -32,7 +32,6 @@ from fp8rl.rollout.plugin.state import configure, state
 
 _BEYOND = 4
 """Slots that SGLang adds to the context in its table of a request's slots, beside those of drafts."""
-_SEQUENCES = (1, 2, 16)
 _PREFILLED = (17, 128, 1000, 8192)
 """New tokens of prefills, in short and in tall tiles, that fill them or not."""
 
@@ -49,7 +48,8 @@ def launch_forwards(
     definition = definition.adapted(adapter)
     known, missing = sides(), set()
     decoded = [(each, each) for each in sorted({*config.graphs, *_powers(max(config.graphs))})]
-    prefilled = [(tokens, sequences) for tokens in _PREFILLED for sequences in _SEQUENCES]
+    together = list(_powers(max(config.graphs)))  # a prefill may begin as many answers as the largest batch has
+    prefilled = [(tokens, sequences) for tokens in _PREFILLED for sequences in together]
     length = config.context_length + _BEYOND + (config.speculation.width if config.speculation else 0)
     for is_decode, batches in ((True, decoded), (False, prefilled)):
         for tokens, sequences in batches:

@@ -1,4 +1,4 @@
-"""The real engine on four layers of Qwen3-30B-A3B: does it agree with the real trainer, and how fast does it sample?"""
+"""The real engine on two layers of Qwen3-30B-A3B: does it agree with the real trainer, and how fast does it sample?"""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ PARTS: dict[str, Part] = {
         ),
         Part(
             "engine",
-            "The real engine beside the real trainer, four layers of Qwen3-30B-A3B: d == 0 through two updates",
+            "The real engine beside the real trainer, two layers of Qwen3-30B-A3B: d == 0 through two updates",
             "lab.bench.gpu.engine:agreement",
             limit_s=270,
             needs=(*_TRAINER, *_ENGINE),

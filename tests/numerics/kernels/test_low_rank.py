@@ -10,7 +10,7 @@ from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.ops import ExpertWeights, Fused, LowRank
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from tests.numerics.kernels.test_products import assert_close, both, with_gradients
+from tests.numerics.kernels.test_products import assert_close, assert_close_through_codes, both, with_gradients
 from tests.support.kernels import random
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
@@ -58,7 +58,7 @@ def test_adapted_experts(shared):
         return with_gradients(y, x, *(t for each in adapters for t in (each.a, each.b)))
 
     for found, expected in both(run):
-        assert_close(found, expected)
+        assert_close_through_codes(found, expected)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from fp8rl.numerics.ops import ExpertWeights
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
-from tests.support.kernels import DEVICE, random
+from tests.support.kernels import DEVICE, GPU, random
 
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
 E5M2 = POW2.override({"gradient": {"format": "e5m2"}})
@@ -29,6 +29,19 @@ def assert_close(found, expected):
     assert found.dtype == expected.dtype and found.shape == expected.shape
     largest = expected.double().abs().max().item()
     assert torch.allclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE * largest / 4)
+
+
+def assert_close_through_codes(found, expected):
+    """As `assert_close`, of FP8 products one after the other.
+
+    A GPU adds up the first in 14 bits, so that some codes of the second are neighbours of the definition's: there the
+    norm of the difference is bounded.
+    """
+    if GPU:
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        assert (found.double() - expected.double()).norm() < 0.05 * expected.double().norm()
+    else:
+        assert_close(found, expected)
 
 
 def with_gradients(result, *leaves):
@@ -154,8 +167,10 @@ def test_experts(spec, backward):
     for found, expected in both(run):
         if expected is None:  # an expert without tokens
             assert not found.any()
-        else:
+        elif spec is None:
             assert_close(found, expected)
+        else:
+            assert_close_through_codes(found, expected)
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ with using("triton"):
             logprobs(*batch)
     with launches() as found:
         with torch.no_grad():
-            for batch in ((1, 1), (3, 3), (64, 64), (100, 100), (256, 256), (17, 2), (333, 1), (8191, 16)):
+            for batch in ((1, 1), (3, 3), (64, 64), (100, 100), (256, 256), (17, 2), (333, 1), (8191, 16), (40, 33),
+                          (300, 200)):
                 served(*batch)
         for tensor in (head, norm, layer.qkv, layer.out):
             tensor.requires_grad_()
