@@ -131,7 +131,7 @@ def test_programs_share_the_tiles(monkeypatch):
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("granularity", ["block", "token_group"])
 def test_slices_of_k_are_added_like_separate_products(granularity, splits):
-    """With scales of FP32: times powers of two, a GPU's sums of 14 bits add up in FP32 without an error, in any order."""
+    """With scales of FP32: with powers of two a GPU's sums of 14 bits add up in FP32 exactly, in any order."""
     a = quantized(numbers(40, 768), TensorSpec(scale="fp32"))
     b = quantized(numbers(256, 768, seed=1), TensorSpec(granularity=granularity, scale="fp32"))
     size = 6 // splits
