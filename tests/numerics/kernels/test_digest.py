@@ -22,6 +22,16 @@ def test_the_kernel_gives_the_digests_of_torch():
         assert [tensor_digest(tensor) for tensor in tensors()] == expected, "aligned, where others in a launch are not"
 
 
+def test_tensors_of_a_cpu_are_summed_where_kernels_are_compiled(monkeypatch):
+    """No compiled kernel reads them."""
+    words = [tensor.cpu()[:64].view(torch.int32) for tensor in tensors() if len(tensor) >= 64]
+    expected = chunk_sums(words)
+    monkeypatch.setattr(digest, "_kernel", None)
+    monkeypatch.setattr(digest.triton.knobs.runtime, "interpret", False)
+    with using("triton"):
+        assert chunk_sums(words).equal(expected)
+
+
 def test_sums_of_no_words():
     empty = torch.empty(0, dtype=torch.int32, device=DEVICE)
     assert digest.chunk_sums([empty]).shape == chunk_sums([empty]).shape == (2, 0)
