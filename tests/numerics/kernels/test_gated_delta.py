@@ -106,7 +106,7 @@ def test_small_decays_are_not_lost():
     """A GPU's exp is 2 to a rounded power of up to 44, which is off by as many times 2^-24."""
     a = torch.tensor([[-30.0, -15.0, 0.0, 15.0, 80.0, 3e4]], device=DEVICE)
     found, expected = (op(a, a, a[0] * 0, a[0] * 0)[0] for op in (gated_delta.delta_gates, ops.delta_gates))
-    torch.testing.assert_close(found, expected, rtol=44 * 2**-24, atol=0)
+    torch.testing.assert_close(found, expected, rtol=44 * 2**-24 if DEVICE == "cuda" else 1e-6, atol=0)
 
 
 SCRIPT = """

@@ -130,10 +130,10 @@ def test_programs_share_the_tiles(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("granularity", ["block", "token_group"])
-def test_slices_of_k_are_added_like_separate_products(granularity, splits):
-    """With scales of FP32: with powers of two a GPU's sums of 14 bits add up in FP32 exactly, in any order."""
-    a = quantized(numbers(40, 768), TensorSpec(scale="fp32"))
-    b = quantized(numbers(256, 768, seed=1), TensorSpec(granularity=granularity, scale="fp32"))
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_slices_of_k_are_added_like_separate_products(granularity, splits, scale):
+    a = quantized(numbers(40, 768), TensorSpec(scale=scale))
+    b = quantized(numbers(256, 768, seed=1), TensorSpec(granularity=granularity, scale=scale))
     size = 6 // splits
     total = None
     for first in range(0, 6, size):
@@ -143,7 +143,8 @@ def test_slices_of_k_are_added_like_separate_products(granularity, splits):
         total = partial if total is None else total + partial
     same(gemm(a, b, torch.float32, splits), total)
     same(gemm(a, b, torch.bfloat16, splits), total.bfloat16())
-    assert not torch.equal(gemm(a, b, torch.float32), total)
+    if scale == "fp32" or DEVICE == "cpu":  # times powers of two, a GPU's sums of 14 bits add up exactly in any order
+        assert not torch.equal(gemm(a, b, torch.float32), total)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
