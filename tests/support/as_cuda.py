@@ -6,15 +6,14 @@ CUDA install has. It changes the process for good: call it in one of its own, be
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from lab.bench.gpu import stand_ins
 
 _CUDA_ONLY = {
     *("sgl_kernel", "deep_gemm", "flashinfer", "flash_attn", "tilelang", "quack", "humming"),
@@ -23,50 +22,6 @@ _CUDA_ONLY = {
 
 called: list[str] = []
 """The stubs that were called, in order."""
-
-
-class Stub:
-    """Something of such a package: it has every attribute, and may be called."""
-
-    def __init__(self, name: str) -> None:
-        self.__dict__.update(__name__=name, __qualname__=name)
-
-    def __getattr__(self, name: str) -> Stub:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Stub(f"{self.__name__}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Stub:
-        called.append(self.__name__)
-        return Stub(f"{self.__name__}()")
-
-    def __or__(self, other: Any) -> Stub:  # in annotations
-        return self
-
-    __ror__ = __or__
-
-
-class _Package(types.ModuleType):
-    __path__: ClassVar[list[str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name[0].isupper() and not name.isupper():  # a class, which may be inherited from
-            return type(name, (Stub,), {"__init__": lambda self, *args, **kwargs: Stub.__init__(self, name)})
-        return Stub(f"{self.__name__}.{name}")
-
-
-class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        wanted = name.split(".")[0] in _CUDA_ONLY
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Package(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
 
 
 class OnCpu(TorchFunctionMode):
@@ -138,4 +93,4 @@ def pretend() -> None:
     torch._dynamo.config.disable = True
     for name in [name for name in sys.modules if name.split(".")[0] in _CUDA_ONLY]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Packages())
+    stand_ins.put(_CUDA_ONLY, called.append)

@@ -9,23 +9,29 @@ and, if the machine is small, carry a Triton cache that `fp8rl warm SPEC --gpu h
 from __future__ import annotations
 
 import argparse
+import configparser
 import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
-REQUIREMENTS = Path("requirements/cpu.txt")
+from lab.bench.gpu import stand_ins
+
+CHECKOUT = Path(__file__).parents[3]
 THERE = re.compile(
     r"(torch|triton|numpy|scipy|pandas|pyarrow|pillow|sympy|networkx|matplotlib|kiwisolver|fonttools|uvloop|setuptools)=="
 )
 """What the image has."""
 ASIDE = re.compile(r"(ruff|mypy.*|virtualenv|wheel|types-PyYAML|ast_serialize|librt|py-spy)==")
-GPU = ("torch-memory-saver==0.0.10", "sgl-deep-gemm==0.1.7", "sglang-kernel==0.4.6.post1", "sglang-kernel==0.4.5")
+GPU = re.compile(r"(torch-memory-saver|sgl-deep-gemm|sglang-kernel)==")
+"""What engines need of requirements/gpu.txt beside."""
+FOR_TORCH_2_11 = "sglang-kernel==0.4.5"
 COMMON_OPS = "sgl_kernel/sm90/common_ops.abi3.so"
-"""Of sglang-kernel 0.4.5: that of 0.4.6.post1 has symbols of torch 2.13."""
+"""Of that release: the pinned one's has symbols of torch 2.13."""
 PLATFORMS = [f"manylinux_2_{glibc}_x86_64" for glibc in (39, 36, 35, 34, 31, 28, 27, 26, 24, 17, 5)]
 LEFT_OUT = re.compile(
     r"\.(a|map|pyi)$|^ray/(jars|rllib|cpp|dashboard/client)/|^wandb/bin/"
@@ -33,40 +39,7 @@ LEFT_OUT = re.compile(
 )
 ARCHIVES = {"ray": ("ray",), "engine": ("sglang", "xgrammar", "plotly", "grpc", "sgl_kernel", "cryptography", "openai")}
 """Top-level folders of two archives of some 25 and 50 MB; all others are in a third, `libraries`."""
-STAND_INS = '''"""Packages that SGLang imports on CUDA and that are not here. A call of one is an error."""
-import importlib.abc, importlib.machinery, sys, types
-NAMES = {"flashinfer", "flash_attn", "tilelang", "quack", "humming", "deep_ep"}
-class StandIn:
-    def __init__(self, name):
-        self.__dict__.update(__name__=name, __qualname__=name)
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn(f"{self.__name__}.{name}")
-    def __call__(self, *args, **kwargs):
-        raise RuntimeError(f"{self.__name__} was called, and a stand-in is in its place")
-    def __or__(self, other):
-        return self
-    __ror__ = __or__
-class Package(types.ModuleType):
-    __path__ = []
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name[0].isupper() and not name.isupper():  # a class, which may be inherited from
-            return type(name, (StandIn,), {"__init__": lambda self, *args, **kwargs: StandIn.__init__(self, name)})
-        return StandIn(f"{self.__name__}.{name}")
-class Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path, target=None):
-        ours = name.split(".")[0] in NAMES
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
-    def create_module(self, spec):
-        return Package(spec.name)
-    def exec_module(self, module):
-        pass
-sys.meta_path.insert(0, Packages())
-'''
-ENTRY_POINT = "[sglang.srt.plugins]\nfp8rl = fp8rl.rollout.plugin:register\n"
+STAND_INS = {"flashinfer", "flash_attn", "tilelang", "quack", "humming", "deep_ep"}
 
 
 def main() -> None:
@@ -74,16 +47,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     (folder / "stand_ins").mkdir(parents=True, exist_ok=True)
-    (folder / "stand_ins" / "sitecustomize.py").write_text(STAND_INS)
+    put = f"\n\nput({sorted(STAND_INS)}, refuse)\n"
+    (folder / "stand_ins" / "sitecustomize.py").write_text(Path(stand_ins.__file__).read_text() + put)
     with tempfile.TemporaryDirectory() as scratch:
         wheels, site = Path(scratch, "wheels"), Path(scratch, "site")
         download(wheels)
         for wheel in sorted(wheels.glob("*.whl")):
             unpack(wheel, site)
-        plugin = site / "fp8rl-0.1.0.dist-info"  # a checkout alone has no entry points
-        plugin.mkdir()
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8rl\nVersion: 0.1.0\n")
-        (plugin / "entry_points.txt").write_text(ENTRY_POINT)
+        describe(site)
         for name, members in members_of(site).items():
             with tarfile.open(folder / f"{name}.tar.xz", "w:xz", preset=6) as archive:
                 for member in members:
@@ -93,9 +64,8 @@ def main() -> None:
 
 def download(wheels: Path) -> None:
     """Wheels of the pinned versions for Python 3.12, sglang-kernel's two in a request each."""
-    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines() if re.match(r"[A-Za-z]", line)]
-    wanted = [line for line in lines if not THERE.match(line) and not ASIDE.match(line)]
-    for names in ([*wanted, *GPU[:-1]], [GPU[-1]]):
+    wanted = [line for line in _pins("cpu") if not THERE.match(line) and not ASIDE.match(line)]
+    for names in ([*wanted, *filter(GPU.match, _pins("gpu"))], [FOR_TORCH_2_11]):
         subprocess.run(
             [
                 *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
@@ -108,9 +78,26 @@ def download(wheels: Path) -> None:
         )
 
 
+def _pins(name: str) -> list[str]:
+    lines = (CHECKOUT / "requirements" / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if re.match(r"[A-Za-z]", line)]
+
+
+def describe(site: Path) -> None:
+    """Write what an install of this checkout would: without it SGLang does not find the plugin."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    info = site / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = configparser.ConfigParser(delimiters=("=",))
+    groups.read_dict(project["entry-points"])
+    with (info / "entry_points.txt").open("w") as file:
+        groups.write(file)
+
+
 def unpack(wheel: Path, site: Path) -> None:
     """Unpack what is needed of a wheel; libraries lose their symbols' names."""
-    older = wheel.name.startswith("sglang_kernel-0.4.5-")
+    older = wheel.name.startswith(FOR_TORCH_2_11.replace("-", "_").replace("==", "-") + "-")
     with zipfile.ZipFile(wheel) as files:
         for each in files.infolist():
             name = re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", each.filename)
