@@ -36,16 +36,20 @@ def tensor_digests(tensors: Sequence[Tensor]) -> list[str]:
     if not tensors:
         return []
     words = [_as_words(tensor) for tensor in tensors]
-    sums = chunk_sums(words).cpu()
-    digests, start = [], 0
-    for tensor, its_words in zip(tensors, words, strict=True):
-        chunks = -(-its_words.numel() // CHUNK)
-        # Each chunk has a weight of its own, so that two chunks which changed places are seen.
-        totals = (sums[:, start : start + chunks] * odd_weights(chunks, sums.device, start=_OF_CHUNKS)).sum(1)
-        start += chunks
-        text = f"{tensor.dtype}|{tuple(tensor.shape)}|{totals.tolist()}"
-        digests.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-    return digests
+    sums = _tensor_sums(chunk_sums(words).cpu(), torch.tensor([-(-its_words.numel() // CHUNK) for its_words in words]))
+    texts = [f"{tensor.dtype}|{tuple(tensor.shape)}|{both}" for tensor, both in zip(tensors, sums, strict=True)]
+    return [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts]
+
+
+def _tensor_sums(sums: Tensor, counts: Tensor) -> list[list[int]]:
+    """Return the two sums of each tensor. sums: of all tensors' chunks, int64 [2, chunks]; counts: chunks of each.
+
+    Each chunk has a weight of its own, so that two chunks which changed places are seen.
+    """
+    tensor = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
+    weights = _odd(_OF_CHUNKS + torch.stack((within, within + counts[tensor])))
+    return sums.new_zeros(2, len(counts)).index_add_(1, tensor, sums * weights).t().tolist()  # type: ignore[no-any-return]
 
 
 @op
@@ -57,7 +61,7 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     """
     sums = [words[0].new_zeros(2, 0, dtype=torch.int64)]
     for tensor in words:
-        weights = odd_weights(CHUNK, tensor.device)
+        weights = odd_weights(tensor.device)
         whole = tensor[: tensor.numel() // CHUNK * CHUNK].view(-1, CHUNK)
         sums += [_weighted_sums(part, weights) for part in whole.split(_AT_ONCE) if len(part)]
         rest = tensor[whole.numel() :]
@@ -85,7 +89,12 @@ def _as_words(tensor: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
-@functools.lru_cache(maxsize=256)
-def odd_weights(count: int, device: torch.device, start: int = 1) -> Tensor:
-    """Return odd int64 weights [2, count], equal on every machine: splitmix64 of a counter."""
-    return (mix(torch.arange(start, start + 2 * count, dtype=torch.int64)) | 1).reshape(2, count).to(device)
+@functools.cache
+def odd_weights(device: torch.device) -> Tensor:
+    """Return both sets of weights of a chunk's words, int64 [2, CHUNK]."""
+    return _odd(torch.arange(1, 1 + 2 * CHUNK).reshape(2, CHUNK)).to(device)
+
+
+def _odd(counters: Tensor) -> Tensor:
+    """Return pseudo-random odd numbers, equal on every machine: splitmix64 of int64 counters."""
+    return mix(counters) | 1

@@ -35,7 +35,7 @@ def chunk_sums(words: Sequence[Tensor]) -> Tensor:
     aligned = not ((addresses % 16).any() or (left % 4).any())
     table = torch.stack((addresses, left)).to(device, non_blocking=True)
     _kernel[(triton.cdiv(total, _CHUNKS),)](
-        *(table, odd_weights(CHUNK, device), sums, total),
+        *(table, odd_weights(device), sums, total),
         ALIGNED=aligned,
         LENGTH=CHUNK,
         CHUNKS=_CHUNKS,
