@@ -97,7 +97,7 @@ def _beside(weight: Location, letter: str) -> Location:
         weight,
         parameter=f"{before}lora_{letter.lower()}{after}",
         layout="rows" if letter == "A" else weight.layout,
-        together=False,
+        fused=False,
         split=axis if weight.split == axis else None,
     )
 

@@ -37,9 +37,8 @@ class Location:
     they, and the parts of each, are interleaved by groups of heads."""
     groups: int | None = None
     """By how many; None: by the key-value heads (or `ModelSizes.joined` of them), each with its queries."""
-    together: bool = False
-    """The side's own loader takes the tensors of the parameter, and their scales, only in one message, and drops any
-    that comes alone."""
+    fused: bool = False
+    """A quantization config names the parameter itself, too: the side looks for it by no other name."""
     buffer: bool = False
     """The parameter is a buffer of the side's model."""
     padded: bool = False
@@ -115,6 +114,9 @@ class TensorTable:
     def __getitem__(self, name: str) -> TensorRow:
         """The row of a tensor, or of the weight that `name` is the scales of."""
         return self.rows[name.removesuffix(SCALE_SUFFIX)]
+
+    def __contains__(self, name: str) -> bool:
+        return name.removesuffix(SCALE_SUFFIX) in self.rows
 
     @functools.cached_property
     def in_engine(self) -> Mapping[str, Mapping[int | None, Sequence[TensorRow]]]:

@@ -138,7 +138,7 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
         config["scale_fmt"] = "ue8m0"
     kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
     modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
-    fused = [row.engine.parameter for row in kept if row.engine.together]
+    fused = [row.engine.parameter for row in kept if row.engine.fused]
     unquantized = list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
     return config | {"modules_to_not_convert": unquantized + model.sizes.kept_modules}
 

@@ -118,12 +118,12 @@ class PartNames:
         megatron: str,
         engine: str | None = None,
         split: int | None = None,
-        together: bool = False,
+        fused: bool = False,
         layout: Literal["rows", "heads"] = "rows",
         groups: int | None = None,
         **more: Any,
     ) -> TensorRow:
-        """The row of a product's weight. engine: the parameter that holds it, `name` by itself; split, together,
+        """The row of a product's weight. engine: the parameter that holds it, `name` by itself; split, fused,
         layout, groups: as in :class:`models.tensors.Location`."""
         return TensorRow(
             name=f"{self.inside}{name}.weight",
@@ -132,7 +132,7 @@ class PartNames:
             layer=self.layer,
             kind=kind,
             product=True,
-            engine=Location(f"{self.served}{engine or name}.weight", split=split, together=together),
+            engine=Location(f"{self.served}{engine or name}.weight", split=split, fused=fused),
             megatron=Location(f"{self.there}{megatron}.weight", layout=layout, groups=groups),
             **more,
         )

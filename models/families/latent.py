@@ -69,17 +69,17 @@ def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRo
     before = f"model.layers.{layer}.input_layernorm.weight"
     yield norm(before, hidden, "input_norm", layer, f"decoder.layers.{layer}.input_layernorm.weight")
     if latent.q_rank:
-        fused, down = "fused_qkv_a_proj_with_mqa", "linear_kv_down_proj"
+        module, down = "fused_qkv_a_proj_with_mqa", "linear_kv_down_proj"
         yield at.product(
             *("q_a_proj", (latent.q_rank, hidden)),
             op="qkv_a",
             kind="q_a_proj",
-            engine=fused,
-            together=True,
+            engine=module,
+            fused=True,
             megatron="linear_q_down_proj",
         )
         yield at.product(
-            "kv_a_proj_with_mqa", narrow, op="qkv_a", kind="kv_a_proj", engine=fused, together=True, megatron=down
+            "kv_a_proj_with_mqa", narrow, op="qkv_a", kind="kv_a_proj", engine=module, fused=True, megatron=down
         )
         inside_up = "linear_q_up_proj.layer_norm_weight"
         yield at.norm("q_a_layernorm", latent.q_rank, op="q_a_norm", megatron=inside_up)

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -159,6 +159,17 @@ def shards(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[list[tuple[
         size += tensor.nbytes
     if shard:
         yield shard
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, a tensor of the same shape; those of one dtype in one launch."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype == source.dtype and target.dtype.itemsize == 1:  # FP8 as bytes, which every torch copies
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+        groups.setdefault((target.dtype, source.dtype), []).append((target, source))
+    for pairs in groups.values():
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 # Memory that several processes of a machine map.

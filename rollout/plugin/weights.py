@@ -19,7 +19,7 @@ from fp8rl.models import Model
 from fp8rl.models.base import Base
 from fp8rl.models.tensors import WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
-from fp8rl.numerics.core.memory import own_memory, tensors_in
+from fp8rl.numerics.core.memory import copy_all, own_memory, tensors_in
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.ops import LowRank
@@ -302,33 +302,44 @@ class ServedWeights:
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
         """Load tensors of the checkpoint, and deltas: stands in place of the model's `load_weights`, here `original`.
 
-        A delta of what another rank holds is none of this one's, and so is an adapter's tensor. What SGLang would drop
-        without a word if its partner is not in the same message (`Location.together`) is put where it belongs.
+        Each is copied to where it is held, many in one launch. SGLang's loader compares each name with those of all
+        experts, and drops without a word a tensor that comes apart from its partner. It gets the names that the table
+        has not. What other ranks hold is left out.
         """
-        table, whole = self.definition.tensors, []
+        table, unknown = self.definition.tensors, []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for name, tensor in weights:
-            tensor_name, row = base_name(name.removeprefix(DELTA))[0], table.rows.get(name)
-            for held in self._holders.get(tensor_name, ()):
-                if held.mapped:
-                    raise RuntimeError(
-                        f"fp8rl plugin: found {tensor_name} sent to an engine that reads it from a base, and must not "
-                        "write it, expected what is not in the base; replace this engine"
-                    )
-                held.arrived.add(tensor_name)
-                held.state, held.digests = State.STALE, None
-            view = self._views.get(name.removeprefix(DELTA))
-            if row is not None and row.adapts is not None:
-                if (view := self._views.get(self.rank.label(name, row))) is not None:
-                    view.copy_(self.rank.part(row, tensor))
-            elif name.startswith(DELTA):
-                if view is not None:
+            label = name.removeprefix(DELTA)
+            self._note_arrival(base_name(label)[0])
+            if name.startswith(DELTA):
+                if (view := self._views.get(label)) is not None:
                     delta.apply(tensor, view)
-            elif view is not None and table[name].engine.together:
-                view.copy_(tensor)
-            else:
-                whole.append((name, tensor))
-        if whole:
-            original(whole)
+            elif name not in table:
+                unknown.append((name, tensor))
+            elif (view := self._views.get(self.rank.label(name, table[name]))) is not None:
+                part = self.rank.part(table[name], tensor)
+                if part.shape != view.shape:
+                    raise RuntimeError(
+                        f"fp8rl plugin: found {name} of shape {tuple(part.shape)}, expected {tuple(view.shape)}, as it "
+                        "is held here; replace this engine"
+                    )
+                targets.append(view)
+                sources.append(part)
+        copy_all(targets, sources)
+        if unknown:
+            original(unknown)
+
+    def _note_arrival(self, name: str) -> None:
+        """Note that a tensor of the checkpoint, or a part of it, is being written."""
+        for held in self._holders.get(name, ()):
+            if held.mapped:
+                raise RuntimeError(
+                    f"fp8rl plugin: found {name} sent to an engine that reads it from a base, and must not write it, "
+                    "expected what is not in the base; replace this engine"
+                )
+            held.arrived.add(name)
+            held.state, held.digests = State.STALE, None
 
     def _check_there(self) -> None:
         if self._released:

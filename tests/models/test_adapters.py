@@ -48,7 +48,7 @@ def test_every_product_of_latent_attention_has_an_adapter_also_where_the_engine_
     for letter in "AB":
         pair = adapted.in_engine[f"{fused}{letter.lower()}"][None]
         assert [row.name.split(".")[-3] for row in pair] == ["q_a_proj", "kv_a_proj_with_mqa"]
-        assert not any(row.engine.together or row.engine.split is not None for row in pair), "each rank has them whole"
+        assert not any(row.engine.fused or row.engine.split is not None for row in pair), "each rank has them whole"
     assert [rows[f"kv_b_proj.lora_{letter}.weight"].engine.split for letter in "AB"] == [None, 0], "B by heads"
 
 

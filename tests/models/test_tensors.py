@@ -155,16 +155,16 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
 
 
 def test_what_other_architectures_need_can_be_said() -> None:
-    together = Location("fused_qkv_a_proj_with_mqa.weight", together=True)
+    fused = Location("fused_qkv_a_proj_with_mqa.weight", fused=True)
     bias = row(
         "mlp.gate.e_score_correction_bias",
         8,
         served=torch.float32,
         megatron=Location("router.expert_bias", buffer=True),
     )
-    table = TensorTable([row("q_a", 128, engine=together), row("kv_a", 128, engine=together), bias], groups=1)
-    ((pair),) = table.in_engine[together.parameter].values()
-    assert [one.name for one in pair] == ["q_a", "kv_a"] and all(one.engine.together for one in pair)
+    table = TensorTable([row("q_a", 128, engine=fused), row("kv_a", 128, engine=fused), bias], groups=1)
+    ((pair),) = table.in_engine[fused.parameter].values()
+    assert [one.name for one in pair] == ["q_a", "kv_a"] and all(one.engine.fused for one in pair)
     assert table[bias.name].served is torch.float32 and table[bias.name].megatron.buffer
     sizes = replace(SIZES, layers=3, dense_layers=1, shared_size=128, rotary_dim=64)
     assert [sizes.has_experts(layer) for layer in range(3)] == [False, True, True] and sizes.moe_layers == 2

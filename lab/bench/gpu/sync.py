@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE
 from fp8rl.models.sizes import ModelSizes
+from fp8rl.numerics.core.memory import copy_all
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Bucket, Packer
@@ -178,13 +179,10 @@ def _pack(weights: dict[str, Tensor], model: Model, recorder: Recorder | None = 
 
 
 def _copy(buckets: Iterator[Bucket], served: dict[str, Tensor]) -> None:
-    """Copy each tensor to where it is served from, many in one launch, as an engine does."""
+    """Copy each tensor to where it is served from, as an engine does."""
     for bucket in buckets:
         parts = [bucket.flat[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in bucket.slots]
-        for dtype in {part.dtype for part in parts}:
-            pairs = [(served[s.name], p) for s, p in zip(bucket.slots, parts, strict=True) if p.dtype == dtype]
-            targets, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_([t.view(torch.uint8) for t in targets], [p.view(torch.uint8) for p in sources])
+        copy_all([served[slot.name] for slot in bucket.slots], parts)
 
 
 def _all(buckets: Iterator[Bucket]) -> None:
