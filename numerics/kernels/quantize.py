@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # A program holds 8 rows of 8 groups: 8 scales side by side fill one 32-byte sector of memory.
 _ROWS, _GROUPS = 8, 8
 _GROUP = GROUP.value
+# Features that a program takes if it quantizes along the tokens alone. An SM runs 8 of these programs at 64 registers a
+# thread, or 2 that quantize both ways: one of them computes while another waits for memory.
+_COLUMNS = 32
 
 
 def supports(spec: TensorSpec) -> bool:
@@ -160,15 +163,18 @@ def _quantize_two_ways(x: Tensor, rows: QuantizedTensor | None, columns: Quantiz
     count = columns.scale_inv.shape[1]
     spans = (columns.scale_inv,) * 2 if tiles is None else (tiles.first, tiles.rows)
     other = rows or columns
+    width = _COLUMNS if rows is None else _GROUP
     if x.numel() or count:
-        _two_way_kernel[triton.cdiv(k, _GROUP), count](
+        _two_way_kernel[triton.cdiv(k, width), count](
             *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
             *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
             **format_constants(columns.spec),
             ROWS=rows is not None,
             **{f"ROW_{name}": value for name, value in format_constants(other.spec).items()},
             TILES=tiles is not None,
-            num_warps=16,
+            WIDTH=width,
+            num_warps=width // 8,
+            maxnreg=64,
         )
 
 
@@ -247,7 +253,7 @@ def _two_way_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
     scale_row, scale_group, scale_t_row, scale_t_group,
     ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr, ROW_FIXED: tl.constexpr,
-    E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
+    E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     if TILES:
@@ -257,7 +263,8 @@ def _two_way_kernel(
         filled = tokens - first
     lane = tl.arange(0, GROUP)
     token = (first + lane).to(tl.int64)[:, None]
-    column = (tl.program_id(0) * GROUP + lane)[None, :]
+    feature = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    column = feature[None, :]
     inside = (lane < filled)[:, None] & (column < k)
     x = tl.load(x_ptr + token * stride + column, mask=inside, other=0.0).to(tl.float32)
     sizes = absolute(x)
@@ -268,7 +275,6 @@ def _two_way_kernel(
         where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
         tl.store(where, inverse(scale, ROW_POW2), mask=lane < filled)
     scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2, FIXED, WIDE)
-    feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
     where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
     tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
     tl.store(scale_t_ptr + feature * scale_t_row + tile * scale_t_group, inverse(scale_t, POW2), mask=feature < k)

@@ -42,7 +42,7 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             plain.append(step.logits())
             wrong = int((_bits(found) != _bits(plain[-1])).sum())
             different[weights] += wrong
-            seconds = watch.side_by_side({"graph (s)": replay, "eager (s)": step.logits}, 1)
+            seconds = watch.side_by_side({"graph (s)": replay, "eager (s)": step.logits}, 1, with_host=True)
             what = {"rows": len(step.tokens), "weights": weights, "logits": found.numel(), "logits that differ": wrong}
             done.row(what, seconds)
     moved = sum(int((_bits(a) != _bits(b)).sum()) for a, b in zip(former, plain, strict=True))

@@ -172,14 +172,22 @@ class Measured:
             self._say({"left_out": [what, why]})
 
 
+_BUSY_CYCLES = 4_000_000
+"""Of a GPU's clock, two milliseconds."""
+
+
 class Stopwatch:
     """Times functions on a device: medians, with a cold L2 cache on a GPU."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
 
-    def seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
-        """Median time of one call, after warming up."""
+    def seconds(self, run: Callable[[], object], repeats: int = 20, with_host: bool = False) -> float:
+        """Median time of one call, after warming up.
+
+        with_host: a GPU's waits for the host count, too, from an idle GPU on. Otherwise the kernels alone count: the
+        GPU is busy with something else while the host launches them, which takes longer than many a kernel.
+        """
         if self.device.type == "cpu":
             start = time.perf_counter()
             run()
@@ -190,18 +198,24 @@ class Stopwatch:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for begin, end in events:
             cold.zero_()
+            if with_host:
+                torch.cuda.synchronize()
+            else:
+                torch.cuda._sleep(_BUSY_CYCLES)
             begin.record()
             run()
             end.record()
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
 
-    def side_by_side(self, sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
-        """Median of each side over rounds in which they take turns."""
+    def side_by_side(
+        self, sides: Mapping[str, Callable[[], object]], rounds: int = 5, with_host: bool = False
+    ) -> dict[str, float]:
+        """Median of each side over rounds in which they take turns; with_host: as in `seconds`."""
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(1 if self.device.type == "cpu" else rounds):
             for name, run in sides.items():
-                times[name].append(self.seconds(run, repeats=8))
+                times[name].append(self.seconds(run, repeats=8, with_host=with_host))
         return {name: statistics.median(values) for name, values in times.items()}
 
     def copy_bandwidth(self) -> float:

@@ -47,7 +47,7 @@ def passes(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         "digest what is held": (lambda: tensor_digests(tensors), sent),
     }
     for name, (run_pass, size) in timed.items():
-        seconds = watch.seconds(run_pass, repeats=5)
+        seconds = watch.seconds(run_pass, repeats=5, with_host=True)
         done.row({"pass": name, "GB": size / 1e9}, {"seconds": seconds, "of copy": size / seconds / bandwidth})
     total = sum(float(row["seconds"]) for row in done.rows[2:])
     moved = read + 5 * sent

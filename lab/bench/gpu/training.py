@@ -107,7 +107,7 @@ def _step_seconds(
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
     batch = random_batch(sizes.batch, sizes.length, sizes.stack.vocab)
     objective = SftObjective.of(batch)
-    step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS)
+    step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS, with_host=True)
     rounds = ROUNDS if watch.device.type == "cuda" else 1
     passes = [trainer.forward_backward(batch, objective).result.seconds for _ in range(rounds)]
     return {"forward and backward": statistics.median(passes), "step": step}

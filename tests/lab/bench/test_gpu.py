@@ -87,6 +87,44 @@ def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch
     assert not told & {"seconds", "tokens/s", "GB/s", "of copy", "FP8", "step", "graph (s)", "us", "DeepGEMM"}
 
 
+class Gpu:
+    """The clocks of a host and of a GPU, in microseconds: the GPU does what it was given, one after the other."""
+
+    def __init__(self) -> None:
+        self.host = self.free = 0.0
+
+    def launch(self, takes: float) -> None:
+        self.free = max(self.free, self.host) + takes
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.free)
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        made = SimpleNamespace(at=0.0)
+        made.record = lambda: setattr(made, "at", max(self.free, self.host))
+        made.elapsed_time = lambda end: (end.at - made.at) / 1e3
+        return made
+
+
+def test_a_stopwatch_counts_kernels_alone_or_with_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 100 us of the host for two kernels of 20 us each."""
+    gpu = Gpu()
+
+    def call() -> None:
+        for _ in range(2):
+            gpu.host += 50
+            gpu.launch(20)
+
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e3))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(zero_=lambda: gpu.launch(90)))
+    watch = Stopwatch("cuda")
+    assert watch.seconds(call) == pytest.approx(40e-6)
+    assert watch.seconds(call, with_host=True) == pytest.approx(120e-6)
+    assert watch.side_by_side({"one": call}, with_host=True) == {"one": pytest.approx(120e-6)}
+
+
 @pytest.mark.slow
 def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
     def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:

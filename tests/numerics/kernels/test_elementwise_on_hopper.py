@@ -64,6 +64,12 @@ def test_everything_stays_in_registers_and_shared_memory(kernels):
         assert kernel["shared"] <= 64 * 1024 and kernel["spilled"] <= 64, kernel
 
 
+def test_two_programs_that_quantize_both_ways_fit_the_registers_of_an_sm(kernels):
+    """With more than 64 of each of 512 threads there would be one, and nothing to compute while it waits."""
+    both_ways = [kernel for kernel in kernels if kernel["name"] == "_two_way_kernel"]
+    assert both_ways and all(kernel["registers"] <= 64 and not kernel["spilled"] for kernel in both_ways), both_ways
+
+
 def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
     casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
     assert len(casting) == 8
