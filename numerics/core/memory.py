@@ -169,7 +169,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             target, source = target.view(torch.uint8), source.view(torch.uint8)
         groups.setdefault((target.dtype, source.dtype), []).append((target, source))
     for pairs in groups.values():
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 # Memory that several processes of a machine map.

@@ -22,7 +22,8 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, references
-from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
+from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize
+from fp8rl.rl.report.verdict import verdict
 
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 

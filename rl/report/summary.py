@@ -1,10 +1,10 @@
-"""A run in a few numbers and sentences, from the rows of its metrics.jsonl. The demo's end and the report print it."""
+"""A run in a few numbers, from the rows of its metrics.jsonl."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ ABS_DIFF_MAX = "mismatch/train_rollout_logprob_abs_diff_max"
 ABS_DIFF_MEAN = "mismatch/train_rollout_logprob_abs_diff_mean"
 DRIFT_MAX, DRIFT_MEAN = "drift/logprob_abs_diff_max", "drift/logprob_abs_diff_mean"
 EQUAL = "rollout/equal_reward_groups"
+GRADIENT = "train/grad_norm"
+_FAR_OUTSIDE = 100
 _COMPARED = {ABS_DIFF_MAX, ABS_DIFF_MEAN, "mismatch/exact_frac", "mismatch/tokens"}
 """What a row of a step has that was compared, whole or not at all; a damaged one may lack some."""
 _DRIFTED = {DRIFT_MAX, DRIFT_MEAN, "drift/tokens"}
@@ -89,6 +91,8 @@ class RunSummary:
     """What else the run stepped in for: gates, losses that were not finite, engines replaced or synced anew."""
     first_intervention: str | None = None
     """In words, with its step."""
+    outlying_gradient: tuple[int, float, float] | None = None
+    """Step and norm of the largest gradient, and the median norm; None if it is less than a hundred times that."""
 
     @property
     def bitwise_equal(self) -> bool:
@@ -164,6 +168,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         first_warning=_first(warned),
         interventions=len(stepped_in),
         first_intervention=_first(stepped_in),
+        outlying_gradient=_outlying({row["step"]: row[GRADIENT] for row in steps if GRADIENT in row}),
     )
 
 
@@ -173,20 +178,13 @@ def by_kind(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     return [e for e in rest if e.action == "warn"], [e for e in rest if e.action != "warn"]
 
 
-def verdict(summary: RunSummary) -> list[str]:
-    """The run in words: learning, agreement, weight syncs, warnings and interventions; one sentence or two each."""
-    told = [_learning(summary), _agreement(summary), _syncs(summary)]
-    if summary.cut_answers * 2 > summary.answers:
-        told.append(
-            f"{summary.cut_answers:,} of {_count(summary.answers, 'answer')} had no room left "
-            "(rollout.max_new_tokens, rollout.context_length)."
-        )
-    if summary.first_intervention is not None:
-        times, withheld = _count(summary.interventions, "intervention"), _count(summary.withheld_steps, "step")
-        told.append(f"{times}, {withheld} not trained on. The first, {summary.first_intervention}.")
-    if summary.first_warning is not None:
-        told.append(f"{_count(summary.warnings, 'warning')}. The first, {summary.first_warning}.")
-    return told
+def _outlying(norms: Mapping[int, float]) -> tuple[int, float, float] | None:
+    """The largest of the gradients' norms by step, with the median, if it lies far outside."""
+    finite = {step: norm for step, norm in norms.items() if math.isfinite(norm)}
+    step = max(finite, key=finite.__getitem__, default=None)
+    if step is None or not (median := statistics.median(finite.values())) or finite[step] < _FAR_OUTSIDE * median:
+        return None
+    return step, finite[step], median
 
 
 def _first(events: Sequence[Event]) -> str | None:
@@ -227,78 +225,3 @@ def _token_mean(rows: Sequence[Row], name: str, tokens: int, weight: str = "mism
     if all(row[name] == 1.0 for row in rows):  # free of rounding: "all" must stay exactly 1
         return 1.0
     return float(sum(row[name] * row[weight] for row in rows) / tokens)
-
-
-def _learning(summary: RunSummary) -> str:
-    steps = _count(summary.steps, "step")
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        before, after = summary.accuracy_before, summary.accuracy_after
-        if before == after:
-            return f"Held-out accuracy stayed at {after:.3f} in {steps}."
-        if summary.accuracy_change is None:
-            return f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}."
-        low, high = summary.accuracy_change
-        problems = _count(summary.evaluated_problems, "problem")
-        interval = f"95% interval of the change {low:+.3f} to {high:+.3f}, Newcombe's of two Wilson intervals"
-        if low <= 0.0 <= high:
-            return (
-                f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}, which {problems} cannot tell "
-                f"from no change ({interval})."
-            )
-        moved = "rose" if after > before else "fell"
-        return f"Held-out accuracy {moved} from {before:.3f} to {after:.3f} in {steps} on {problems} ({interval})."
-    if summary.accuracy_after is not None:
-        return f"Held-out accuracy is {summary.accuracy_after:.3f} at step {summary.accuracy_after_step}."
-    if summary.reward_first is not None:
-        return f"Mean reward went from {summary.reward_first:.3f} to {summary.reward_last:.3f} in {steps}."
-    return f"{steps} completed, without an evaluation."
-
-
-def _agreement(summary: RunSummary) -> str:
-    if summary.largest_abs_diff is None and summary.nonfinite_tokens == 0:
-        return "No sampled tokens were compared between trainer and engine."
-    if summary.bitwise_equal:
-        tokens, steps = _count(summary.compared_tokens, "token"), _count(summary.steps, "step")
-        said = f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of the trainer's version in {steps}"
-    else:
-        said = " ".join(_difference(summary)).rstrip(".")
-    if summary.older_tokens:
-        said += (
-            f"; {summary.older_tokens:,} older ones that were trained on had drifted by {summary.mean_drift:.3g} nats "
-            f"on average, {summary.largest_drift:.3g} at most"
-        )
-    return f"{said}."
-
-
-def _difference(summary: RunSummary) -> list[str]:
-    """Return what keeps a run from the claim of equality."""
-    tokens, parts = f"{_count(summary.compared_tokens, 'token')} of the trainer's version", []
-    if summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
-        parts.append(f"Trainer and engine agree bit for bit on the {tokens} that were compared.")
-    elif summary.largest_abs_diff is not None:
-        parts.append(
-            f"Trainer and engine differ: the largest mismatch |d| is {summary.largest_abs_diff:.3g} nats "
-            f"(step {summary.largest_abs_diff_step}), the mean {summary.mean_abs_diff:.3g} over {tokens}."
-        )
-    if summary.nonfinite_tokens:
-        parts.append(f"{_count(summary.nonfinite_tokens, 'token')} had a non-finite log-probability.")
-    if summary.compared_steps < summary.steps:
-        parts.append(f"{summary.steps - summary.compared_steps} of {_count(summary.steps, 'step')} were not compared.")
-    return parts
-
-
-def _syncs(summary: RunSummary) -> str:
-    if summary.syncs == 0:
-        return "No weight sync was recorded."
-    if summary.verified_syncs == summary.syncs:
-        return (
-            f"All {_count(summary.syncs, 'weight sync')} verified: no tensor in the engine differed from the trainer's."
-        )
-    return (
-        f"{summary.syncs - summary.verified_syncs} of {_count(summary.syncs, 'weight sync')} did not verify; "
-        f"{_count(summary.mismatched_tensors, 'tensor')} differed."
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

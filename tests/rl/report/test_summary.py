@@ -4,7 +4,8 @@ import pytest
 
 from fp8rl.rl.record.events import Event
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.summary import RunSummary, summarize, verdict
+from fp8rl.rl.report.summary import RunSummary, summarize
+from fp8rl.rl.report.verdict import verdict
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 
@@ -29,6 +30,24 @@ def row(
 
 def start(accuracy: float) -> dict[str, Any]:
     return {"step": 0, "eval/accuracy": accuracy, "sync/verified_tensors": 7, "sync/mismatched_tensors": 0}
+
+
+def test_a_gradient_far_outside_the_others_is_named_with_its_mismatch() -> None:
+    """As a run with a BF16 trainer had it: one token's ratio grew without bound."""
+
+    def sentences(norms: list[float], largest: list[float]) -> list[str]:
+        steps = [row(i + 1, largest=d, train__grad_norm=g) for i, (g, d) in enumerate(zip(norms, largest, strict=True))]
+        return [said for said in verdict(summarize(steps)) if "gradient" in said]
+
+    assert sentences([1.5, 8241.7, 1.7], [0.5, 10.85, 1.2]) == [
+        "The gradient of step 2 had a norm of 8,242, where the median is 1.7, and the step has the run's largest "
+        "mismatch: algorithm.tis_cap and algorithm.clip_dual bound what one token can do."
+    ]
+    elsewhere = ["The gradient of step 2 had a norm of 150, where the median is 1.5."]
+    assert sentences([1.5, 150.0, 1.4], [10.0, 0.5, 0.5]) == elsewhere == sentences([1.5, 150.0, 1.4], [0.0, 0.0, 0.0])
+    for norms in ([1.5, 149.0, 1.4], [0.0, 150.0, 0.0], [1.5, float("nan"), 1.5], [float("nan")] * 3):
+        assert sentences(norms, [1.0] * 3) == []
+    assert not [said for said in verdict(summarize([row(1)])) if "gradient" in said]
 
 
 def test_a_run_that_agrees_bit_for_bit() -> None:

@@ -14,7 +14,7 @@ from fp8rl.models.base import Base, base_bytes, places
 from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.families.latent import Latent, latent_attention_tensors
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tensors import TensorRow, TensorTable
+from fp8rl.models.tensors import EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.core.memory import ZEROS, placeholders
 from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -379,6 +379,33 @@ def test_what_is_in_the_base_cannot_be_sent(served: ServedWeights) -> None:
     name = f"{ATTENTION}o_proj.weight"
     with pytest.raises(RuntimeError, match=f"found {name} sent to an engine that reads it from a base"):
         served.load(stock_loader, [(name, NEW[name])])
+
+
+def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_experts() -> None:
+    rank, product, stack = EngineRank(1, 2), f"{ATTENTION}o_proj.weight", f"{MOE}experts.w2_weight"
+    names = [product, *(f"{MOE}experts.{expert}.down_proj.weight" for expert in range(2))]
+    rows = [DEFINITION.tensors[name] for name in names]
+    definition = listed("Shared", SIZES, lambda _: iter(rows))
+    own = {name: tensor for name, tensor in NEW.items() if name.removesuffix("_scale_inv") in names}
+    model = nn.Module()
+    for suffix in ("", "_scale_inv"):
+        half, expert = own[product + suffix].chunk(2, 1)[1], own[names[2] + suffix]
+        for name, value in ((product, half), (stack, expert[None])):
+            *path, last = (name + suffix).split(".")
+            place = model
+            for part in path:
+                if part not in place._modules:
+                    place.register_module(part, nn.Module())
+                place = place.get_submodule(part)
+            place.register_parameter(last, nn.Parameter(torch.zeros_like(value), requires_grad=False))
+    served, recorder = ServedWeights(SPEC.weight), Recorder(definition.tensors, ranks=2)
+    served.attach(model, definition, "0", rank)
+    served.invalidate()
+    served.load(stock_loader, recorder.watch(own.items()))
+    held = served.commit("1")
+    sent_to_all = Manifest.merged(1, SPEC, [recorder.sent()]).entries
+    expected = [f"{product}{suffix}#1/2" for suffix in ("", "_scale_inv")] + [names[2], f"{names[2]}_scale_inv"]
+    assert held == {label: sent_to_all[label] for label in expected}
 
 
 LATENT = dataclasses.replace(SIZES, own=(Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128),))
