@@ -115,8 +115,9 @@ class TensorTable:
         """The row of a tensor, or of the weight that `name` is the scales of."""
         return self.rows[name.removesuffix(SCALE_SUFFIX)]
 
-    def __contains__(self, name: str) -> bool:
-        return name.removesuffix(SCALE_SUFFIX) in self.rows
+    def get(self, name: str) -> TensorRow | None:
+        """The same, or None for a name that the table has not."""
+        return self.rows.get(name.removesuffix(SCALE_SUFFIX))
 
     @functools.cached_property
     def in_engine(self) -> Mapping[str, Mapping[int | None, Sequence[TensorRow]]]:

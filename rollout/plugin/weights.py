@@ -315,10 +315,10 @@ class ServedWeights:
             if name.startswith(DELTA):
                 if (view := self._views.get(label)) is not None:
                     delta.apply(tensor, view)
-            elif name not in table:
+            elif (row := table.get(name)) is None:
                 unknown.append((name, tensor))
-            elif (view := self._views.get(self.rank.label(name, table[name]))) is not None:
-                part = self.rank.part(table[name], tensor)
+            elif (view := self._views.get(self.rank.label(name, row))) is not None:
+                part = self.rank.part(row, tensor)
                 if part.shape != view.shape:
                     raise RuntimeError(
                         f"fp8rl plugin: found {name} of shape {tuple(part.shape)}, expected {tuple(view.shape)}, as it "

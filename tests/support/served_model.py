@@ -67,20 +67,20 @@ def hf_tensors_served(seed: int) -> dict[str, Tensor]:
 def build(served: dict[str, Tensor]) -> nn.Module:
     """The module tree, filled with `served`."""
     root = nn.Module()
-    _add(_module(root, "model.embed_tokens"), "weight", _padded(served["model.embed_tokens.weight"]))
-    _add(_module(root, "lm_head"), "weight", _padded(served["lm_head.weight"]))
+    _add(module_at(root, "model.embed_tokens"), "weight", _padded(served["model.embed_tokens.weight"]))
+    _add(module_at(root, "lm_head"), "weight", _padded(served["lm_head.weight"]))
     norms = ("model.layers.0.input_layernorm", ATTENTION + "q_norm", ATTENTION + "k_norm", "model.norm")
     for name in (*norms, MOE + "gate"):
-        _add(_module(root, name), "weight", served[name + ".weight"])
+        _add(module_at(root, name), "weight", served[name + ".weight"])
 
-    qkv = _module(root, ATTENTION + "qkv_proj")
-    experts = _module(root, MOE + "experts")
+    qkv = module_at(root, ATTENTION + "qkv_proj")
+    experts = module_at(root, MOE + "experts")
     for suffix in ("weight", "weight_scale_inv"):
         _add(qkv, suffix, torch.cat([_bytes(served[f"{ATTENTION}{k}_proj.{suffix}"]) for k in "qkv"]), suffix)
-        _add(_module(root, ATTENTION + "o_proj"), suffix, served[f"{ATTENTION}o_proj.{suffix}"])
+        _add(module_at(root, ATTENTION + "o_proj"), suffix, served[f"{ATTENTION}o_proj.{suffix}"])
         gate_up = [_bytes(served[f"{DENSE}{kind}_proj.{suffix}"]) for kind in ("gate", "up")]
-        _add(_module(root, DENSE + "gate_up_proj"), suffix, torch.cat(gate_up), suffix)
-        _add(_module(root, DENSE + "down_proj"), suffix, served[f"{DENSE}down_proj.{suffix}"])
+        _add(module_at(root, DENSE + "gate_up_proj"), suffix, torch.cat(gate_up), suffix)
+        _add(module_at(root, DENSE + "down_proj"), suffix, served[f"{DENSE}down_proj.{suffix}"])
         for name, kinds in (("w13", ("gate", "up")), ("w2", ("down",))):
             matrices = [
                 torch.cat([_bytes(served[f"{MOE}experts.{e}.{kind}_proj.{suffix}"]) for kind in kinds])
@@ -96,7 +96,8 @@ def load(model: nn.Module, served: dict[str, Tensor]) -> None:
         _bytes(parameter.data).copy_(_bytes(source.data))
 
 
-def _module(root: nn.Module, path: str) -> nn.Module:
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """The module of this name, made with those on the way to it where they are not there."""
     for part in path.split("."):
         if part not in root._modules:
             root.add_module(part, nn.Module())

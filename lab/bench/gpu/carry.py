@@ -38,7 +38,7 @@ LEFT_OUT = re.compile(
     r"|^sgl_kernel/(sm100/|flash_ops|flashmla_ops|spatial_ops|infllm_ops)|\.data/(headers|data)/"
 )
 ARCHIVES = {"ray": ("ray",), "engine": ("sglang", "xgrammar", "plotly", "grpc", "sgl_kernel", "cryptography", "openai")}
-"""Top-level folders of two archives of some 25 and 50 MB; all others are in a third, `libraries`."""
+"""Top-level folders of two archives; all others are in a third, `libraries`."""
 STAND_INS = {"flashinfer", "flash_attn", "tilelang", "quack", "humming", "deep_ep"}
 
 

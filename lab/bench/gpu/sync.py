@@ -134,9 +134,10 @@ def _receive(connection: Connection) -> None:
     while (message := connection.recv()) is not None:
         if message:
             bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(message))
-            for name, tensor in bucket.reconstruct_tensors():
-                held.setdefault(name, torch.empty_like(tensor)).view(torch.uint8).copy_(tensor.view(torch.uint8))
-            del bucket, tensor
+            sent = dict(bucket.reconstruct_tensors())
+            targets = [held.setdefault(name, torch.empty_like(tensor)) for name, tensor in sent.items()]
+            copy_all(targets, list(sent.values()))
+            del bucket, sent
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             connection.send(True)

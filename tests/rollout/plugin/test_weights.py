@@ -25,7 +25,18 @@ from fp8rl.rollout.plugin.weights import ServedWeights
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from fp8rl.weight_sync.served import served_tensors
 from tests.support.definitions import listed
-from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
+from tests.support.served_model import (
+    ATTENTION,
+    DEFINITION,
+    DENSE,
+    MOE,
+    SIZES,
+    SPEC,
+    build,
+    hf_tensors_served,
+    load,
+    module_at,
+)
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
 W13 = "model.layers.0.mlp.experts.w13_weight"
@@ -391,13 +402,9 @@ def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_expert
     for suffix in ("", "_scale_inv"):
         half, expert = own[product + suffix].chunk(2, 1)[1], own[names[2] + suffix]
         for name, value in ((product, half), (stack, expert[None])):
-            *path, last = (name + suffix).split(".")
-            place = model
-            for part in path:
-                if part not in place._modules:
-                    place.register_module(part, nn.Module())
-                place = place.get_submodule(part)
-            place.register_parameter(last, nn.Parameter(torch.zeros_like(value), requires_grad=False))
+            path, _, last = (name + suffix).rpartition(".")
+            zeros = nn.Parameter(torch.zeros_like(value), requires_grad=False)
+            module_at(model, path).register_parameter(last, zeros)
     served, recorder = ServedWeights(SPEC.weight), Recorder(definition.tensors, ranks=2)
     served.attach(model, definition, "0", rank)
     served.invalidate()
@@ -426,12 +433,9 @@ def test_both_halves_of_a_pair_arrive_in_messages_of_their_own_and_a_half_that_d
     """SGLang's loader would drop either, and answer that all went well."""
     rows = [row for row in latent_attention_tensors(LATENT, 0) if row.name in PAIR]
     definition = listed("Latent", LATENT, lambda _: iter(rows))
-    model = held = nn.Module()
+    model = nn.Module()
     *path, name, _ = rows[0].engine.parameter.split(".")
-    for part in path:
-        held.register_module(part, nn.Module())
-        held = held.get_submodule(part)
-    held.register_module(name, Fused())
+    module_at(model, ".".join(path)).register_module(name, Fused())
     served = ServedWeights(SPEC.weight)
     served.attach(model, definition, "0")
     draw = torch.Generator().manual_seed(0)
