@@ -1,9 +1,10 @@
-"""A mixture of experts of a dense model: `python examples/upcycle.py SOURCE OUT`, from a Llama to the form of GLM-4.5.
+"""A mixture of experts of a dense model: `python examples/upcycle.py SOURCE OUT`, in the form of GLM-4.5.
 
-The last layers become mixtures. Of such a layer's MLP the first columns become the expert that every token takes, and
-the rest is copied into experts that differ by a seeded perturbation. A token's experts are weighted by numbers that
-sum to one, so that without perturbation the mixture computes what the dense model does (sparse upcycling, Komatsuzaki
-et al. 2022, arXiv 2212.05055). Routers are random; embedding and output projection become two tensors.
+The dense model is a Llama or a Mistral. Its last layers become mixtures: the first columns of such a layer's MLP become
+the expert that every token takes, and the rest is copied into experts that differ by a seeded perturbation. A token's
+experts are weighted by numbers that sum to one, so that without perturbation the mixture computes what the dense model
+does (sparse upcycling, Komatsuzaki et al. 2022, arXiv 2212.05055). Routers are random; embedding and output projection
+become two tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-SOURCE = "LlamaForCausalLM"
+SOURCES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROUTER_STD = 0.02
+UNPADDED = "fp8rl_unpadded"
+"""The key of config.json under which `fp8rl convert --pad` keeps the values before."""
 
 
 def upcycle(
@@ -45,10 +48,11 @@ def upcycle(
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config["architectures"] != [SOURCE] or scaling.get("rope_type", "default") != "default":
+    scaled, window = scaling.get("rope_type", "default") != "default", config.get("sliding_window")
+    if config["architectures"][0] not in SOURCES or scaled or window:
         raise SystemExit(
-            f"SOURCE: found {config['architectures']} with {scaling or 'no scaling'}, expected a {SOURCE} with "
-            "unscaled positions. Choose another model."
+            f"SOURCE: found {config['architectures']} with {scaling or 'no scaling'} and a window of {window}, "
+            f"expected {' or '.join(SOURCES)} with unscaled positions and no window. Choose another model."
         )
     if out.exists():
         raise SystemExit(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
@@ -63,7 +67,7 @@ def upcycle(
             f"--shared: found {shared}, expected 1 or more, such that {shared} + 1 divides the intermediate_size "
             f"{config['intermediate_size']}"
         )
-    mixture = config | {
+    changes = {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "first_k_dense_replace": config["num_hidden_layers"] - layers,
@@ -80,6 +84,9 @@ def upcycle(
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"} | scaling | {"partial_rotary_factor": 1.0},
         "tie_word_embeddings": False,
     }
+    mixture = config | changes
+    if UNPADDED in config:  # what stays of the padding
+        mixture[UNPADDED] = {name: value for name, value in config[UNPADDED].items() if name not in changes}
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", ".*"))

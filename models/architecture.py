@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,9 @@ class Architecture:
     """Last parts of names of the engine's parameters that are no weights of the checkpoint."""
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config
     """Return a config.json as SGLang reads it."""
+    any_heads: Mapping[str, Any] = field(default_factory=dict)
+    """Where transformers wants the heads to divide `hidden_size`: the values of config.json that make it a model which
+    computes the same and whose heads need not."""
     aliases: tuple[str, ...] = ()
     """Other words for `model_type`, which older versions of transformers do not know."""
     whole: Whole | None = None

@@ -42,6 +42,12 @@ def sizes(config: ConfigFile, kv_heads: int | None = None) -> ModelSizes:
     )
 
 
+AS_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": None,
+    "transformers_version": "5.0.0",  # of a Mistral of before, transformers says that its tokenizer is wrong
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -61,4 +67,5 @@ ARCHITECTURE = Architecture(
     families=(attention.FAMILY, mlp.DENSE),
     tiny=tiny,
     engine_extras=CACHE_SCALES,
+    any_heads=AS_MISTRAL,
 )

@@ -108,12 +108,8 @@ def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any
         groups = _up(sizes.kv_heads, together)
         queries = groups * sizes.heads // sizes.kv_heads
         changes |= {"num_key_value_heads": groups, "num_attention_heads": queries, "head_dim": sizes.head_dim}
-    hidden = changes.get("hidden_size", sizes.hidden_size)
-    while hidden < MOST * sizes.hidden_size and not _accepted(dict(values) | changes | {"hidden_size": hidden}):
-        hidden += FP8_BLOCK
-    if hidden != sizes.hidden_size:
-        changes |= {"hidden_size": hidden, "head_dim": sizes.head_dim}
-        changes |= {"rms_norm_eps": sizes.norm_eps * sizes.hidden_size / hidden}
+    if (hidden := changes.get("hidden_size")) is not None:
+        changes |= {"head_dim": sizes.head_dim, "rms_norm_eps": sizes.norm_eps * sizes.hidden_size / hidden}
     if not changes:
         raise user_error(
             key, found="whole blocks in every width", expected="one that ends within a block", remedy="Leave out --pad."
@@ -128,11 +124,13 @@ def _changes(values: Mapping[str, Any], model: Model, key: str) -> dict[str, Any
                 remedy="Train this model in BF16 on both sides (numerics.preset=bf16 numerics.trainer=bf16 "
                 "numerics.rollout=bf16).",
             )
+    if not _accepted({**values, **changes}):
+        changes = {"num_key_value_heads": sizes.kv_heads, **changes, **model.architecture.any_heads}
     return changes
 
 
 def _accepted(config: Mapping[str, Any]) -> bool:
-    """Return whether transformers accepts a config.json: it wants a Llama's width to be a multiple of its heads."""
+    """Return whether transformers accepts a config.json: of some models the heads must divide the width."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 

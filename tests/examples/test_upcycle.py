@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 
 from examples.upcycle import upcycle
 from fp8rl.models import read_model
+from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.tiny import TinyModel
-from tests.support.padded import DENSE, SMOL, dense, logits, weights, write
+from tests.support.padded import DENSE, NINE_HEADS, SMOL, dense, logits, unscaled, weights, whole_blocks, write
 
 
 def test_without_perturbation_a_mixture_is_the_dense_model(tmp_path: Path) -> None:
@@ -37,11 +40,27 @@ def test_experts_differ_by_a_seeded_share_of_their_weights(tmp_path: Path) -> No
     assert ((a[own.format(0)] - whole).std() / whole.std()).item() == pytest.approx(0.1, rel=0.05)
 
 
-def test_what_is_no_llama_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"found \['Qwen3ForCausalLM'\] with .*, expected a LlamaForCausalLM"):
+def test_a_mixture_of_a_padded_model_becomes_one_in_its_widths_before(tmp_path: Path) -> None:
+    source = unscaled(write(tmp_path / "source", dataclasses.replace(NINE_HEADS, intermediate=384)))
+    padded(source, tmp_path / "padded", "MODEL", whole_blocks)
+    upcycle(tmp_path / "padded", tmp_path / "wide", layers=1, noise=0.0)
+    torch.testing.assert_close(logits(tmp_path / "wide"), logits(source), rtol=0, atol=1e-5)
+    unpadded(tmp_path / "wide", tmp_path / "narrow", "MODEL")
+    narrow = read_model(tmp_path / "narrow")
+    assert narrow.architecture.name == "Glm4MoeForCausalLM" and narrow.sizes.hidden_size == NINE_HEADS.hidden
+    torch.testing.assert_close(logits(tmp_path / "narrow"), logits(source), rtol=0, atol=1e-5)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"found \['Qwen3ForCausalLM'\] with .*, expected LlamaForCausalLM or Mistral"):
         upcycle(write(tmp_path / "qwen", TinyModel(experts=0)), tmp_path / "out")
     with pytest.raises(SystemExit, match="with unscaled positions"):
         upcycle(write(tmp_path / "scaled", SMOL), tmp_path / "out")
+    source = dense(tmp_path / "dense")
+    config = json.loads((source / "config.json").read_text()) | {"sliding_window": 4096}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="a window of 4096, expected .* no window"):
+        upcycle(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

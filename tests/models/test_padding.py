@@ -13,10 +13,10 @@ from fp8rl.models import read_model
 from fp8rl.models.checkpoint.padding import UNPADDED, padded, unpadded
 from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.core.errors import UserError
-from tests.support.padded import MIXTRAL, QWEN2, SMOL, logits, weights, whole_blocks, write
+from tests.support.padded import MIXTRAL, NINE_HEADS, QWEN2, SMOL, logits, weights, whole_blocks, write
 
 
-@pytest.mark.parametrize("shape", [SMOL, QWEN2, MIXTRAL], ids=["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("shape", [SMOL, NINE_HEADS, QWEN2, MIXTRAL], ids=["llama", "heads", "qwen2", "mixtral"])
 def test_a_padded_model_is_the_same_function_and_comes_back(shape: TinyModel, tmp_path: Path) -> None:
     source = write(tmp_path / "source", shape)
     with pytest.raises(UserError, match=r"convert MODEL OUT --pad"):
@@ -33,6 +33,21 @@ def test_a_padded_model_is_the_same_function_and_comes_back(shape: TinyModel, tm
     configs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "back"))
     first, second = ({key: value for key, value in each.items() if key != "head_dim"} for each in configs)
     assert first == second
+
+
+def test_a_llama_whose_heads_do_not_divide_its_new_width_becomes_a_mistral(tmp_path: Path) -> None:
+    """Also where its config.json leaves out a number that the two have by other defaults."""
+    source = write(tmp_path / "source", dataclasses.replace(SMOL, hidden=200, heads=5, kv_heads=5, head_dim=128))
+    config = json.loads((source / "config.json").read_text())
+    assert config.pop("num_key_value_heads") == 5
+    (source / "config.json").write_text(json.dumps(config))
+    padded(source, tmp_path / "padded", "MODEL", whole_blocks)
+    found = read_model(tmp_path / "padded")
+    assert found.architecture.name == "MistralForCausalLM"
+    assert (found.sizes.hidden_size, found.sizes.kv_heads) == (256, 5)
+    torch.testing.assert_close(logits(tmp_path / "padded"), logits(source), rtol=0, atol=1e-5)
+    unpadded(tmp_path / "padded", tmp_path / "back", "MODEL")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
 
 
 @pytest.mark.parametrize(

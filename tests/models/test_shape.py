@@ -30,8 +30,8 @@ PUBLISHED = {
     "qwen3_5_35b_a3b": (34_660_610_688, 20_480),
     "qwen3_5_4b": (4_205_751_296, 32_768),
     "qwen3_5_9b": (8_953_803_264, 32_768),
-    "smollm2_135m": (191_149_824, 30_720),
-    "smollm2_mixture": (264_318_760, 30_720),
+    "smollm2_135m": (159_291_520, 30_720),
+    "smollm2_mixture": (220_265_640, 30_720),
 }
 """Parameters, and bytes of a token in a BF16 KV cache. SmolLM2 and its mixture are counted with the zeros that
 fill their blocks."""

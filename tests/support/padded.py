@@ -20,6 +20,8 @@ SMOL = TinyModel(
     layers=2, hidden=192, heads=3, kv_heads=3, head_dim=64, intermediate=200, experts=0, family="llama", tied=True
 )
 """In the proportions of SmolLM2-135M: heads that do not fill blocks together, and no width that does."""
+NINE_HEADS = dataclasses.replace(SMOL, hidden=576, heads=9)
+"""With SmolLM2-135M's heads: the twelve that it gets do not divide the width of 640 that it gets."""
 QWEN2 = dataclasses.replace(SMOL, heads=6, family="qwen2", tied=False)
 """With biases, and two queries to a key."""
 DENSE = TinyModel(hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=384, experts=0, family="llama", tied=True)
@@ -42,7 +44,11 @@ def write(path: Path, shape: TinyModel, dtype: torch.dtype = torch.float32) -> P
 
 def dense(path: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A Llama whose positions are not scaled."""
-    write(path, DENSE, dtype)
+    return unscaled(write(path, DENSE, dtype))
+
+
+def unscaled(path: Path) -> Path:
+    """Have a model's positions not scaled."""
     config = json.loads((path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     (path / "config.json").write_text(json.dumps(config))

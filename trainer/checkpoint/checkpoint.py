@@ -23,6 +23,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.memory import give_back
 from fp8rl.numerics.core.process import all_gathered, together
 from fp8rl.trainer.checkpoint.files import (
     CONTENT,
@@ -164,6 +165,7 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
     if dist.get_rank() == 0:
         discard(path)
     dist.barrier()
+    give_back()  # so that the copy takes the place of what the step has left
     contents = {name: text.encode() for name, text in texts.items()}
     if (adapter := _adapter_of(parts)) is not None:
         extra = {**extra, ADAPTER: adapter}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,24 +191,27 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
             start = 0
             for bucket, held in zip(buffer.buckets, maps, strict=True):
                 if not empty_data:
-                    for key, shard in self._shards(bucket.grad_data.numel(), held["param_map"]).items():
+                    size = bucket.grad_data.numel() // self.data_parallel_group.size()
+                    for key in _KEYS:
                         into = whole[key][start : start + bucket.numel_unpadded]
-                        for at, piece in gathered(shard, self.data_parallel_group):
+                        read = partial(self._read, held["param_map"], key)
+                        for at, piece in gathered(read, size, self.data_parallel_group):
                             there = into[at : at + len(piece)]  # what is beyond is padding
                             there.copy_(piece[: len(there)])
                 start += bucket.numel_unpadded
             state[index] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
         return state
 
-    def _shards(self, size: int, parameters: Any) -> dict[str, Tensor]:
-        """Return this rank's shard of a bucket's masters and moments, on the host."""
-        own = size // self.data_parallel_group.size()
-        shards = {key: torch.zeros(own) for key in _KEYS}
+    def _read(self, parameters: Any, key: str, start: int, stop: int) -> Tensor:
+        """Copy a piece of this rank's shard of the masters, or of a moment, to the host."""
+        piece = torch.zeros(stop - start)
         for parameter, ranges in parameters.items():
-            tensors, local = self._get_main_param_and_optimizer_states(parameter), ranges["gbuf_local"]
-            for key, shard in shards.items():
-                shard[local.start : local.end].copy_(self.aside.held(tensors[key].detach()))
-        return shards
+            place = ranges["gbuf_local"]
+            first, last = max(start, place.start), min(stop, place.end)
+            if first < last:
+                tensor = self.aside.held(self._get_main_param_and_optimizer_states(parameter)[key].detach())
+                piece[first - start : last - start].copy_(tensor[first - place.start : last - place.start])
+        return piece
 
 
 def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
@@ -224,16 +228,17 @@ def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> It
         yield f"{name}{index}", slice(max(0, index * each - start), min((index + 1) * each - start, size))
 
 
-def gathered(shard: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
+def gathered(read: Callable[[int, int], Tensor], size: int, group: Any) -> Iterator[tuple[int, Tensor]]:
     """Yield every rank's shard, one rank after the other, in pieces on the host: the start of each, and the piece.
 
-    shard: [n] on the host, of the same size on all ranks.
+    read: returns a piece of this rank's shard, from one index to another, on the host. size: of a shard, the same on
+    all ranks. No rank ever holds a second copy of its shard.
     """
     ranks, here = group.size(), device.current()
     step = max(1, AT_ONCE // (ranks + 1))
-    for start in range(0, len(shard), step):
-        own = shard[start : start + step].to(here)
+    for start in range(0, size, step):
+        own = read(start, min(start + step, size)).to(here)
         pieces = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(pieces, own, group)
         for rank, piece in enumerate(pieces):
-            yield rank * len(shard) + start, piece.cpu()
+            yield rank * size + start, piece.cpu()
