@@ -1,4 +1,4 @@
-"""The roof: the `fp8rl` command, and all that a reward, an environment, an algorithm or a notebook of a user's imports.
+"""The public interface: the `fp8rl` command, and what rewards, environments, algorithms and notebooks of users import.
 
 A name is imported when it is first asked for (PEP 562), so that `import fp8rl` itself costs nothing.
 """

@@ -1,1 +1,2 @@
-"""The run, in floors: mismatch, record, algorithms, experiment, guard, report, run; then the loop."""
+"""The training run. A package imports only those before it: mismatch, record, algorithms, experiment, guard, report,
+run; then the loop."""

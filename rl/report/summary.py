@@ -202,9 +202,10 @@ def _change(evaluations: Sequence[Row]) -> tuple[float, float] | None:
     pairs = [(row["eval/accuracy"], row.get("eval/problems", 0)) for row in (evaluations[0], evaluations[-1])]
     if any(not 0.0 <= accuracy <= 1.0 or problems < 1 for accuracy, problems in pairs):
         return None
-    (before, (low, high)), (after, (lower, higher)) = ((p, _wilson(p, n)) for p, n in pairs)
-    change = after - before
-    return change - math.hypot(after - lower, high - before), change + math.hypot(higher - after, before - low)
+    (first, _), (last, _) = pairs
+    (first_low, first_high), (last_low, last_high) = (_wilson(*pair) for pair in pairs)
+    down, up = math.hypot(last - last_low, first_high - first), math.hypot(last_high - last, first - first_low)
+    return last - first - down, last - first + up
 
 
 def _wilson(share: float, count: float) -> tuple[float, float]:
