@@ -79,8 +79,8 @@ def _serialize(bucket: Bucket) -> str:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
     metadata = [
-        FlattenedTensorMetadata(slot.name, slot.shape, slot.dtype, slot.start, slot.start + slot.size, slot.size)
-        for slot in bucket.slots
+        FlattenedTensorMetadata(entry.name, entry.shape, entry.dtype, entry.start, entry.start + entry.size, entry.size)
+        for entry in bucket.entries
     ]
     message = {"flattened_tensor": _Mapped(bucket.flat), "metadata": metadata}
     return MultiprocessingSerializer.serialize(message, output_str=True)
