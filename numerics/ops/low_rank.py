@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.ops.grouped import group_of_rows, narrow
+from fp8rl.numerics.ops.grouped import group_of_rows, one_product_is_faster
 from fp8rl.numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
 from fp8rl.numerics.spec import QuantSpec
 
@@ -145,7 +145,7 @@ class _Term(torch.autograd.Function):
         even = b.shape[-1] // parts % 2 == 0
         if counts is None:
             return _scaled(rows, b, scale, even).view(*h.shape[:-1], len(b))
-        if even and _is_power_of_two(scale) and narrow(rows, counts, b[0].numel()):
+        if even and _is_power_of_two(scale) and one_product_is_faster(rows, counts, b[0].numel()):
             wide, groups = h.new_zeros(len(rows), len(b), b.shape[2]), group_of_rows(counts)
             wide[torch.arange(len(groups)), groups] = rows[: len(groups)] * scale
             return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)

@@ -35,12 +35,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
-        self.eps, self.around_zero = eps, config.layernorm_zero_centered_gamma
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return ops.rms_norm(x, ops.around_zero(self.weight) if self.around_zero else self.weight, self.eps)
+        return ops.rms_norm(x, ops.one_plus(self.weight) if self.zero_centered else self.weight, self.eps)
 
 
 class SwiGLU(MegatronModule):
@@ -97,7 +97,7 @@ class NormColumnLinear(ColumnLinear):
     def _norm_weight(self) -> Tensor:
         """What the norm multiplies by."""
         weight = self.layer_norm_weight
-        return ops.around_zero(weight) if self.config.layernorm_zero_centered_gamma else weight
+        return ops.one_plus(weight) if self.config.layernorm_zero_centered_gamma else weight
 
 
 class RowLinear(RowParallelLinear):
