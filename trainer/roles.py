@@ -47,7 +47,7 @@ class Critic(Trainer):
 
 def read_values(hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
     """Read the value before each token but the first; a value has no entropy, and draws no tokens."""
-    values = micro.by_row(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
+    values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
     return HeadOutput(values, torch.zeros_like(values))
 
 

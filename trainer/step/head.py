@@ -95,21 +95,21 @@ def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | No
         values, entropy, drawn = _InChunks.apply(rows, head.weight, head, targets, chunks)
     if drawn is not None:
         drawn = torch.cat(
-            [torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), micro.by_target(drawn.flatten(), UNKNOWN)], 1
+            [torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), micro.from_targets(drawn.flatten(), UNKNOWN)], 1
         )
-    return HeadOutput(micro.by_target(values.flatten()), micro.by_target(entropy.flatten()), drawn)
+    return HeadOutput(micro.from_targets(values.flatten()), micro.from_targets(entropy.flatten()), drawn)
 
 
 def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Run Megatron's model, or its wrapper, up to its head.
 
-    Tokens as they are laid [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states on
-    the last pipeline stage, on others the next stage's input.
+    Tokens in the model's order [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states
+    on the last pipeline stage, on others the next stage's input.
     """
     gpt = gpt_of(model)
     last, gpt.post_process = gpt.post_process, False  # asked where GPTModel would go on with its output layer
     try:
-        tokens = micro.laid(micro.batch.tokens)
+        tokens = micro.to_model(micro.batch.tokens)
         hidden: Tensor = model(tokens, position_ids=None, attention_mask=None, packed_seq_params=micro.packed_rows)
     finally:
         gpt.post_process = last
@@ -144,7 +144,7 @@ class _Targets:
         """count: the targets of one rank."""
 
         def by_rank(values: Tensor) -> Tensor:
-            return micro.of_targets(values).view(-1, count)
+            return micro.targets_of(values).view(-1, count)
 
         batch, seeds = micro.batch, None
         positions = torch.arange(batch.width, device=batch.tokens.device).expand_as(batch.tokens)
