@@ -126,7 +126,8 @@ class RowLinear(RowParallelLinear):
         if adapter is None:
             return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
         if adapter.merges:
-            return _MergeOverRanks.apply(adapter.reached(partial, input_), None, input_.dtype, group), None
+            partial = adapter.with_adapter_gradient(partial, input_)
+            return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
         low_rank = adapter.low_rank
         inner = _MergeOverRanks.apply(ops.linear_partial(input_, low_rank.a), None, input_.dtype, group)
         term = ops.low_rank_term(inner, low_rank.b, low_rank.scale, low_rank.parts)
