@@ -33,7 +33,7 @@ class RankPass:
     """The results of one rank's pass."""
 
     rows: list[int]
-    """Rows of the batch that this rank's data-parallel share holds."""
+    """Rows of the batch that this rank's data-parallel replica holds."""
     logprobs: Tensor
     """fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values."""
     loss: float
@@ -80,7 +80,7 @@ def run_pass(
     """
     if layout.cp_size > 1:
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
-    groups = form.plan(batch, layout.shares, budget, multiple)[layout.share]
+    groups = form.plan(batch, layout.replicas, budget, multiple)[layout.replica]
     # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
     get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
         model, None, **more
@@ -176,7 +176,7 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
     for output in outputs:
         for name, value in {"": output.loss, **output.metrics}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    gathered = all_gathered((sums, bad) if layout.reports else ({}, []))
+    gathered = all_gathered((sums, bad) if layout.is_reporting_rank else ({}, []))
     bad_rows = sorted(row for _, rows in gathered for row in rows)
     if bad_rows:
         raise NonFiniteLossError(
