@@ -1,1 +1,2 @@
-"""Questions about a run before and after it: doctor, preflight, attribution, rescoring of capsules."""
+"""Questions about a run before, during and after it: plan, doctor, preflight, audit, attribution, certification,
+rescoring of capsules."""

@@ -26,10 +26,9 @@ from fp8rl.numerics.spec import ALL, QuantSpec
 
 # What a model is there for in a run: one word for trainer, engines, protocol and manifest.
 
-Role = Literal["policy", "reference", "critic", "teacher", "draft"]
+Role = Literal["policy", "reference", "critic", "teacher"]
 """`policy`: it samples and learns. `reference`: it stays what the policy was, and says how far that has moved.
-`critic`: it foresees rewards. `teacher`: another model that scores the policy's answers. `draft`: a small model that
-proposes tokens for the policy; no code of today runs one."""
+`critic`: it foresees rewards. `teacher`: another model that scores the policy's answers."""
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""

@@ -66,8 +66,8 @@ class ModelSizes:
     """The width that SGLang's own model takes for a head on a CPU, whatever config.json says; 0: `head_dim`."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
-    norms_around_zero: bool = False
-    """RMSNorms multiply by 1 + their weight (`numerics.ops.around_zero`)."""
+    zero_centered_norms: bool = False
+    """RMSNorms store their weight zero-centered, and multiply by 1 + weight (`numerics.ops.one_plus`)."""
     shared_gate: bool = False
     """What the expert puts out that every token takes is multiplied by a gate of the token."""
     kept: tuple[str, ...] = ()

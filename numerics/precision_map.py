@@ -51,7 +51,6 @@ class TensorClass:
 class Planned:
     """A class of tensors under one run's numerics."""
 
-    tensor_class: TensorClass
     formats: tuple[str, ...]
     """The formats that will do."""
     hidden: bool = False
@@ -90,7 +89,7 @@ def precision_map(
     for each in CLASSES:
         said = each.kernels if by_kernels else getattr(each, numerics.mode)
         formats = tuple(dict.fromkeys(own.get(each.key, said).format(**names).split("|")))
-        planned[each.key] = Planned(each, formats, hidden=by_kernels and each.kernels != each.exact)
+        planned[each.key] = Planned(formats, hidden=by_kernels and each.kernels != each.exact)
     return planned
 
 

@@ -27,7 +27,7 @@ FAMILIES = ("models.families", "trainer.modules.families", "rollout.plugin.famil
 FAMILY_FOLDERS = {ROOT / "models/architectures", *(ROOT / home.replace(".", "/") for home in FAMILIES)}
 KNOW_A_FAMILY = {
     "models/sizes.py": "the numbers that several architectures read; sizes of one family alone are `ModelSizes.own`",
-    "models/tiny.py": "says what the keys of `fp8rl tiny` mean for each architecture",
+    "models/tiny.py": "says what the keys of `TinyModel` mean for each architecture",
     "numerics/ops/__init__.py": "lists the names of all ops",
     "numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
     "numerics/kernels/products/heads.py": "the kernel of an op of latent attention",

@@ -101,11 +101,11 @@ class TrainerActor:
     ) -> T | None:
         """Call a method, by its name, or a function with the model of a role first; without a role, with all models.
 
-        of_reporting_ranks: return None on ranks that another one of the same data-parallel share speaks for.
+        of_reporting_ranks: return None on ranks that another one of the same data-parallel replica speaks for.
         """
         target = self._roles if role is None else self._roles.models[role]
         result = getattr(target, method)(*args) if isinstance(method, str) else method(target, *args)
-        return result if self._roles.policy.layout.reports or not of_reporting_ranks else None
+        return result if self._roles.policy.layout.is_reporting_rank or not of_reporting_ranks else None
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
         self._staged = self._roles.stage(path, extra, texts)

@@ -16,7 +16,7 @@ from fp8rl.models.checkpoint.peft import digest_of_all
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.core.process import all_gathered, exhaust
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.ops.low_rank import Fused
@@ -188,7 +188,7 @@ def base_digest(model: GPTModel, weights: HFWeights) -> str:
     found: dict[str, str] = {}
     share = weights.base(model)
     try:
-        for batch in shards(share, _BATCH_BYTES):
+        for batch in batches_by_bytes(share, _BATCH_BYTES):
             names, tensors = zip(*batch, strict=True)
             found.update(zip(names, tensor_digests(tensors), strict=True))
     finally:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from fp8rl.trainer.modules.precision import Precision
+    from fp8rl.trainer.step.head import Head
     from fp8rl.trainer.step.microbatches import MicroBatch
-    from fp8rl.trainer.step.reading import Head
 
 _SHORT = ((1, 17), (3, 48))
 """Rows and their tokens, in multiples of what the model takes, that may run in shorter tiles than a whole
@@ -98,7 +98,7 @@ def _launch(
     from fp8rl.trainer.modules.precision import Precision
     from fp8rl.trainer.modules.weights import matrices
     from fp8rl.trainer.roles import give_value_head, is_of_value_head, read_values
-    from fp8rl.trainer.step.reading import head_of, hidden_states, read_logprobs
+    from fp8rl.trainer.step.head import head_of, hidden_states, read_logprobs
     from fp8rl.trainer.weights.hf_weights import HFWeights
 
     cache, lowering = WeightCache(), lower(numerics, False)

@@ -22,9 +22,9 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_tensors
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.head import Head, HeadOutput
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import MovedAside, Scored
-from fp8rl.trainer.step.reading import Head, Read
 from fp8rl.trainer.trainer import Trainer
 
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.
@@ -35,7 +35,7 @@ class Critic(Trainer):
     is what is expected, before the token at t is chosen, of what is still to come.
     """
 
-    def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
+    def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
         return read_values(hidden, head, micro)
 
     def _is_trained_whole(self, name: str) -> bool:
@@ -45,10 +45,10 @@ class Critic(Trainer):
         give_value_head(model, self.layout)
 
 
-def read_values(hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
+def read_values(hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
     """Read the value before each token but the first; a value has no entropy, and draws no tokens."""
-    values = micro.by_row(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
-    return Read(values, torch.zeros_like(values))
+    values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
+    return HeadOutput(values, torch.zeros_like(values))
 
 
 def is_of_value_head(name: str) -> bool:

@@ -28,10 +28,10 @@ from fp8rl.trainer.megatron.model_checks import check_layout, check_rows
 from fp8rl.trainer.modules.precision import Precision
 from fp8rl.trainer.modules.weights import matrices
 from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl.trainer.step.head import Head, HeadOutput, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import Objective, Scored
 from fp8rl.trainer.step.passes import RankPass, run_pass
-from fp8rl.trainer.step.reading import Head, Read, read_logprobs
 from fp8rl.trainer.step.trees import form_of
 from fp8rl.trainer.weights.hf_weights import HFWeights
 
@@ -155,10 +155,12 @@ class Scorer:
         budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
         counting = objective is not None and self.config.router_bias_rate > 0
         form, codes = form_of(self.config), self.numerics.kv_format.quantized
-        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, form, counting, codes)
+        return run_pass(
+            self._runs, batch, self.layout, budget, multiple, objective, self._read_head, form, counting, codes
+        )
 
-    def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
-        """Return what is made of the final hidden states; see :mod:`trainer.step.reading`."""
+    def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
+        """Return what the head gives for the final hidden states of a micro-batch."""
         return read_logprobs(hidden, head, micro, self.config.head_chunk_tokens)
 
     def _check_width(self, batch: TokenBatch) -> None:

@@ -113,12 +113,12 @@ class Bridge:
         contents: Contents = self.base.contents(since) if self.adapter else "weights"
         if contents == "weights and adapters" and config.shared_base and all(self.trainer.apply(reads, self.spec)):
             contents = "adapters beside a base"
-        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, timeout_s, contents)
+        task = SendTask(transport, self.spec, list(endpoints), version, config.delta, since, timeout_s, contents)
 
         def send() -> Sequence[Sent]:
             shared = contents == "adapters beside a base"
             parts = give_base(self.trainer, self.spec, endpoints, timeout_s) if shared else []
-            parts += self.trainer.apply(send_share, share)
+            parts += self.trainer.apply(send_shard, task)
             return self.base.completed(parts, self.adapter, contents) if self.adapter else parts
 
         self.base.version = None
@@ -128,10 +128,10 @@ class Bridge:
         if manifest_path is not None:
             manifest.save(manifest_path)
         if problems:
-            of_base = self.base.changed(report.mismatched) if contents == "adapters" else ""
+            base_note = self.base.base_note(report.mismatched) if contents == "adapters" else ""
             raise SyncError(
                 f"sync to weight version {version}: {report.mismatched_tensors} of {len(manifest.entries)} tensors are "
-                f"not what the trainer sent: {some_of(report.mismatched)}{of_base}; generation stays paused.\n"
+                f"not what the trainer sent: {some_of(report.mismatched)}{base_note}; generation stays paused.\n"
                 "Restart the run from its last checkpoint, and if it happens again, compare the versions of sglang on "
                 "both sides:\n" + "\n".join(problems[:20])
             )
@@ -140,8 +140,8 @@ class Bridge:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """The task of each trainer rank in a sync: to send its shard of `version`, served under `spec`, to engines."""
+class SendTask:
+    """What each trainer rank does in a sync: send its shard of `version`, as served under `spec`, to the engines."""
 
     transport: Transport
     spec: QuantSpec
@@ -218,31 +218,31 @@ def send_and_verify(
     return manifest, report, problems
 
 
-def send_share(trainer: Trainer, share: Share) -> Sent:
+def send_shard(trainer: Trainer, task: SendTask) -> Sent:
     """Quantize this rank's shard, and send it to every engine."""
-    table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in share.endpoints)
+    table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in task.endpoints)
     recorder, payload = Recorder(table, ranks), 0
-    weights = exported(trainer, share.contents)
+    weights = exported(trainer, task.contents)
 
     def to_send() -> Iterator[Named]:
         nonlocal payload
         # What is quantized straight into the transport's memory cannot be left out of it.
-        allocate = None if share.delta else share.transport.allocate
-        tensors = recorder.watch(served_tensors(weights, share.spec, trainer.definition, allocate))
-        if share.delta:
-            tensors = changes(trainer.last_sent, tensors, share.version, share.since, table, ranks)
+        allocate = None if task.delta else task.transport.allocate
+        tensors = recorder.watch(served_tensors(weights, task.spec, trainer.definition, allocate))
+        if task.delta:
+            tensors = changes(trainer.last_sent, tensors, task.version, task.since, table, ranks)
         for name, tensor in tensors:
             payload += tensor.nbytes
             yield name, tensor
 
     async def send() -> None:
-        async with _clients(share.endpoints, share.timeout_s) as engines:
-            await share.transport.send(to_send(), engines, share.version)
+        async with _clients(task.endpoints, task.timeout_s) as engines:
+            await task.transport.send(to_send(), engines, task.version)
 
     try:
-        if share.contents != "weights":
+        if task.contents != "weights":
             check_frozen(trainer)
-        with _as_sync_error(share.version):
+        with _as_sync_error(task.version):
             asyncio.run(send())
         return recorder.sent(payload)
     finally:

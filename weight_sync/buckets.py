@@ -46,7 +46,7 @@ class Bucket:
     """The bytes of it that are taken."""
     pending: int = 0
     """Tensors that were allocated and not added yet."""
-    slots: list[BucketEntry] = dataclasses.field(default_factory=list)
+    entries: list[BucketEntry] = dataclasses.field(default_factory=list)
     """The tensors to send; there may be gaps between them."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -67,7 +67,7 @@ class Bucket:
         """Send `tensor`, which the bucket holds, under this name."""
         self.pending -= 1
         start = int(tensor.storage_offset()) * tensor.element_size()
-        self.slots.append(BucketEntry(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
+        self.entries.append(BucketEntry(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
 
 
 class Packer:
@@ -115,7 +115,7 @@ class Packer:
 
     def _close(self) -> Iterator[Bucket]:
         bucket = self._open.pop(0)
-        if not bucket.slots:
+        if not bucket.entries:
             self._spare.append(bucket.flat)
             return
         yield bucket

@@ -57,8 +57,7 @@ class HeldBase:
         return "adapters" if known else "weights and adapters"
 
     def completed(self, parts: Sequence[Sent], adapter: AdapterSection, contents: Contents) -> list[Sent]:
-        """Return what engines must hold after a sync whose ranks have sent these parts: the base too, and the adapters'
-        scale.
+        """Return the digests that engines must have after this sync: the sent parts, the base, and the adapters' scale.
 
         Raises:
             SyncError: the trainer has sent a base that is not the one of the first sync.
@@ -73,15 +72,14 @@ class HeldBase:
         _compare(self.sent.digests, digests, "what the trainer sends of the weights")
         return [*parts, scale]
 
-    def changed(self, names: Sequence[str]) -> str:
-        """Count the base's tensors among these mismatches, for the message of a sync that did not send it; empty:
-        none."""
+    def base_note(self, names: Sequence[str]) -> str:
+        """Say how many of these mismatched tensors are the base's, for an error message; empty if none."""
         own = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
         return f" ({own} of the base, which changed in the engine under the run)" if own else ""
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-    """Return the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end."""
+    """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end."""
     if contents == "weights":
         return trainer.export_weights()
     adapters = trainer.weights.adapters(trainer.model)
@@ -92,7 +90,7 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
 
 
 def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent:
-    """Return this rank's part of what an engine that serves `spec` must hold of the trainer's model, adapters too."""
+    """Return the digests that an engine with `spec` must have of this rank's part of the model, adapters included."""
     adapter = trainer.definition.adapter
     if adapter is None or adapter.mode == "merged":
         return would_send(trainer.export_weights(), spec, trainer.definition, engine_ranks)

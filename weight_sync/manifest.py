@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8rl.models.architecture import Role
 from fp8rl.models.tensors import SCALE_SUFFIX, EngineRank, TensorTable, base_name
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.spec import QuantSpec
 
@@ -108,7 +108,7 @@ class Recorder:
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same stream; each tensor is digested before it is handed on, many of them at once."""
-        for batch in shards(tensors, _BATCH_BYTES):
+        for batch in batches_by_bytes(tensors, _BATCH_BYTES):
             parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
             self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
             self._bytes += sum(tensor.nbytes for _, tensor in batch)

@@ -18,7 +18,7 @@ from fp8rl.models.checkpoint.writing import INDEX, write_directory
 from fp8rl.models.shape import BF16_BYTES, FP32_BYTES, Shape, WeightGroup
 from fp8rl.models.tensors import SCALE_SUFFIX, SERVED_SCALES
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.core.process import exhaust
 from fp8rl.numerics.core.reading import read_bytes
 from fp8rl.numerics.ops.low_rank import LowRank, merged
@@ -46,7 +46,7 @@ def served_tensors(
     waiting: the rest of `weights` is taken.
     """
     try:
-        for batch in shards(weights, _BATCH_BYTES):
+        for batch in batches_by_bytes(weights, _BATCH_BYTES):
             rows = {name: model.tensors[name] for name, _ in batch}
             to_quantize = {name: weight for name, weight in batch if model.quantizes(rows[name], spec)}
             quantized = _quantized(to_quantize, spec, allocate)

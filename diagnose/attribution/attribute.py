@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.files import file_sha256
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.plugin.op_probe import ANSWER
 from fp8rl.rollout.server.client import EngineClient
@@ -280,7 +280,7 @@ async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})
         digest = (await client.probe(recording)).sha256
         path = recording.with_name(ANSWER)
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if file_sha256(path) != digest:
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}

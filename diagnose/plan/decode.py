@@ -6,7 +6,6 @@ The step is one CUDA graph. The host starts it at once, but each of its kernels 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from fp8rl.diagnose.plan.efficiency import Rates
 from fp8rl.models.shape import BF16_BYTES, Shape
@@ -78,13 +77,6 @@ def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:
     """Kernels of a decode step."""
     of_layer = OF_LAYER[mode, spec.quantized]
     return BESIDE_LAYERS + sum(of_layer[shape.sizes.has_experts(layer)] for layer in range(shape.sizes.layers))
-
-
-def over_native(shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float) -> float:
-    """Time of a decode step in exact mode over that in native mode, by bytes and kernels alone: how well a kernel uses
-    the GPU is not in it."""
-    exact, native = (decode_step(shape, spec, gpu, rates, batch, context, 1, mode) for mode in get_args(Mode))
-    return exact.seconds / native.seconds
 
 
 def experts_read(experts: int, top_k: int, batch: int) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tiny import write_tiny_model
-from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
 from fp8rl.weight_sync.frozen import Contents, HeldBase
 from fp8rl.weight_sync.manifest import Sent
 from fp8rl.weight_sync.transports.tensor import TensorTransport
@@ -62,10 +62,10 @@ def _syncs() -> tuple[SyncReport, SyncReport]:
             trainer, held = make(64, adapter=ADAPTER), HeldBase()
 
             def sync(contents: Contents) -> SyncReport:
-                share = Share(TensorTransport(BUCKET_BYTES), spec, [endpoint], 0, contents=contents)
+                task = SendTask(TensorTransport(BUCKET_BYTES), spec, [endpoint], 0, contents=contents)
 
                 def send() -> list[Sent]:
-                    return held.completed([send_share(trainer, share)], ADAPTER, contents)
+                    return held.completed([send_shard(trainer, task)], ADAPTER, contents)
 
                 _, report, problems = send_and_verify(send, spec, [endpoint], 0)
                 assert not problems, problems

@@ -124,7 +124,7 @@ class Float64:
         return x @ weight.T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm whose stored weight is around zero."""
+        """RMSNorm whose weight is stored zero-centered."""
         return self._rms(x) * (1 + self.weights[f"{name}.weight"])
 
     def _rms(self, x: Tensor) -> Tensor:

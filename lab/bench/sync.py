@@ -26,7 +26,7 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import Engine
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
-from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
 from fp8rl.weight_sync.buckets import changes
 from fp8rl.weight_sync.served import convert_checkpoint, served_tensors
 from fp8rl.weight_sync.transports.tensor import TensorTransport
@@ -104,13 +104,13 @@ def measure(model: Path) -> Measured:
         trainer = make(64)
         # The engine has an event loop of its own; a sync has another.
         with serving(model, numerics, Path(folder), runner) as endpoint:
-            share = Share(transport, spec, [endpoint], version=0)
+            task = SendTask(transport, spec, [endpoint], version=0)
             for index in range(ROUNDS + 1):
                 start = time.perf_counter()
                 asyncio.run(_send_only(trainer, transport, numerics, endpoint))
                 middle = time.perf_counter()
                 before = restart_peak()
-                _, report, problems = send_and_verify(lambda: [send_share(trainer, share)], spec, [endpoint], 0)
+                _, report, problems = send_and_verify(lambda: [send_shard(trainer, task)], spec, [endpoint], 0)
                 end = time.perf_counter()
                 assert not problems, problems
                 measured.report, measured.extra_bytes = report, status("VmHWM") - before

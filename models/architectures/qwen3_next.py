@@ -63,7 +63,7 @@ def hybrid_sizes(config: ConfigFile, joined: bool = False) -> dict[str, Any]:
         taps=config.size("linear_conv_kernel_dim", default=4),
         joined=joined,
     )
-    changes = {"rotary_dim": config.rotary_dim(head_dim, default=0.25), "joined": 1, "norms_around_zero": True}
+    changes = {"rotary_dim": config.rotary_dim(head_dim, default=0.25), "joined": 1, "zero_centered_norms": True}
     return own | changes | {"kept": (DRAFTS,), "own": (linear,)}
 
 

@@ -155,7 +155,7 @@ def _refuse_other_norms(model: Model, wider: Model, key: str) -> None:
     others = [
         name for name, row in rows.items() if row.shape != hidden and (widens or wider.tensors[name].shape != row.shape)
     ]
-    if widens and model.sizes.norms_around_zero:
+    if widens and model.sizes.zero_centered_norms:
         others = list(rows)
     if others:
         raise UserError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8rl.models.whole import Piece
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import publish_directory, room_for
-from fp8rl.numerics.core.memory import shards
+from fp8rl.numerics.core.memory import batches_by_bytes
 from fp8rl.numerics.core.process import exhaust, rank, together
 from fp8rl.numerics.core.reading import check_path, open_regular, reason
 
@@ -119,7 +119,7 @@ def _begin(partial: Path, describe: Callable[[Path], object], stacks: Stacks) ->
 def _write(tensors: Iterable[tuple[str, Tensor]], partial: Path, stacks: Stacks) -> Written:
     written: Written = {}
     try:
-        for index, shard in enumerate(shards(stacks.take(tensors), _SHARD_BYTES)):
+        for index, shard in enumerate(batches_by_bytes(stacks.take(tensors), _SHARD_BYTES)):
             file = f"{rank():05d}-{index:05d}.safetensors"
             write_tensors(partial / file, {name: tensor.cpu().contiguous() for name, tensor in shard}, {"format": "pt"})
             written |= {name: (file, tensor.nbytes) for name, tensor in shard}

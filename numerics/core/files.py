@@ -211,6 +211,12 @@ def module_of_file(path: str, key: str) -> ModuleType:
     return module
 
 
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in 64 hex digits. It is read in parts, however large it is."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
     """Hash the Python files of these packages, as this process would import them, and the file `beside` them.
 

@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def give_back() -> None:
-    """Return freed memory to the system: the C library's blocks, and torch's on the GPU, for other processes there.
+    """Give freed memory back to the system: the C library's blocks, and torch's on the GPU, for other processes there.
 
     By itself the C library keeps blocks up to the size of those that it has given back before.
     """
@@ -134,7 +134,7 @@ class _Shared:
         parameter.data = own.view(parameter.dtype).view(parameter.shape)
 
 
-# A stream of tensors in groups of limited size: files of a checkpoint, batches for a kernel.
+# A stream of tensors in batches of limited size: for the files of a checkpoint, or for one launch of a kernel.
 
 
 class Sized(Protocol):
@@ -147,18 +147,18 @@ class Sized(Protocol):
 T = TypeVar("T", bound=Sized)
 
 
-def shards(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[list[tuple[str, T]]]:
-    """Yield runs of consecutive tensors of at most `limit` bytes; a larger tensor is a shard of its own."""
-    shard: list[tuple[str, T]] = []
+def batches_by_bytes(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[list[tuple[str, T]]]:
+    """Yield lists of consecutive tensors of at most `limit` bytes in total; a larger tensor comes alone."""
+    batch: list[tuple[str, T]] = []
     size = 0
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, tensor))
+        if batch and size + tensor.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, tensor))
         size += tensor.nbytes
-    if shard:
-        yield shard
+    if batch:
+        yield batch
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

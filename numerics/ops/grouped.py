@@ -94,8 +94,8 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
         n, stacked = weights[0].shape[-2], weights[0] if gradients.stacked else None
         stops = list(accumulate(counts))
-        whole = stops[-1] == len(x)
-        if spec is None and plus is None and stacked is not None and whole and narrow(x, counts, n * x.shape[1]):
+        plain = spec is None and plus is None and stops[-1] == len(x)
+        if plain and stacked is not None and one_product_is_faster(x, counts, n * x.shape[1]):
             return side_by_side(x, counts, stacked.detach())
         out = x.new_empty(x.shape[0], n)
         for start, stop, weight in zip([0, *stops[:-1]], stops, operands, strict=True):
@@ -139,7 +139,7 @@ def _weight_gradients(dy: Tensor, rows: Tensor, counts: Sequence[int], gradients
     return [into if total is None else None]
 
 
-def narrow(x: Tensor, counts: Sequence[int], work: int) -> bool:
+def one_product_is_faster(x: Tensor, counts: Sequence[int], work: int) -> bool:
     """Return True if one product of all rows with the matrices of all groups, side by side, is faster than one per
     group.
 

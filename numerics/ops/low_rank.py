@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.backend.dispatch import op
-from fp8rl.numerics.ops.grouped import group_of_rows, narrow
+from fp8rl.numerics.ops.grouped import group_of_rows, one_product_is_faster
 from fp8rl.numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
 from fp8rl.numerics.spec import QuantSpec
 
@@ -145,7 +145,7 @@ class _Term(torch.autograd.Function):
         even = b.shape[-1] // parts % 2 == 0
         if counts is None:
             return _scaled(rows, b, scale, even).view(*h.shape[:-1], len(b))
-        if even and _is_power_of_two(scale) and narrow(rows, counts, b[0].numel()):
+        if even and _is_power_of_two(scale) and one_product_is_faster(rows, counts, b[0].numel()):
             wide, groups = h.new_zeros(len(rows), len(b), b.shape[2]), group_of_rows(counts)
             wide[torch.arange(len(groups)), groups] = rows[: len(groups)] * scale
             return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
@@ -209,23 +209,27 @@ def updates(low_rank: LowRank) -> Tensor:
     return torch.mm(low_rank.b.double(), low_rank.a.double()).mul_(low_rank.scale)
 
 
-def reaching(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:
-    """Return `product` [..., N] of x [..., K] and `merged`, as it is; its gradient reaches a and b of the adapter.
+def with_adapter_gradient(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:
+    """Return `product` unchanged in the forward; in the backward its gradient also goes to the adapter's A and B.
 
+    product: [..., N], of x [..., K] and the merged weight.
     counts: int64 [experts], where each group of rows [T, K] has an adapter of its own.
     """
     groups = counts.tolist() if counts is not None and low_rank.per_expert else None
-    out: Tensor = _Reaching.apply(product, x, low_rank.a, low_rank.b, low_rank.scale, groups)
+    out: Tensor = _WithAdapterGradient.apply(product, x, low_rank.a, low_rank.b, low_rank.scale, groups)
     return out
 
 
-def reaching_term(product: Tensor, term: Tensor) -> Tensor:
-    """Return `product`, as it is; its gradient reaches the inputs of `term`, of the same shape, as if it were added."""
-    out: Tensor = _ReachingTerm.apply(product, term)
+def with_term_gradient(product: Tensor, term: Tensor) -> Tensor:
+    """Return `product` unchanged in the forward; in the backward its gradient also goes to `term`, as if it were added.
+
+    Both have the same shape.
+    """
+    out: Tensor = _WithTermGradient.apply(product, term)
     return out
 
 
-class _ReachingTerm(torch.autograd.Function):
+class _WithTermGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: Tensor, term: Tensor) -> Tensor:
         return product.view_as(product)
@@ -235,7 +239,7 @@ class _ReachingTerm(torch.autograd.Function):
         return grads[0], grads[0]
 
 
-class _Reaching(torch.autograd.Function):
+class _WithAdapterGradient(torch.autograd.Function):
     """a [R, K], b [N, R], or of each group [groups, R, K] and [groups, N, R]."""
 
     @staticmethod

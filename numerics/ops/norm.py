@@ -42,8 +42,8 @@ def norm_rows(
     return normed, total, fake_quantize_rows(normed, spec)
 
 
-def around_zero(weight: Tensor) -> Tensor:
-    """Return what an RMSNorm multiplies by whose weight is stored around zero (Gemma, Qwen3-Next): 1 + weight, FP32."""
+def one_plus(weight: Tensor) -> Tensor:
+    """Return 1 + weight in FP32: the factor of an RMSNorm whose weight is stored zero-centered (Gemma, Qwen3-Next)."""
     return 1.0 + weight.float()
 
 

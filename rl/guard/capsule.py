@@ -8,7 +8,6 @@ sides made of them), `spec.yaml` (the resolved experiment), `manifest.json` (dig
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.writing import open_tensors
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.numerics.core.files import new_directory
+from fp8rl.numerics.core.files import file_sha256, new_directory
 from fp8rl.numerics.core.reading import check_path, parsed, read_text
 from fp8rl.numerics.core.section import validated
 from fp8rl.numerics.sampling import Truncation
@@ -156,7 +155,7 @@ def write_capsule(path: Path, case: Case, scored: ScoredBatch, export: Callable[
         if export is not None:
             export(partial / _WEIGHTS)
         files = sorted(file for file in partial.rglob("*") if file.is_file())
-        sums = [f"{_sha256(file)}  {file.relative_to(partial)}\n" for file in files]
+        sums = [f"{file_sha256(file)}  {file.relative_to(partial)}\n" for file in files]
         (partial / _SUMS).write_text("".join(sums))
 
 
@@ -287,7 +286,7 @@ def _check_files(path: Path) -> None:
             sums.setdefault(str(file.relative_to(path)), "of no file, as it lists none of this name")
     for name, expected in sums.items():
         file = path / name
-        found = _sha256(file) if file.is_file() else "no such file"
+        found = file_sha256(file) if file.is_file() else "no such file"
         if found != expected:
             raise user_error(
                 f"capsule file {file}",
@@ -305,11 +304,6 @@ def _check_digest(file: Path, found: str, expected: str, source: str) -> None:
             expected=f"{expected}, the quantization spec of its {source}",
             remedy="These files are of two runs: copy the whole capsule again from where the run wrote it.",
         )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def remove_superfluous(run: RunDir, keep: int) -> None:

@@ -145,7 +145,7 @@ class Imagined:
 
     def norm(self, size: int) -> Tensor:
         """The weight of a norm, as its op gets it."""
-        return self.empty(size, dtype=torch.float32 if self.sizes.norms_around_zero else torch.bfloat16)
+        return self.empty(size, dtype=torch.float32 if self.sizes.zero_centered_norms else torch.bfloat16)
 
     def heads(self, number: int) -> int:
         """Those of `number` heads that a rank has."""

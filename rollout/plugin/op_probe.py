@@ -7,7 +7,6 @@ beside the first. Nothing of the engine's state is touched: keys and values stan
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from fp8rl.models.trace import (
     inputs,
     recorded,
 )
+from fp8rl.numerics.core.files import file_sha256
 from fp8rl.rollout.plugin.families import Probed, Read, sides
 from fp8rl.rollout.plugin.state import state
 
@@ -65,7 +65,7 @@ def answer(runner: Any, recording: Path) -> str:
         path,
         {"settings": json.dumps(engine.settings())},
     )
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return file_sha256(path)
 
 
 class EngineOps:

@@ -39,9 +39,9 @@ def write_family(path: Path, shape: TinyModel, dtype: torch.dtype = torch.bfloat
     """Write a directory of any family: weights that matter, norms that are not one, biases that are not zero."""
     write_tiny_model(path, shape)
     draw = torch.Generator().manual_seed(0)
-    tensors, around_zero = load_file(path / "model.safetensors"), read_model(path).sizes.norms_around_zero
+    tensors, zero_centered = load_file(path / "model.safetensors"), read_model(path).sizes.zero_centered_norms
     for name, tensor in tensors.items():
-        norm_of_one = "linear_attn.norm" in name if around_zero else "norm" in name
+        norm_of_one = "linear_attn.norm" in name if zero_centered else "norm" in name
         spread, middle = (0.08, 0.0) if tensor.dim() > 1 else (0.2, float(norm_of_one))
         values = middle + spread * torch.randn(tensor.shape, generator=draw)
         tensors[name] = values.to(tensor.dtype if tensor.dtype == torch.float32 else dtype)

@@ -8,7 +8,7 @@ from typing import Any
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
-from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
 from fp8rl.weight_sync.manifest import Manifest
 from fp8rl.weight_sync.transports import Transport
 
@@ -18,9 +18,9 @@ def push(
 ) -> tuple[Manifest, SyncReport, list[str]]:
     """What was sent, the report, and a line for each tensor that differs."""
 
-    share = Share(transport, spec, list(endpoints), version)
+    task = SendTask(transport, spec, list(endpoints), version)
 
     def send() -> list[Any]:
-        return trainer.apply(send_share, share) if isinstance(trainer, TrainerGroup) else [send_share(trainer, share)]
+        return trainer.apply(send_shard, task) if isinstance(trainer, TrainerGroup) else [send_shard(trainer, task)]
 
     return send_and_verify(send, spec, endpoints, version)

@@ -116,7 +116,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
 def push(transport: SimulatedTransport, *ranks: SimulatedTrainer) -> Any:
     def send() -> list[Any]:
         return [
-            bridge.send_share(rank, bridge.Share(transport, SPEC, ENDPOINTS, 5))  # type: ignore[arg-type]
+            bridge.send_shard(rank, bridge.SendTask(transport, SPEC, ENDPOINTS, 5))  # type: ignore[arg-type]
             for rank in ranks or [SimulatedTrainer()]
         ]
 

@@ -21,10 +21,10 @@ def packer(limit: int) -> Packer:
 
 
 def contents(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """What a reader of the slots finds: a copy of each tensor."""
+    """What a reader of the entries finds: a copy of each tensor."""
     return [
-        (slot.name, bucket.flat[slot.start : slot.start + slot.size].view(slot.dtype).view(slot.shape).clone())
-        for slot in bucket.slots
+        (entry.name, bucket.flat[entry.start : entry.start + entry.size].view(entry.dtype).view(entry.shape).clone())
+        for entry in bucket.entries
     ]
 
 
@@ -34,7 +34,7 @@ def tensor(size: int, value: int = 0) -> torch.Tensor:
 
 def packed_sizes(sizes: list[int], limit: int = 100) -> list[list[int]]:
     stream = ((str(index), tensor(size)) for index, size in enumerate(sizes))
-    return [[slot.size for slot in bucket.slots] for bucket in packer(limit).pack(stream)]
+    return [[entry.size for entry in bucket.entries] for bucket in packer(limit).pack(stream)]
 
 
 def test_by_hand() -> None:
@@ -49,13 +49,13 @@ def test_layout_by_hand() -> None:
     """Starts on multiples of 16, and sizes in bytes whatever the dtype."""
     tensors = {"a": torch.zeros(5, dtype=torch.bfloat16), "b": torch.ones(2, 3), "c": tensor(16), "d": tensor(1)}
     (bucket,) = packer(1000).pack(tensors.items())
-    assert [(s.name, s.start, s.size) for s in bucket.slots] == [
+    assert [(entry.name, entry.start, entry.size) for entry in bucket.entries] == [
         ("a", 0, 10),
         ("b", 16, 24),
         ("c", 48, 16),
         ("d", 64, 1),
     ]
-    assert (bucket.slots[1].shape, bucket.slots[1].dtype) == ((2, 3), torch.float32)
+    assert (bucket.entries[1].shape, bucket.entries[1].dtype) == ((2, 3), torch.float32)
     assert bucket.used == 65
 
 
@@ -77,7 +77,7 @@ def test_what_is_replaced_or_left_out_on_the_way_leaves_a_gap() -> None:
     views = [held.allocate((16,), torch.uint8, CPU).fill_(value) for value in range(4)]
     replaced = [("0", views[0]), ("1", views[1].flip(0) + 10), ("3", views[3])]
     (bucket,) = held.pack(replaced)
-    assert [(slot.name, slot.start) for slot in bucket.slots] == [("0", 0), ("1", 64), ("3", 48)]
+    assert [(entry.name, entry.start) for entry in bucket.entries] == [("0", 0), ("1", 64), ("3", 48)]
     assert [int(found[0]) for _, found in contents(bucket)] == [0, 11, 3]
 
 
@@ -111,9 +111,9 @@ def test_every_tensor_once_and_unharmed_wherever_it_was_made(plan: list[tuple[in
 
     found: list[tuple[str, torch.Tensor]] = []
     for bucket in held.pack(stream()):
-        slots = sorted(bucket.slots, key=lambda slot: slot.start)
-        assert all(a.start + a.size <= b.start for a, b in itertools.pairwise(slots))
-        assert bucket.used <= 100 or len(slots) == 1
+        entries = sorted(bucket.entries, key=lambda entry: entry.start)
+        assert all(a.start + a.size <= b.start for a, b in itertools.pairwise(entries))
+        assert bucket.used <= 100 or len(entries) == 1
         found += contents(bucket)
     assert sorted((int(name), len(copy), set(copy.tolist())) for name, copy in found) == [
         (index, size, {index % 251}) for index, (size, kind) in enumerate(plan) if kind != "lost"

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.files import file_sha256
 from fp8rl.numerics.core.reading import parsed, reason
 from fp8rl.numerics.core.section import validated
 
@@ -65,8 +66,7 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]
     found = {}
     for name in names:
         file = directory / name
-        with file.open("rb") as opened:
-            found[name] = (file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest())
+        found[name] = (file.stat().st_size, file_sha256(file))
     return found
 
 

@@ -75,18 +75,18 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def reports(self) -> bool:
-        """True for the one rank of its data-parallel share that hands results back."""
+    def is_reporting_rank(self) -> bool:
+        """True for the one rank of its data-parallel replica that hands results back."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
-    def share(self) -> int:
-        """The number of its share of a batch's rows, of `shares`."""
+    def replica(self) -> int:
+        """Index of the data-parallel replica this rank belongs to."""
         return self.dp_rank // self.cp_size
 
     @property
-    def shares(self) -> int:
-        """The number of shares that a batch's rows are split into."""
+    def replicas(self) -> int:
+        """Number of data-parallel replicas, over which a batch's rows are split."""
         return self.dp_size // self.cp_size
 
     @property
@@ -95,13 +95,6 @@ class Layout:
         from megatron.core import parallel_state
 
         return parallel_state.get_tensor_model_parallel_group()
-
-    @property
-    def cp_group(self) -> Any:
-        """The process group of the ranks that share the tokens of its rows."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_context_parallel_group()
 
     @property
     def dp_group(self) -> Any:

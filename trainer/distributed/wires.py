@@ -14,7 +14,7 @@ itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -145,17 +145,31 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
     in_fp8: parameters [N, K], or stacks of such, that are views of the buffer, and their specs. All else is sent as it
     is.
     """
-    begins = int(buffer.storage_offset())
-    of_each = ((matrix, spec) for p, spec in in_fp8 for matrix in p.data.view(-1, *p.shape[-2:]))
-    held = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
-    weights = sorted(held, key=lambda weight: weight.start)
-    starts, stops = [weight.start for weight in weights], [weight.start + weight.data.numel() for weight in weights]
-    gaps = [gap for gap in zip([0, *stops], [*starts, buffer.numel()], strict=True) if gap[0] < gap[1]]
+    weights = _weights_in(buffer, in_fp8)
     size = buffer.numel() // ranks.size()
     parts = [(rank * size, (rank + 1) * size) for rank in range(ranks.size())]
     own = parts[ranks.rank()]
+    amaxes, sent = _agree_on_amaxes(weights, own, ranks)
+    codes = _quantize_own(weights, amaxes, own)
+    sent += _exchange(buffer, weights, codes, parts, ranks)
+    _dequantize_in_place(weights, amaxes, codes)
+    return sent
 
-    parted = []  # the largest value of each block in what this rank has updated; 0 where it has nothing
+
+def _weights_in(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]]) -> list[_Weight]:
+    """Return the matrices that are sent as codes, in the order of the buffer."""
+    begins = int(buffer.storage_offset())
+    of_each = ((matrix, spec) for p, spec in in_fp8 for matrix in p.data.view(-1, *p.shape[-2:]))
+    held = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
+    return sorted(held, key=lambda weight: weight.start)
+
+
+def _agree_on_amaxes(weights: Sequence[_Weight], own: Part, ranks: dist.ProcessGroup) -> tuple[list[Tensor], int]:
+    """Return the largest value of each block of each weight over all ranks, and the bytes that this rank has sent.
+
+    own: the part of the buffer that this rank has updated.
+    """
+    parted = []  # of what this rank has updated; 0 where it has nothing
     for weight in weights:
         mine = weight.within(own)
         if mine.start == mine.stop:
@@ -167,16 +181,30 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ranks)
     flat = agreed.split([amax.numel() for amax in parted])
     amaxes = [whole.view(amax.shape) for whole, amax in zip(flat, parted, strict=True)]
+    return amaxes, agreed.nbytes * 2 * (ranks.size() - 1) // ranks.size()
 
-    codes = [torch.empty(weight.data.shape, dtype=weight.spec.dtype, device=buffer.device) for weight in weights]
+
+def _quantize_own(weights: Sequence[_Weight], amaxes: Sequence[Tensor], own: Part) -> list[Tensor]:
+    """Return the codes of each weight, of which only this rank's part is filled."""
+    codes = [torch.empty(weight.data.shape, dtype=weight.spec.dtype, device=weight.data.device) for weight in weights]
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
         mine = weight.within(own)
         if mine.start < mine.stop:
             data = quantize_by(_only(weight, mine), weight.spec, amax).data
             whole.view(-1)[mine] = data.view(-1)[mine]
+    return codes
+
+
+def _exchange(
+    buffer: Tensor, weights: Sequence[_Weight], codes: Sequence[Tensor], parts: Sequence[Part], ranks: dist.ProcessGroup
+) -> int:
+    """Fill codes, and what of the buffer is sent as it is, with every rank's part; return the bytes that this one has
+    sent."""
+    starts, stops = [weight.start for weight in weights], [weight.start + weight.data.numel() for weight in weights]
+    gaps = [gap for gap in zip([0, *stops], [*starts, buffer.numel()], strict=True) if gap[0] < gap[1]]
 
     def pieces(part: Part) -> list[Tensor]:
-        """Return the bytes that the owner of a part sends, as views of the buffer."""
+        """Return the bytes that the owner of a part sends, as views of the codes and of the buffer."""
         of_codes = [whole.view(torch.uint8).view(-1)[weight.within(part)] for weight, whole in zip(weights, codes)]
         cut = [(max(first, part[0]), min(last, part[1])) for first, last in gaps]
         return of_codes + [buffer[first:last].view(torch.uint8) for first, last in cut if first < last]
@@ -188,12 +216,15 @@ def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSp
         places = pieces(part)
         for place, received in zip(places, message.split([len(place) for place in places]), strict=True):
             place.copy_(received)
+    return messages[ranks.rank()].nbytes * (ranks.size() - 1)
+
+
+def _dequantize_in_place(weights: Sequence[_Weight], amaxes: Sequence[Tensor], codes: Sequence[Tensor]) -> None:
+    """Write the codes' values in place of the weights."""
     for weight, amax, whole in zip(weights, amaxes, codes, strict=True):
         spec = weight.spec
-        scale = scale_from_amax(amax, spec.dtype, spec.scale, buffer.dtype)
+        scale = scale_from_amax(amax, spec.dtype, spec.scale, weight.data.dtype)
         dequantize(whole, 1.0 / scale, spec, out=weight.data)
-    others = ranks.size() - 1
-    return messages[ranks.rank()].nbytes * others + agreed.nbytes * 2 * others // ranks.size()
 
 
 def _only(weight: _Weight, elements: slice) -> Tensor:

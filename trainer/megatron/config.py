@@ -44,7 +44,7 @@ def transformer_config(
         "ffn_hidden_size": sizes.ffn_size or sizes.expert_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": sizes.norm_eps,
-        "layernorm_zero_centered_gamma": sizes.norms_around_zero,
+        "layernorm_zero_centered_gamma": sizes.zero_centered_norms,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "use_te_activation_func": mode == "exact",

@@ -35,12 +35,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
-        self.eps, self.around_zero = eps, config.layernorm_zero_centered_gamma
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return ops.rms_norm(x, ops.around_zero(self.weight) if self.around_zero else self.weight, self.eps)
+        return ops.rms_norm(x, ops.one_plus(self.weight) if self.zero_centered else self.weight, self.eps)
 
 
 class SwiGLU(MegatronModule):
@@ -51,10 +51,22 @@ class SwiGLU(MegatronModule):
         return ops.swiglu(gate_up)
 
 
-class ColumnLinear(ColumnParallelLinear):
-    """Output features split over the tensor-parallel ranks."""
+class _WithAdapter:
+    """A product of Megatron's beside whose weight an adapter may stand."""
 
     adapter: Adapter | None = None
+    tp_group: dist.ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron's, with an adapter split like the weight."""
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+class ColumnLinear(_WithAdapter, ColumnParallelLinear):
+    """Output features split over the tensor-parallel ranks."""
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,13 +76,6 @@ class ColumnLinear(ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         input = _whole_sequence(input, context)
         return ops.add_bias(self.precision.product(self.kind, input, weight, self.adapter), self.bias)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Megatron's, with an adapter split like the weight."""
-        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class NormColumnLinear(ColumnLinear):
@@ -97,17 +102,15 @@ class NormColumnLinear(ColumnLinear):
     def _norm_weight(self) -> Tensor:
         """What the norm multiplies by."""
         weight = self.layer_norm_weight
-        return ops.around_zero(weight) if self.config.layernorm_zero_centered_gamma else weight
+        return ops.one_plus(weight) if self.config.layernorm_zero_centered_gamma else weight
 
 
-class RowLinear(RowParallelLinear):
+class RowLinear(_WithAdapter, RowParallelLinear):
     """Input features split over the tensor-parallel ranks.
 
     The FP32 partials of the ranks are added in rank order and rounded once. One rank does the same with
     `precision.k_splits` slices of its K, so both layouts give the same bits.
     """
-
-    adapter: Adapter | None = None
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,18 +129,12 @@ class RowLinear(RowParallelLinear):
         if adapter is None:
             return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
         if adapter.merges:
-            return _MergeOverRanks.apply(adapter.reached(partial, input_), None, input_.dtype, group), None
+            partial = adapter.with_adapter_gradient(partial, input_)
+            return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
         low_rank = adapter.low_rank
         inner = _MergeOverRanks.apply(ops.linear_partial(input_, low_rank.a), None, input_.dtype, group)
         term = ops.low_rank_term(inner, low_rank.b, low_rank.scale, low_rank.parts)
         return _MergeOverRanks.apply(partial, term, input_.dtype, group), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Megatron's, with an adapter split like the weight."""
-        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class PlainColumnLinear(ColumnParallelLinear):

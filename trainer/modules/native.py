@@ -51,17 +51,17 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
-        self.eps, self.around_zero = eps, config.layernorm_zero_centered_gamma
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]"""
-        return rms_norm(x, self.weight, self.eps, self.around_zero)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, around_zero: bool) -> Tensor:
-    """torch's norm over the last axis; around_zero: by 1 + weight."""
-    return F.rms_norm(x, weight.shape, (1 + weight.float()).to(weight.dtype) if around_zero else weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """torch's norm over the last axis; zero_centered: by 1 + weight."""
+    return F.rms_norm(x, weight.shape, (1 + weight.float()).to(weight.dtype) if zero_centered else weight, eps)
 
 
 # Megatron's column- and row-parallel linear layers, with the local product in FP8 where the spec wants it.

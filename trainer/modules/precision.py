@@ -29,12 +29,12 @@ class Adapter:
     """The adapter beside a weight [N, K], or stacked ones [experts, N, K].
 
     Attributes:
-        a: [parts * rank, K], of each matrix that the weight fuses and that has an adapter, one after the other.
-        b: [M, rank], in the order of the weight's rows, of those of them that have an adapter. Both with the experts
-            before where each has its own.
-        parts: how many matrices these are.
-        fused: where the rows of b stand; None: there is one matrix.
-        halves: b has the rows of two matrices, gate and up, one after the other.
+        a: [parts * rank, K], the A of each adapted matrix that the weight fuses, stacked. For stacked experts with
+            adapters of their own, a and b have the experts as first dimension.
+        b: [M, rank], the B of the adapted rows, in the order of the weight's rows.
+        parts: number of adapted matrices.
+        fused: the rows of the weight that b's rows belong to; None for a single matrix.
+        halves: b is gate's rows, then up's.
     """
 
     a: nn.Parameter
@@ -59,9 +59,12 @@ class Adapter:
         """Return what a product of x adds before it is rounded; None where the weight has it in it."""
         return None if self.merges else ops.low_rank_of(x, self.low_rank, k_splits)
 
-    def reached(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """The product of x, whose gradient reaches the adapter."""
-        return ops.reaching(product, x, self.low_rank, counts) if self.merges else product
+    def with_adapter_gradient(self, product: Tensor, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return `product` unchanged in the forward; in the backward its gradient also goes to the adapter's A and B.
+
+        That is so where the weight has the adapter in it: elsewhere `term` carries the gradient.
+        """
+        return ops.with_adapter_gradient(product, x, self.low_rank, counts) if self.merges else product
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return what is served in place of the weight."""
@@ -169,7 +172,7 @@ class LayerPrecision:
             out = self.fp8_linear(x, weight, k_splits, plus)
         else:
             out = ops.linear(x, self.plain(weight), k_splits, plus)
-        return out if adapter is None else adapter.reached(out, x)
+        return out if adapter is None else adapter.with_adapter_gradient(out, x)
 
     def plain(self, weight: Tensor) -> Tensor:
         """Return what an unquantized product takes of a parameter."""

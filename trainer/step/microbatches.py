@@ -38,12 +38,12 @@ class MicroBatch:
         """Assign the rows of `batch` to ranks and micro-batches (`plan`)."""
         return plan(batch.lengths.tolist(), dp_size, budget, multiple)
 
-    def laid(self, values: Tensor) -> Tensor:
-        """Lay out values of the batch's tokens [B, S, ...] as the model takes its tokens [b, s, ...]."""
+    def to_model(self, values: Tensor) -> Tensor:
+        """Arrange values [B, S, ...] of the batch in the model's order [b, s, ...]."""
         return values
 
-    def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Undo `laid`. padding: fills the padding, or anything does."""
+    def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Undo `to_model`. padding: the value for padded places, where it matters."""
         return values
 
     def figures(self) -> dict[str, Tensor]:
@@ -58,18 +58,20 @@ class MicroBatch:
         tensor-parallel rank's part."""
         return hidden.flatten(0, 1).unsqueeze(1)
 
-    def of_targets(self, values: Tensor) -> Tensor:
-        """Return the values of the targets [N], of those of the batch's tokens [B, S]; N of all tensor-parallel
-        ranks."""
-        return self.laid(values.roll(-1, 1)).t().flatten()
+    def targets_of(self, values: Tensor) -> Tensor:
+        """Return the values at the targets, [N] over all tensor-parallel ranks.
 
-    def by_target(self, found: Tensor, padding: int = 0) -> Tensor:
-        """Return what was found for the targets [N] by token, [B, S - 1], of tokens 1 to S - 1.
-
-        padding: fills the padding, or anything does.
+        values: [B, S], of the batch's tokens.
         """
-        laid = self.laid(self.batch.tokens).t()
-        return self.by_row(found.view(laid.shape).t(), padding)[:, :-1]
+        return self.to_model(values.roll(-1, 1)).t().flatten()
+
+    def from_targets(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Put values of the targets [N] back into rows, [B, S - 1], for tokens 1 to S - 1.
+
+        padding: the value for padded places, where it matters.
+        """
+        in_model = self.to_model(self.batch.tokens).t()
+        return self.from_model(values.view(in_model.shape).t(), padding)[:, :-1]
 
 
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
@@ -158,10 +160,10 @@ class PackedMicroBatch(MicroBatch):
         here = device.current()
         return cls(rows, chosen.to(here), PackedRows.of(lengths), index=index.to(here), real=real)
 
-    def laid(self, values: Tensor) -> Tensor:
+    def to_model(self, values: Tensor) -> Tensor:
         return values.flatten(0, 1)[self.index][None]
 
-    def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
+    def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
         shape = self.batch.tokens.shape
         whole = values.new_full((shape.numel(), *values.shape[2:]), padding)
         return whole.index_put((self.index[: self.real],), values[0, : self.real]).unflatten(0, shape)
@@ -215,10 +217,10 @@ class SharedMicroBatch(MicroBatch):
         rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         return cls(rows, whole, positions=own_positions(whole.width, rank, ranks).to(whole.tokens.device))
 
-    def laid(self, values: Tensor) -> Tensor:
+    def to_model(self, values: Tensor) -> Tensor:
         return values[:, self.positions]
 
-    def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
+    def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
         return gathered(values, parallel_state.get_context_parallel_group())
 
 

@@ -21,9 +21,9 @@ from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.layout import CHUNKS, Layout
 from fp8rl.trainer.modules.kv import kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
+from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, Objective
-from fp8rl.trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.routing import Routing, routing_of
 from fp8rl.trainer.step.trees import with_tree_ratio
 
@@ -33,7 +33,7 @@ class RankPass:
     """The results of one rank's pass."""
 
     rows: list[int]
-    """Rows of the batch that this rank's data-parallel share holds."""
+    """Rows of the batch that this rank's data-parallel replica holds."""
     logprobs: Tensor
     """fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values."""
     loss: float
@@ -55,7 +55,7 @@ def run_pass(
     budget: int,
     multiple: int,
     objective: Objective | None,
-    read: Reading = read_logprobs,
+    read_head: ReadHead = read_logprobs,
     form: type[MicroBatch] = MicroBatch,
     counting: bool = False,
     codes: bool = False,
@@ -68,7 +68,7 @@ def run_pass(
         budget: tokens of a micro-batch, padding included.
         multiple: the model's rows, or the one that they are packed into, are padded to a multiple of this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
-        read: turns final hidden states into results.
+        read_head: turns final hidden states into the results of the head.
         form: the layout of the rows of a micro-batch.
         counting: count the tokens of each expert.
         codes: keys and values are in FP8; count those that saturate.
@@ -80,7 +80,7 @@ def run_pass(
     """
     if layout.cp_size > 1:
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
-    groups = form.plan(batch, layout.shares, budget, multiple)[layout.share]
+    groups = form.plan(batch, layout.replicas, budget, multiple)[layout.replica]
     # Gradients are added over ranks without dividing by a token count: the objective has its own denominators.
     get_model_config(model).finalize_model_grads_func = lambda model, tokens, **more: finalize_model_grads(
         model, None, **more
@@ -88,7 +88,7 @@ def run_pass(
     with routing_of(model, batch, layout, counting) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
-            forward_step_func=partial(_forward, objective=objective, read=read, routing=routing),
+            forward_step_func=partial(_forward, objective=objective, read_head=read_head, routing=routing),
             data_iterator=(form.of(batch, rows, multiple) for rows in groups),
             model=[model],
             num_microbatches=len(groups),
@@ -133,14 +133,16 @@ def _forward(
     micro_batches: Iterator[MicroBatch],
     model: nn.Module,
     objective: Objective | None,
-    read: Reading,
+    read_head: ReadHead,
     routing: Routing,
 ) -> Any:
     micro = next(micro_batches)
     routing.begin(micro)
     hidden = hidden_states(model, micro)
     routes = routing.own_choice(micro)
-    return hidden, partial(_loss, model=gpt_of(model), micro=micro, objective=objective, read=read, routes=routes)
+    return hidden, partial(
+        _loss, model=gpt_of(model), micro=micro, objective=objective, read_head=read_head, routes=routes
+    )
 
 
 def _loss(
@@ -148,12 +150,12 @@ def _loss(
     model: GPTModel,
     micro: MicroBatch,
     objective: Objective | None,
-    read: Reading,
+    read_head: ReadHead,
     routes: Tensor | None,
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
     """Compute Megatron's loss function: (loss to differentiate, a token count that is not used, results to keep)."""
     batch = micro.batch
-    found = read(hidden, head_of(model), micro)
+    found = read_head(hidden, head_of(model), micro)
     real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
     logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
     metrics: dict[str, Tensor] = {}
@@ -174,7 +176,7 @@ def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[st
     for output in outputs:
         for name, value in {"": output.loss, **output.metrics}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    gathered = all_gathered((sums, bad) if layout.reports else ({}, []))
+    gathered = all_gathered((sums, bad) if layout.is_reporting_rank else ({}, []))
     bad_rows = sorted(row for _, rows in gathered for row in rows)
     if bad_rows:
         raise NonFiniteLossError(

@@ -83,7 +83,7 @@ class Routing:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
         part = (
-            micro.laid(micro.batch.routes)
+            micro.to_model(micro.batch.routes)
             .transpose(0, 1)
             .chunk(self._layout.tp_size)[self._layout.tp_rank]
             .long()
@@ -115,8 +115,8 @@ class Routing:
             parts = [torch.empty_like(chosen) for _ in range(self._layout.tp_size)]
             dist.all_gather(parts, chosen, group=self._layout.tp_group)
             chosen = torch.cat(parts)
-        rows = micro.laid(micro.batch.tokens).shape[0]
-        return micro.by_row(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
+        rows = micro.to_model(micro.batch.tokens).shape[0]
+        return micro.from_model(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
 
 
 class LayerRouting(RouterReplay):

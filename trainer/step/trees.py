@@ -79,7 +79,7 @@ class TreeMicroBatch(PackedMicroBatch):
             target_of=target_of.to(here),
         )
 
-    def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
+    def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
         return self._placed(self.numbers, gathered(values[0], self.places), padding)
 
     def predictors(self, hidden: Tensor) -> Tensor:
@@ -89,11 +89,11 @@ class TreeMicroBatch(PackedMicroBatch):
             parents = parents.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         return gathered(hidden.flatten(0, 1), parents).unsqueeze(1)
 
-    def of_targets(self, values: Tensor) -> Tensor:
+    def targets_of(self, values: Tensor) -> Tensor:
         return values.flatten()[self.targets]
 
-    def by_target(self, found: Tensor, padding: int = 0) -> Tensor:
-        return self._placed(self.asked, gathered(found, self.target_of), padding)[:, 1:]
+    def from_targets(self, values: Tensor, padding: int = 0) -> Tensor:
+        return self._placed(self.asked, gathered(values, self.target_of), padding)[:, 1:]
 
     def figures(self) -> dict[str, Tensor]:
         batch, own = self.batch, self.index[: self.real]

@@ -16,8 +16,9 @@ from torch import Tensor
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.weight_sync.config import SyncSection
+from fp8rl.weight_sync.transports.disk import DiskTransport
 from fp8rl.weight_sync.transports.distributed import DistributedTransport
-from fp8rl.weight_sync.transports.tensor import DiskTransport, TensorTransport
+from fp8rl.weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):

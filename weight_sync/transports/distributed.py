@@ -61,11 +61,11 @@ def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
     """Return (name, dtype, shape) of the tensors in the used part of a bucket, end to end."""
     listed: list[tuple[str, str, list[int]]] = []
     position = 0
-    for slot in sorted(bucket.slots, key=lambda slot: slot.start):
-        if slot.start > position:
-            listed.append((GAP, "uint8", [slot.start - position]))
-        listed.append((slot.name, str(slot.dtype).removeprefix("torch."), list(slot.shape)))
-        position = slot.start + slot.size
+    for entry in sorted(bucket.entries, key=lambda entry: entry.start):
+        if entry.start > position:
+            listed.append((GAP, "uint8", [entry.start - position]))
+        listed.append((entry.name, str(entry.dtype).removeprefix("torch."), list(entry.shape)))
+        position = entry.start + entry.size
     if bucket.used > position:
         listed.append((GAP, "uint8", [bucket.used - position]))
     return listed

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from fp8rl.numerics.core.process import rank
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.weight_sync.buckets import Bucket, Named, Packer
-from fp8rl.weight_sync.served import write_served_checkpoint
 
 _DEVICE = 6
 """Index of the device among the arguments of `rebuild_cuda_tensor`."""
@@ -84,8 +79,8 @@ def _serialize(bucket: Bucket) -> str:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
     metadata = [
-        FlattenedTensorMetadata(slot.name, slot.shape, slot.dtype, slot.start, slot.start + slot.size, slot.size)
-        for slot in bucket.slots
+        FlattenedTensorMetadata(entry.name, entry.shape, entry.dtype, entry.start, entry.start + entry.size, entry.size)
+        for entry in bucket.entries
     ]
     message = {"flattened_tensor": _Mapped(bucket.flat), "metadata": metadata}
     return MultiprocessingSerializer.serialize(message, output_str=True)
@@ -107,27 +102,3 @@ class _Mapped:
             uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
             arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
         return rebuild, arguments
-
-
-# Through safetensors files on a disk that both sides see. Also how an engine that died comes back.
-
-
-@dataclass(frozen=True)
-class DiskTransport:
-    """Sends by writing a checkpoint that the engines load."""
-
-    model_path: Path
-    """Source of configuration and tokenizer files."""
-    directory: Path
-    """The directory that the checkpoint is written to."""
-    spec: QuantSpec
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
-        write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
-        if rank() == 0:
-            await asyncio.gather(
-                *(engine.update_weights_from_disk(self.directory, version, flush_cache=False) for engine in engines)
-            )

@@ -33,7 +33,7 @@ from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Problem, Prompt, SamplingP
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
-from fp8rl.weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
 from fp8rl.weight_sync.served import write_description
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
@@ -160,9 +160,9 @@ class _Served:
 
     def sync(self, weights: Trainer | _Stored, version: int) -> SyncReport:
         """Every tensor, quantized and verified."""
-        share = Share(TensorTransport(BUCKET_BYTES), self.spec, [self.endpoint], version)
+        task = SendTask(TensorTransport(BUCKET_BYTES), self.spec, [self.endpoint], version)
         sent: Any = weights
-        _, report, problems = send_and_verify(lambda: [send_share(sent, share)], self.spec, [self.endpoint], version)
+        _, report, problems = send_and_verify(lambda: [send_shard(sent, task)], self.spec, [self.endpoint], version)
         if problems:
             raise RuntimeError("sync: found tensors that differ, expected none: " + "; ".join(problems[:3]))
         return report

@@ -182,8 +182,11 @@ def _pack(weights: dict[str, Tensor], model: Model, recorder: Recorder | None = 
 def _copy(buckets: Iterator[Bucket], served: dict[str, Tensor]) -> None:
     """Copy each tensor to where it is served from, as an engine does."""
     for bucket in buckets:
-        parts = [bucket.flat[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in bucket.slots]
-        copy_all([served[slot.name] for slot in bucket.slots], parts)
+        parts = [
+            bucket.flat[entry.start : entry.start + entry.size].view(entry.dtype).view(entry.shape)
+            for entry in bucket.entries
+        ]
+        copy_all([served[entry.name] for entry in bucket.entries], parts)
 
 
 def _all(buckets: Iterator[Bucket]) -> None:

@@ -32,7 +32,7 @@ _PLAIN = "layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
 _FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
-_AROUND_ZERO = "x residual post_residual_addition"
+_GEMMA_NORM = "x residual post_residual_addition"
 _HEAD = "layers.logits_processor.LogitsProcessor._compute_lm_head"
 _LLAMA = "models.llama.LlamaForCausalLM."
 _SGLANGS = TensorSpec(scale="fp32")
@@ -44,12 +44,12 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     if numerics.mode == "exact":
         forward = "forward_cuda" if cuda else "forward_native"
         norm = _norm_hook(lambda module: module.weight, quantize=cuda)
-        around_zero = _norm_hook(lambda module: ops.around_zero(module.weight), quantize=cuda)
+        zero_centered = _norm_hook(lambda module: ops.one_plus(module.weight), quantize=cuda)
         norms = (ops.rms_norm, ops.add_rms_norm)
         return (
             *loads,
             Hook(f"layers.layernorm.RMSNorm.{forward}", "replace", norm, _NORM, norms),
-            Hook(f"layers.layernorm.GemmaRMSNorm.{forward}", "replace", around_zero, _AROUND_ZERO, norms),
+            Hook(f"layers.layernorm.GemmaRMSNorm.{forward}", "replace", zero_centered, _GEMMA_NORM, norms),
             Hook(_PLAIN, "replace", linear, "layer x bias", (ops.linear,)),
             Hook(_FP8, "replace", fp8_linear, "layer x bias", (ops.linear,)),
             Hook(_HEAD, "replace", lm_head, "hidden_states lm_head embedding_bias", (ops.linear,)),

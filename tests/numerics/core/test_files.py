@@ -13,6 +13,7 @@ from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.files import (
     append_line,
     check_page,
+    file_sha256,
     new_directory,
     publish_directory,
     write_atomically,
@@ -28,6 +29,11 @@ def test_a_file_is_replaced_whole(tmp_path):
     write_atomically(path, "two")
     assert path.read_text() == "two"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+def test_a_file_has_the_digest_of_fips_180(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert file_sha256(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -1,4 +1,4 @@
-"""The memory of a process: placeholders, shards, and memory that processes share."""
+"""The memory of a process: placeholders, batches, and memory that processes share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fp8rl.numerics.core.memory import (
     ZEROS,
     DeviceMemory,
     HostMemory,
+    batches_by_bytes,
     give_back,
     mapped,
     own_memory,
     placeholders,
-    shards,
 )
 from tests.support.cuda_ipc import install_cuda_ipc
 
@@ -35,7 +35,7 @@ def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
 
 
 def sizes_of(sizes: list[int]) -> list[list[int]]:
-    return [[tensor.nbytes for _, tensor in shard] for shard in shards(named(sizes), LIMIT)]
+    return [[tensor.nbytes for _, tensor in batch] for batch in batches_by_bytes(named(sizes), LIMIT)]
 
 
 def test_by_hand() -> None:
@@ -48,21 +48,21 @@ def test_by_hand() -> None:
 
 def test_bytes_count_and_not_elements() -> None:
     tensors = [("a", torch.zeros(20)), ("b", torch.zeros(10, dtype=torch.bfloat16)), ("c", torch.zeros(1))]
-    assert [[name for name, _ in shard] for shard in shards(tensors, LIMIT)] == [["a", "b"], ["c"]]
+    assert [[name for name, _ in batch] for batch in batches_by_bytes(tensors, LIMIT)] == [["a", "b"], ["c"]]
 
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 130)))
-def test_every_tensor_once_in_order_and_no_shard_that_could_have_taken_the_next(sizes: list[int]) -> None:
-    packed = list(shards(named(sizes), LIMIT))
-    assert [name for shard in packed for name, _ in shard] == [str(index) for index in range(len(sizes))]
+def test_every_tensor_once_in_order_and_no_batch_that_could_have_taken_the_next(sizes: list[int]) -> None:
+    packed = list(batches_by_bytes(named(sizes), LIMIT))
+    assert [name for batch in packed for name, _ in batch] == [str(index) for index in range(len(sizes))]
     totals = sizes_of(sizes)
-    assert all(sum(shard) <= LIMIT or len(shard) == 1 for shard in totals)
-    assert all(sum(shard) + after[0] > LIMIT for shard, after in itertools.pairwise(totals))
+    assert all(sum(batch) <= LIMIT or len(batch) == 1 for batch in totals)
+    assert all(sum(batch) + after[0] > LIMIT for batch, after in itertools.pairwise(totals))
 
 
-def test_tensors_are_taken_one_shard_at_a_time() -> None:
-    """A model larger than memory streams: nothing is read before the shard that it belongs to is asked for."""
+def test_tensors_are_taken_one_batch_at_a_time() -> None:
+    """A model larger than memory streams: nothing is read before the batch that it belongs to is asked for."""
     taken: list[str] = []
 
     def stream():  # type: ignore[no-untyped-def]
@@ -70,7 +70,7 @@ def test_tensors_are_taken_one_shard_at_a_time() -> None:
             taken.append(name)
             yield name, tensor
 
-    packed = shards(stream(), LIMIT)
+    packed = batches_by_bytes(stream(), LIMIT)
     next(packed)
     assert taken == ["0", "1"]
 

@@ -150,8 +150,8 @@ GRADIENTS = {
     "sigmoid_gate": (ops.sigmoid_gate, lambda x, gate: x * gate.sigmoid(), ((7, 96), (7, 96))),
     "token_gate": (ops.token_gate, lambda x, h, w: x * (h @ w.t()).sigmoid(), ((7, 96), (7, 64), (1, 64))),
     "delta_gates": (lambda *x: torch.stack(ops.delta_gates(*x)), _gates, ((7, 4), (7, 4), (4,), (4,))),
-    "around_zero": (
-        lambda x, w: ops.rms_norm(x, ops.around_zero(w), 1e-6),
+    "one_plus": (
+        lambda x, w: ops.rms_norm(x, ops.one_plus(w), 1e-6),
         lambda x, w: F.rms_norm(x, w.shape, 1 + w, 1e-6),
         ((7, 96), (96,)),
     ),

@@ -63,7 +63,7 @@ class Case:
             scored = scores(trainer)
             trainer.save(self.again / name, {})
             norm = learn(trainer, 9)
-            out[name] = scored if layout.reports else {}, norm, begun, adapters(trainer)
+            out[name] = scored if layout.is_reporting_rank else {}, norm, begun, adapters(trainer)
         return out
 
 

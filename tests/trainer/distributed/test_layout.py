@@ -29,14 +29,17 @@ def tensors() -> list[Tensor]:
 
 def attended(layout: Layout, config: TrainerSection) -> dict[str, Any]:
     """The result and the gradients, of all tokens, and what this rank takes of a gradient."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
     mine = own_positions(WIDTH, layout.cp_rank, layout.cp_size)
     *leaves, dout = (x[:, mine].contiguous().requires_grad_() for x in tensors())
-    out = shared_attention(*leaves, mine.expand(2, -1), SCALE, layout.cp_group)
+    out = shared_attention(*leaves, mine.expand(2, -1), SCALE, group)
     out.backward(dout.detach())
-    found = [gathered(x.detach(), layout.cp_group) for x in (out, *(leaf.grad for leaf in leaves))]
+    found = [gathered(x.detach(), group) for x in (out, *(leaf.grad for leaf in leaves))]
     part = torch.zeros(2, len(mine), requires_grad=True)
     whole = torch.arange(2.0 * WIDTH).view(2, WIDTH)
-    (gathered(part, layout.cp_group) * whole).sum().backward()
+    (gathered(part, group) * whole).sum().backward()
     return {"found": found, "own": part.grad, "expected": whole[:, mine]}
 
 
@@ -63,15 +66,15 @@ def test_every_rank_has_a_place_of_its_own() -> None:
     places = [Layout.of(rank, config) for rank in range(config.world_size)]
     assert len({(at.pp_rank, at.dp_rank, at.tp_rank) for at in places}) == config.world_size == 8
     assert [(at.ep_rank, at.expert_dp_rank, at.expert_dp_size) for at in places] == [(r % 4, 0, 1) for r in range(8)]
-    assert [at.rank for at in places if at.reports] == [4, 6]
+    assert [at.rank for at in places if at.is_reporting_rank] == [4, 6]
     assert [at.rank for at in places if at.first_stage] == [0, 1, 2, 3]
 
 
 def test_ranks_that_share_rows_are_neighbours_and_hold_the_same_weights() -> None:
     config = TrainerSection(tp=2, cp=2, dp=2, ep=8)
     places = [Layout.of(rank, config) for rank in range(config.world_size)]
-    assert [(at.share, at.cp_rank, at.tp_rank) for at in places] == [
-        (share, own, part) for share in range(2) for own in range(2) for part in range(2)
+    assert [(at.replica, at.cp_rank, at.tp_rank) for at in places] == [
+        (replica, own, part) for replica in range(2) for own in range(2) for part in range(2)
     ]
-    assert {(at.dp_size, at.shares, at.expert_dp_size) for at in places} == {(4, 2, 1)}
-    assert [at.rank for at in places if at.reports] == [0, 4]
+    assert {(at.dp_size, at.replicas, at.expert_dp_size) for at in places} == {(4, 2, 1)}
+    assert [at.rank for at in places if at.is_reporting_rank] == [0, 4]

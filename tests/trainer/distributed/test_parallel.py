@@ -225,7 +225,7 @@ def turns(layout: Layout) -> dict[str, Any]:
 
 
 def reported(layout: Layout, scored: T) -> T | None:
-    return scored if layout.reports else None
+    return scored if layout.is_reporting_rank else None
 
 
 def routed_batch() -> TokenBatch:

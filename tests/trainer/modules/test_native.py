@@ -117,7 +117,7 @@ class Case:
             trainer = Trainer(self.path, config, numerics, layout, **sizes)
             batch = random_batch(**BATCH)
             step = trainer.train_step(batch, cross_entropy(batch))
-            out[precision] = step if layout.reports else None
+            out[precision] = step if layout.is_reporting_rank else None
         return out
 
 

@@ -90,7 +90,7 @@ def test_megatron_s_own_attention_takes_padded_rows_alone(moe_path: Path, make_t
 def test_values_come_back_where_they_were_and_the_padding_repeats_the_last_token() -> None:
     batch = random_batch(rows=5, longest=9)
     micro = PackedMicroBatch.of(batch, [4, 0, 2], multiple=16)
-    tokens, real = micro.laid(micro.batch.tokens), int(batch.lengths[[4, 0, 2]].sum())
+    tokens, real = micro.to_model(micro.batch.tokens), int(batch.lengths[[4, 0, 2]].sum())
     assert tokens.shape == (1, -(-real // 16) * 16)
     rows = [batch.tokens[row, : batch.lengths[row]] for row in (4, 0, 2)]
     assert torch.equal(tokens[0, :real], torch.cat(rows)) and (tokens[0, real:] == rows[-1][-1]).all()
@@ -99,7 +99,7 @@ def test_values_come_back_where_they_were_and_the_padding_repeats_the_last_token
     assert micro.packed_rows.lengths.tolist() == lengths and micro.packed_rows.max_seqlen_q == max(lengths)
     assert micro.packed_rows.positions.tolist() == [at for length in lengths for at in range(length)]
     assert micro.packed_rows.cu_seqlens_q.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    back = micro.by_row(tokens[..., None].expand(-1, -1, 2), padding=-1)
+    back = micro.from_model(tokens[..., None].expand(-1, -1, 2), padding=-1)
     assert torch.equal(back[..., 0], torch.where(micro.batch.real_tokens(), micro.batch.tokens, -1))
 
 

@@ -177,18 +177,18 @@ def test_tokens_come_back_to_all_rows_that_share_them() -> None:
     rows = [3, 0, 1, 2]
     micro = TreeMicroBatch.of(batch, rows, multiple=16)
     chosen, layout = micro.batch, micro.packed_rows
-    tokens = micro.laid(chosen.tokens)
+    tokens = micro.to_model(chosen.tokens)
     assert layout is not None and tokens.shape[1] % 16 == 0 and micro.real < int(chosen.real_tokens().sum())
-    back = micro.by_row(tokens[..., None].expand(-1, -1, 2), padding=-1)
+    back = micro.from_model(tokens[..., None].expand(-1, -1, 2), padding=-1)
     assert torch.equal(back[..., 0], torch.where(chosen.real_tokens(), chosen.tokens, -1))
-    positions = micro.by_row(layout.positions[None], padding=0)
+    positions = micro.from_model(layout.positions[None], padding=0)
     assert torch.equal(positions, torch.where(chosen.real_tokens(), torch.arange(chosen.width), 0))
     hidden = torch.arange(tokens.shape[1]).view(-1, 1, 1).float()  # each token's place in the layout
-    predicted = micro.by_target(micro.predictors(hidden).flatten())
-    places = micro.by_row(torch.arange(tokens.shape[1])[None])
+    predicted = micro.from_targets(micro.predictors(hidden).flatten())
+    places = micro.from_model(torch.arange(tokens.shape[1])[None])
     before = torch.where(chosen.real_tokens()[:, 1:], places[:, :-1], 0)
     assert torch.equal(predicted, before.float())
-    found = micro.by_target(micro.of_targets(chosen.tokens))
+    found = micro.from_targets(micro.targets_of(chosen.tokens))
     assert torch.equal(found, torch.where(chosen.real_tokens(), chosen.tokens, 0)[:, 1:])
 
 
@@ -196,7 +196,7 @@ def test_rows_of_one_token_ask_for_nothing() -> None:
     batch = TokenBatch(torch.tensor([[3], [3]]), torch.tensor([1, 1]), torch.zeros(2, 1, dtype=torch.bool))
     micro = TreeMicroBatch.of(batch, [0, 1], multiple=2)
     assert micro.real == 1 and micro.predictors(torch.zeros(2, 1, 4)).shape == (2, 1, 4)
-    assert micro.by_target(torch.zeros(2)).shape == (2, 0)
+    assert micro.from_targets(torch.zeros(2)).shape == (2, 0)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])

@@ -74,7 +74,7 @@ class Experts(TEGroupedMLP):
         """One of the two products of `ops.experts`, whose gradient reaches an adapter that is merged."""
         out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
         adapter = self.precision.used(linear.adapter)
-        return out if adapter is None else adapter.reached(out, x, counts)
+        return out if adapter is None else adapter.with_adapter_gradient(out, x, counts)
 
 
 class MoE(MoELayer):

@@ -95,7 +95,7 @@ class OfHeads:
             return ops.head_linear(x, self.weight, self.operand, *place)
         if self.adapter.merges:
             term = ops.head_term(x.detach(), self.adapter.low_rank, *place)
-            return ops.reaching_term(ops.head_linear(x, self.weight, self.operand, *place), term)
+            return ops.with_term_gradient(ops.head_linear(x, self.weight, self.operand, *place), term)
         term = ops.head_term(x, self.adapter.low_rank, *place)
         return ops.head_linear(x, self.weight, self.operand, *place, term)
 

@@ -1,4 +1,4 @@
-"""The results of a model's output: the one place where final hidden states meet the head."""
+"""The head: the one place where final hidden states become logits, log-probabilities, entropy and draws."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from fp8rl.numerics.ops.linear import add_weight_gradient
 from fp8rl.numerics.sampling import GREEDY, Truncation
 from fp8rl.trainer.step.batch import UNKNOWN, KeptTokenPool, left_out
 from fp8rl.trainer.step.microbatches import MicroBatch
-
-# The output projection of a model, which final hidden states meet in a `Reading`.
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ DRAWN_TOGETHER = 1024
 
 
 @dataclass(frozen=True)
-class Read:
-    """The results of a micro-batch, by its rows; arbitrary in the padding."""
+class HeadOutput:
+    """What the head gives for a micro-batch, by its rows; arbitrary in the padding."""
 
     values: Tensor
     """FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before them."""
@@ -77,40 +75,41 @@ class Read:
     """int64 [B, S] as in `PassResult.draws`; None for a batch without seeds."""
 
 
-Reading = Callable[[Tensor, Head, MicroBatch], Read]
+ReadHead = Callable[[Tensor, Head, MicroBatch], HeadOutput]
+"""Reads what a model's head gives for the final hidden states of a micro-batch."""
 
 
-def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> Read:
-    """Read log-probabilities, as the `Reading` of a policy. Logits at t belong to the token at t + 1.
+def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> HeadOutput:
+    """Read log-probabilities, as the `ReadHead` of a policy. Logits at t belong to the token at t + 1.
 
     chunk: tokens whose logits are there at a time; None: all. A chunk's logits are made in the forward and once more in
     the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state. The gradient
     of the head's weight is added up over chunks in FP32, and rounded once.
     """
     rows = micro.predictors(hidden)
-    sought = _Sought.of(micro, len(rows))
-    chunks = 1 if chunk is None else -(-sought.tokens.numel() // chunk)
+    targets = _Targets.of(micro, len(rows))
+    chunks = 1 if chunk is None else -(-targets.tokens.numel() // chunk)
     if chunks == 1:
-        values, entropy, drawn = sought.read(head(rows))
+        values, entropy, drawn = targets.read(head(rows))
     else:
-        values, entropy, drawn = _InChunks.apply(rows, head.weight, head, sought, chunks)
+        values, entropy, drawn = _InChunks.apply(rows, head.weight, head, targets, chunks)
     if drawn is not None:
         drawn = torch.cat(
-            [torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), micro.by_target(drawn.flatten(), UNKNOWN)], 1
+            [torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), micro.from_targets(drawn.flatten(), UNKNOWN)], 1
         )
-    return Read(micro.by_target(values.flatten()), micro.by_target(entropy.flatten()), drawn)
+    return HeadOutput(micro.from_targets(values.flatten()), micro.from_targets(entropy.flatten()), drawn)
 
 
 def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Run Megatron's model, or its wrapper, up to its head.
 
-    Tokens as they are laid [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states on
-    the last pipeline stage, on others the next stage's input.
+    Tokens in the model's order [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states
+    on the last pipeline stage, on others the next stage's input.
     """
     gpt = gpt_of(model)
     last, gpt.post_process = gpt.post_process, False  # asked where GPTModel would go on with its output layer
     try:
-        tokens = micro.laid(micro.batch.tokens)
+        tokens = micro.to_model(micro.batch.tokens)
         hidden: Tensor = model(tokens, position_ids=None, attention_mask=None, packed_seq_params=micro.packed_rows)
     finally:
         gpt.post_process = last
@@ -123,7 +122,7 @@ def gpt_of(model: nn.Module) -> GPTModel:
 
 
 @dataclass(frozen=True)
-class _Sought:
+class _Targets:
     """The targets in the order of the head's rows: [ranks, n], n of each tensor-parallel rank."""
 
     tokens: Tensor
@@ -141,11 +140,11 @@ class _Sought:
     """Of the targets."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, count: int) -> _Sought:
+    def of(cls, micro: MicroBatch, count: int) -> _Targets:
         """count: the targets of one rank."""
 
         def by_rank(values: Tensor) -> Tensor:
-            return micro.of_targets(values).view(-1, count)
+            return micro.targets_of(values).view(-1, count)
 
         batch, seeds = micro.batch, None
         positions = torch.arange(batch.width, device=batch.tokens.device).expand_as(batch.tokens)
@@ -162,15 +161,15 @@ class _Sought:
             supports,
         )
 
-    def split(self, chunks: int) -> Iterator[_Sought]:
+    def split(self, chunks: int) -> Iterator[_Targets]:
         whole = self.tokens.shape[1]
         for part in torch.arange(whole, device=self.tokens.device).tensor_split(chunks):
             yield self._at(part)
 
-    def _at(self, places: Tensor) -> _Sought:
+    def _at(self, places: Tensor) -> _Targets:
         return self._changed(lambda values: values[..., places])
 
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> _Sought:
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> _Targets:
         """Return the targets with `change` made to every tensor [ranks, n]."""
         return replace(
             self,
@@ -216,16 +215,16 @@ class _Sought:
 
 
 class _InChunks(torch.autograd.Function):
-    """Computes `_Sought.read` of rows [n, 1, H]; a chunk at a time meets the head."""
+    """Computes `_Targets.read` of rows [n, 1, H]; a chunk at a time meets the head."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, head: Head, sought: _Sought, chunks: int
+        ctx: Any, rows: Tensor, weight: Tensor, head: Head, targets: _Targets, chunks: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.save_for_backward(rows, weight)
-        ctx.head, ctx.sought, ctx.chunks = head, sought, chunks
+        ctx.head, ctx.targets, ctx.chunks = head, targets, chunks
         ctx.set_materialize_grads(False)  # nobody may ask for the entropy's
-        pieces = zip(rows.tensor_split(chunks), sought.split(chunks), strict=True)
+        pieces = zip(rows.tensor_split(chunks), targets.split(chunks), strict=True)
         values, entropy, drawn = zip(*(part.read(head(piece, weight.detach())) for piece, part in pieces), strict=True)
         if drawn[0] is None:
             return torch.cat(values, 1), torch.cat(entropy, 1), None
@@ -239,7 +238,7 @@ class _InChunks(torch.autograd.Function):
         given = [(index, grad) for index, grad in enumerate(grads[:2]) if grad is not None]
         d_read = zip(*(grad.tensor_split(ctx.chunks, 1) for _, grad in given), strict=True)
         pieces = (each.tensor_split(ctx.chunks) for each in (rows, d_rows))
-        for piece, d_piece, part, d_part in zip(*pieces, ctx.sought.split(ctx.chunks), d_read, strict=True):
+        for piece, d_piece, part, d_part in zip(*pieces, ctx.targets.split(ctx.chunks), d_read, strict=True):
             with torch.enable_grad():
                 piece = piece.detach().requires_grad_()
                 logits = ctx.head(piece, weight.detach())
