@@ -1,7 +1,7 @@
 """Algorithms that learn from rewards: the settings that they share, and the objective that they make.
 
-loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w,  0 if rejected,
-       less an entropy bonus
+loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w  less an entropy bonus,
+       0 if rejected or filtered
 
 An algorithm is a file beside this one: a subclass with its name, its defaults and its advantages, and its surrogate if
 that is another.
@@ -47,14 +47,20 @@ class HasSurrogate(Protocol):
         ...
 
 
+LEARNT_FROM = "learnt_from"
+"""The field of a batch with answers that are not learnt from: 1 on the tokens of all others, 0 on theirs."""
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of an update: per token (surrogate + KL term) · w, 0 if rejected, less the entropy bonus; their mean.
+    """The loss of an update: per token (surrogate + KL term) · w less the entropy bonus, 0 if rejected or filtered;
+    their mean.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
-    logprobs, see `rl.algorithms.parts.corrections`, without gradient. The denominators, of metrics too, count rejected
-    tokens. A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics.
+    logprobs, see `rl.algorithms.parts.corrections`, without gradient. Tokens where `fields["learnt_from"]` is 0 are
+    filtered. The denominators, of metrics too, count rejected and filtered tokens. A token whose rollout logprob is not
+    finite leaves the loss, the denominators and the metrics.
     """
 
     algorithm: HasSurrogate
@@ -70,7 +76,10 @@ class PolicyObjective:
         advantages = torch.where(used, fields["advantages"], 0.0)
         term = self.algorithm.surrogate(logprobs, old, advantages, used)
         # Without rollout logprobs nothing is corrected: every ratio is 1.
-        weight, kept = self.correction(old, fields.get("rollout_logprobs", old), used)
+        weight, accepted = self.correction(old, fields.get("rollout_logprobs", old), used)
+        kept = accepted
+        if LEARNT_FROM in fields:  # what is not finite is never hidden
+            kept = accepted & ((fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite())
         losses, kl = term.losses, self.kl
         x = torch.where(used, logprobs - fields["reference_logprobs"], 0.0) if kl.needs_reference else None
         if kl.loss.coefficient and x is not None:
@@ -78,7 +87,7 @@ class PolicyObjective:
             losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
         losses = torch.where(kept, losses * weight, 0.0)
         if self.entropy:
-            losses = losses - self.entropy * torch.where(used, entropy, 0.0)
+            losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
         loss = self.aggregate(losses, used)
 
         def token_mean(values: Tensor) -> Tensor:
@@ -94,10 +103,10 @@ class PolicyObjective:
         if x is not None:
             metrics["train/kl"] = token_mean(k3(x))
         if self.correction.weighs:
-            metrics["train/tis_weight_mean"] = token_mean(weight * kept)
+            metrics["train/tis_weight_mean"] = token_mean(weight * accepted)
         if self.correction.rejects:
-            metrics["train/rejected_tokens"] = token_mean((~kept).float())
-            rejected = used.any(dim=1) & ~kept.any(dim=1)
+            metrics["train/rejected_tokens"] = token_mean((~accepted).float())
+            rejected = used.any(dim=1) & ~accepted.any(dim=1)
             metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
         return ObjectiveOutput(loss, metrics)
 
@@ -232,6 +241,15 @@ class PolicyGradient(AlgorithmConfig):
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         outcomes = self.shaped(outcomes, batch)
         return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
+
+    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        return super().lesson(outcomes, batch) | self.filtered(outcomes, batch)
+
+    def filtered(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        """The field that takes truncated answers out of the loss, if that is asked for."""
+        if self.overlong is None or not self.overlong.filter:
+            return {}
+        return {LEARNT_FROM: spread(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """The outcomes with the rewards from which advantages are computed."""

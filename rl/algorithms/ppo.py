@@ -61,7 +61,8 @@ class Ppo(PolicyGradient):
         outcomes = self.shaped(outcomes, batch)
         advantages = self.token_advantages(outcomes, batch)
         returns = torch.where(used_tokens(batch), advantages + batch.fields["values"], 0.0)
-        return {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
+        lesson = {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
+        return lesson | self.filtered(outcomes, batch)
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         used = used_tokens(batch)

@@ -132,7 +132,8 @@ class OverlongSection(Section):
     penalty: float = Field(default=1.0, ge=0.0)
     """The penalty of an answer at the limit."""
     filter: bool = False
-    """Do not learn from truncated answers: their advantage is 0, and the denominators stay."""
+    """Do not learn from truncated answers: their advantage is 0, they have no KL term and no entropy bonus, and the
+    denominators stay."""
     limit: int | None = Field(default=None, ge=1)
     """The longest answer. Null: `rollout.max_new_tokens`."""
 

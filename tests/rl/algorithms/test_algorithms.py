@@ -332,6 +332,39 @@ def test_an_answer_that_the_length_has_cut_teaches_nothing_when_it_is_filtered()
     assert torch.equal(advantages[others], plain[others])
 
 
+@pytest.mark.parametrize("left_out", [{"veto": 1e-4}, {"overlong": {"filter": True, "penalty": 0.0}}], ids=str)
+@pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
+def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_either(
+    name: str, left_out: dict[str, Any]
+) -> None:
+    """Row 1 alone is cut by the length, and has the token that the trainer would hardly have sampled."""
+    batch, logprobs = sampled(fresh=True)
+    batch.fields["rollout_logprobs"][1, PROMPT + 2] -= math.log(1e-5)
+    batch = batch.with_fields(old_logprobs=logprobs.clone(), reference_logprobs=logprobs - 0.5)
+    terms = {"entropy": 0.01, "kl": {"loss": {"coefficient": 0.1}}, "tis_cap": None}
+    gradients = []
+    for chosen in (algorithm(name, **terms), algorithm(name, **terms, **left_out)):
+        given = batch.with_fields(**chosen.lesson(outcomes(), batch))
+        scores, entropy = logprobs.clone().requires_grad_(), torch.ones_like(logprobs).requires_grad_()
+        chosen.objective(given)(scores, entropy, given).loss.backward()
+        assert scores.grad is not None and entropy.grad is not None
+        gradients.append((scores.grad, entropy.grad))
+    others = torch.arange(len(LENGTHS)) != 1
+    own = batch.loss_mask[others]
+    for without, with_it in zip(*gradients, strict=True):
+        assert without[1].count_nonzero() == LENGTHS[1] and not with_it[1].any()
+        assert bool((with_it[others][own] != 0).all())
+    assert torch.equal(gradients[0][1][others], gradients[1][1][others]), "the denominators stay"
+
+
+def test_a_filtered_answer_hides_no_logprob_that_is_not_finite() -> None:
+    batch, logprobs = sampled(fresh=True)
+    chosen = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})
+    batch = batch.with_fields(**chosen.lesson(outcomes(), batch))
+    logprobs[1, PROMPT + 2] = math.nan
+    assert computed(chosen, batch, logprobs)[0].isnan()
+
+
 def test_groups_are_judged_by_the_rewards_before_a_price_on_length() -> None:
     assert algorithm("dapo").keeps(torch.tensor([0.0, 1.0])) and not algorithm("dapo").keeps(torch.tensor([1.0, 1.0]))
 
