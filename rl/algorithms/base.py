@@ -94,6 +94,10 @@ class AlgorithmConfig(Section):
         """Return whether the policy is updated in this step of the run, counted from 1."""
         return True
 
+    def policy_updates(self, steps: int) -> int:
+        """Optimizer steps of the policy in a run of so many steps."""
+        return self.updates * sum(self.learns(step) for step in range(1, steps + 1))
+
     def problems_per_step(self, rollout: RolloutSection) -> int:
         """The number of the data's problems in a step."""
         return rollout.prompts_per_step

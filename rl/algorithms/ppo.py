@@ -43,7 +43,8 @@ class Ppo(PolicyGradient):
     critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Steps at the start in which only the critic learns."""
+    """Steps at the start in which only the critic learns. The policy's learning-rate schedule covers the updates after
+    them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """The clip of a value's change since before the first update of a batch. Null: none."""
 
