@@ -134,6 +134,8 @@ def expected_loss(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Ten
         losses = []
         for n, r, w, i in zip(new, ratios, weights, finite):
             a = advantages[i - PROMPT]
+            if name == "opd":  # at the weights of now, not at those that sampled
+                a += float(batch.fields["rollout_logprobs"][row, i].double() - n.detach())
             if name == "cispo":
                 losses.append(-float(r.detach().clamp(low, high)) * a * n * w)
             else:
