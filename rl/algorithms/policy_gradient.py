@@ -111,6 +111,12 @@ class PolicyObjective:
         return ObjectiveOutput(loss, metrics)
 
 
+def answer_lengths(batch: TokenBatch) -> Tensor:
+    """int64 [B], the tokens from the first that the model sampled to the end of the row. An environment's in between
+    count, as they do for `rollout.max_new_tokens`."""
+    return torch.where(batch.loss_mask.any(dim=1), batch.lengths - batch.loss_mask.int().argmax(dim=1), 0)
+
+
 def usable_tokens(batch: TokenBatch, needed: Sequence[str]) -> Tensor:
     """The tokens that a loss can use, bool [B, S].
 
@@ -253,7 +259,7 @@ class PolicyGradient(AlgorithmConfig):
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """The outcomes with the rewards from which advantages are computed."""
-        return outcomes if self.overlong is None else self.overlong.shaped(outcomes, batch.loss_mask.sum(dim=1))
+        return outcomes if self.overlong is None else self.overlong.shaped(outcomes, answer_lengths(batch))
 
     def finished(self, advantages: Tensor, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantages in the loss: whitened if asked, and 0 in answers that are not learnt from."""

@@ -324,6 +324,17 @@ def test_an_overlong_answer_loses_reward_with_each_token_of_the_buffer(length: i
     assert shaped.rewards.tolist() == [1.0 - lost]
 
 
+def test_the_price_on_length_counts_an_environment_s_tokens_as_the_limit_does() -> None:
+    """Rows of 10 and 8 tokens after the prompt, of which an environment wrote none, 6 and 2; and an empty one."""
+    mask = torch.ones(4, 12, dtype=torch.bool)
+    mask[:, :2] = mask[1, 4:10] = mask[2, 3:5] = mask[2, 10:] = mask[3] = False
+    batch = TokenBatch(torch.ones(4, 12, dtype=torch.int64), torch.tensor([12, 12, 10, 2]), mask)
+    chosen = algorithm("dapo", overlong={"limit": 10, "buffer": 4})
+    groups, finished = torch.zeros(4, dtype=torch.int64), torch.tensor([False, False, True, True])
+    shaped = chosen.shaped(Outcomes(torch.zeros(4), groups, finished), batch)
+    assert shaped.rewards.tolist() == [-1.0, -1.0, -0.5, 0.0]
+
+
 def test_an_answer_that_the_length_has_cut_teaches_nothing_when_it_is_filtered() -> None:
     batch, _ = sampled(fresh=True)
     filtering = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})

@@ -118,11 +118,13 @@ def test_returns_are_advantages_before_whitening_and_values() -> None:
 
 def test_a_price_on_length_and_one_on_distance_compose() -> None:
     batch, outcomes, own = with_spans(cut=False)
-    overlong = {"limit": 5, "buffer": 2, "penalty": 1.0}
+    overlong = {"limit": 7, "buffer": 4, "penalty": 1.0}
     kl = {"reward": {"coefficient": 0.5}}
     lesson = ppo(overlong=overlong, kl=kl).lesson(outcomes, batch)
     x = (batch.fields["old_logprobs"] - batch.fields["reference_logprobs"]).double()
-    for row, reward in enumerate((1.0 - 1.0, 0.0, 0.5 - 0.5)):  # 5, 3 and 4 tokens of at most 5, priced from the 4th
+    for row, reward in enumerate(
+        (1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)
+    ):  # 7, 4 and 4 tokens, the tool's too, priced from the 4th
         places = own[row].nonzero().flatten().tolist()
         for index, t in enumerate(places):
             expected = reward - 0.5 * sum(float(x[row, s]) for s in places[index:])
