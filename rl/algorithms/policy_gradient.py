@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
@@ -194,6 +194,8 @@ class PolicyGradient(AlgorithmConfig):
     `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
+    _group_size: int = PrivateAttr(default=1)
+    """`rollout.group_size`: of a group of more, one answer may be left where an environment failed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -217,7 +219,9 @@ class PolicyGradient(AlgorithmConfig):
             found["loss_length"] = self.loss_length or rollout.max_new_tokens
         if self.overlong is not None:
             found["overlong"] = self.overlong.resolved(rollout.max_new_tokens)
-        return self.model_copy(update=found)
+        resolved = self.model_copy(update=found)
+        resolved._group_size = rollout.group_size
+        return resolved
 
     @property
     def correction(self) -> Correction:

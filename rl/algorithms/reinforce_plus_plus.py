@@ -46,4 +46,4 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
         return (advantages - self.kl_price(batch)).float() if self.kl.reward.coefficient else advantages
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return group_advantages(rewards, groups, normalize_std=False)
+        return group_advantages(rewards, groups, normalize_std=False, group_size=self._group_size)

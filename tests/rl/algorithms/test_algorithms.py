@@ -21,7 +21,7 @@ LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubc
 MODES: list[Mode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 ROLLOUT = RolloutSection(max_new_tokens=20)
 GROUPS = torch.tensor([7, 2, 7, 9, 2, 7, 5, 5])
-"""Out of order, of unequal sizes, and one of a single answer."""
+"""Out of order, of unequal sizes, and one of which a single answer is left."""
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0])
 LENGTHS = [6, 20, 9, 17, 1, 0, 12, 18]
 """Of the answers: one is empty, one is cut by the length."""
@@ -88,7 +88,7 @@ def expected_advantages(name: str, batch: TokenBatch) -> list[list[float]]:
         peers = rewards[groups == group]
         others = (peers.sum() - reward) / max(len(peers) - 1, 1)
         std = peers.std(ddof=1) if len(peers) > 1 else 1.0
-        baseline = peers.mean() if len(peers) > 1 else 0.0
+        baseline = peers.mean()
         answers.append(
             {
                 "rloo": reward - others if len(peers) > 1 else 0.0,
@@ -166,6 +166,16 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
             if place not in unused:
                 assert found[place] == pytest.approx(expected[place], abs=1e-6)
     assert (advantages[~batch.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares))
+def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: str) -> None:
+    rewards, groups = torch.tensor([0.5, 0.25]), torch.tensor([3, 1])
+    found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name})
+    advantages = [
+        found.resolved(RolloutSection(group_size=size)).trajectory_advantages(rewards, groups) for size in (1, 4)
+    ]
+    assert torch.allclose(advantages[0], rewards, atol=1e-6) and not advantages[1].any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -306,11 +316,11 @@ def test_a_clip_says_on_which_side_it_acted() -> None:
 def test_a_veto_leaves_out_the_whole_sequence_of_a_token_that_the_trainer_would_hardly_have_sampled() -> None:
     batch, logprobs = sampled(fresh=True)
     batch = with_advantages(batch, algorithm("grpo"))
-    batch.fields["rollout_logprobs"][3, PROMPT + 2] = logprobs[3, PROMPT + 2] - math.log(1e-5)
+    batch.fields["rollout_logprobs"][0, PROMPT + 2] = logprobs[0, PROMPT + 2] - math.log(1e-5)
     _, grad = computed(algorithm("grpo", veto=1e-4, tis_cap=None), batch, logprobs)
     _, without = computed(algorithm("grpo", tis_cap=None), batch, logprobs)
-    assert (grad[3] == 0).all() and without[3].count_nonzero() == LENGTHS[3]
-    others = torch.arange(len(LENGTHS)) != 3
+    assert (grad[0] == 0).all() and without[0].count_nonzero() == LENGTHS[0]
+    others = torch.arange(len(LENGTHS)) != 0
     assert torch.equal(grad[others], without[others])  # the denominators stay
 
 
