@@ -212,6 +212,23 @@ class PolicyGradient(AlgorithmConfig):
                 raise ValueError(refusal(self))
         return self
 
+    @property
+    def loss_summary(self) -> str:
+        overlong, kl, dual = self.overlong, self.kl, self.clip_dual
+        parts = {
+            f"clip to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]": "clip(" in self.formula,
+            f"at most {dual or 0:g} |A| where A < 0": dual is not None,
+            "A whitened over the batch": self.whiten_advantages,
+            "R less a price on length": overlong is not None and overlong.penalty > 0,
+            "truncated answers left out": overlong is not None and overlong.filter,
+            f"R less {kl.reward.coefficient:g} KL to the reference": kl.reward.coefficient > 0,
+            f"plus {kl.loss.coefficient:g} {kl.loss.estimator} of the KL to the reference": kl.loss.coefficient > 0,
+            **dict.fromkeys(self.correction.summary, True),
+            f"less {self.entropy:g} entropy": self.entropy > 0,
+            self.loss_aggregation: True,
+        }
+        return "; ".join([super().loss_summary, *(said for said, holds in parts.items() if holds)])
+
     def resolved(self, rollout: RolloutSection) -> Self:
         stale = rollout.staleness > 0 and not self._rejects
         found: dict[str, Any] = {"ratio": self.ratio or ("bypass" if stale else "recompute")}

@@ -31,7 +31,7 @@ class Ppo(PolicyGradient):
     the same directory with a value head, on the policy's ranks and in its layout and numerics."""
 
     name: Literal["ppo"]
-    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = GAE over a critic's values, whitened"
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = GAE over a critic's values"
     clip_high: float = Field(default=0.2, gt=0.0)
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True

@@ -417,6 +417,37 @@ def test_every_algorithm_says_its_loss_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "said", "unsaid"),
+    [
+        (
+            {"name": "grpo"},
+            ["clip to [0.8, 1.28]", "w = the token's ratio trainer / rollout, at most 2", "token_mean"],
+            ["whitened", "KL"],
+        ),
+        ({"name": "ppo"}, ["A whitened", "clip to [0.8, 1.2]"], []),
+        ({"name": "ppo", "whiten_advantages": False}, [], ["whiten"]),
+        ({"name": "reinforce++", "whiten_advantages": False}, ["A = R;"], ["whiten", "KL"]),
+        ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"], []),
+        ({"name": "gspo"}, ["clip to [0.9997, 1.0004]", "seq_mean_token_mean"], []),
+        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "price on length"], ["left out"]),
+        ({"name": "grpo", "ratio": "bypass", "entropy": 0.01}, ["less 0.01 entropy"], ["w ="]),
+        (
+            {"name": "grpo", "rejection": {"name": "icepop"}, "kl": {"loss": {"coefficient": 0.01}}, "veto": 1e-4},
+            ["w = the token's ratio trainer / rollout;", "icepop rejects outside [0.5, 5]", "0.01 k2", "below 0.0001"],
+            ["at most"],
+        ),
+        ({"name": "sft"}, ["-logprob of the answers of the data"], ["clip"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said: list[str], unsaid: list[str]) -> None:
+    spec = {"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": settings}
+    line = parse_experiment(spec).formula
+    assert "\n" not in line and not [each for each in said if each not in line]
+    assert not [each for each in unsaid if each in line]
+
+
+@pytest.mark.parametrize(
     "settings", [{"name": "rloo"}, {"name": "maxrl"}, {"name": "grpo", "dynamic_sampling": True}], ids=str
 )
 def test_a_group_of_one_is_refused_where_it_would_teach_nothing(settings: dict[str, Any]) -> None:
