@@ -171,6 +171,7 @@ class TrainerGroup:
         seats: Sequence[Seat] | None = None,
         reference: bool = False,
         critic: TrainerSection | None = None,
+        critic_steps: int | None = None,
         adapter: AdapterSection | None = None,
         shared_base: bool = False,
         architecture: str | None = None,
@@ -178,8 +179,9 @@ class TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
         seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
-        as it is. critic: how a critic is trained, if there is one. adapter: what is trained in place of the weights.
-        shared_base: these come from a base that the policy is to adopt before it computes (`weight_sync.frozen`).
+        as it is. critic: how a critic is trained, if there is one. critic_steps: its optimizer steps; None: as many as
+        the policy's `total_steps`. adapter: what is trained in place of the weights. shared_base: these come from a
+        base that the policy is to adopt before it computes (`weight_sync.frozen`).
         architecture: a user's file with that of the model; None: it is one of ours.
 
         Raises:
@@ -191,6 +193,7 @@ class TrainerGroup:
             "max_sequence_length": max_sequence_length,
             "reference": reference,
             "critic": critic,
+            "critic_steps": critic_steps,
             "adapter": adapter,
             "shared_base": shared_base,
         }

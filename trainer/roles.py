@@ -125,13 +125,15 @@ class Roles:
         *,
         reference: bool = False,
         critic: TrainerSection | None = None,
+        critic_steps: int | None = None,
         adapter: AdapterSection | None = None,
         shared_base: bool = False,
         **options: Any,
     ) -> None:
         """reference: whether a model is to stay as the directory has it: of a policy with adapters its own weights, of
-        any other a copy. critic: its optimizer's settings, if there is to be one. adapter: of all that is trained.
-        shared_base: the policy's frozen weights come from a base; see `Scorer`. options: the keywords of `Trainer`.
+        any other a copy. critic: its optimizer's settings, if there is to be one. critic_steps: its optimizer steps;
+        None: as many as the policy's. adapter: of all that is trained. shared_base: the policy's frozen weights come
+        from a base; see `Scorer`. options: the keywords of `Trainer`.
 
         Raises:
             UserError: as `Trainer` does.
@@ -144,6 +146,7 @@ class Roles:
             length = options["max_sequence_length"]
             self.models["reference"] = Scorer(model_path, config, numerics, layout, max_sequence_length=length)
         if critic is not None:
+            options |= {} if critic_steps is None else {"total_steps": critic_steps}
             self.models["critic"] = Critic(model_path, critic, numerics, layout, adapter=adapter, **options)
 
     def offload(self) -> MovedAside:

@@ -83,7 +83,22 @@ def sigmoid(x: Tensor) -> Tensor:
     torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others, so that a token's
     bits would depend on its place in the batch.
     """
-    return 1 / (1 + torch.exp(-x))
+    return _Sigmoid.apply(x)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """The gradient is g y (1 - y): that of the formula by autograd is 0 * inf where exp(-x) overflows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = 1 / (1 + torch.exp(-x))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grads[0] * y * (1 - y)
 
 
 def kept_scores(scores: Tensor, groups: int, kept_groups: int) -> Tensor:

@@ -63,10 +63,15 @@ class AlgorithmConfig(Section):
     """True if it learns from sampled answers, false if from the answers of the data."""
 
     formula: ClassVar[str] = ""
-    """What is minimised, in one line, with r = e^(logprob - old) and R the reward."""
+    """What is minimised, in one line, with r = e^(logprob - old) and R the reward, whatever the settings."""
 
     compares: ClassVar[bool] = False
     """True if an answer is compared with the others of its prompt; in a group of one, with 0."""
+
+    @property
+    def loss_summary(self) -> str:
+        """The loss of a token with these settings, in one line."""
+        return self.formula or f"as {self.name} says"
 
     def resolved(self, rollout: RolloutSection) -> Self:
         """The same with the settings resolved that depend on sampling."""
@@ -93,6 +98,10 @@ class AlgorithmConfig(Section):
     def learns(self, step: int) -> bool:
         """Return whether the policy is updated in this step of the run, counted from 1."""
         return True
+
+    def policy_updates(self, steps: int) -> int:
+        """Optimizer steps of the policy in a run of so many steps."""
+        return self.updates * sum(self.learns(step) for step in range(1, steps + 1))
 
     def problems_per_step(self, rollout: RolloutSection) -> int:
         """The number of the data's problems in a step."""

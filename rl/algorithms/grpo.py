@@ -30,7 +30,7 @@ class GroupRelative(PolicyGradient):
     """Divide a group's centred rewards by their standard deviation."""
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return group_advantages(rewards, groups, normalize_std=self.group_norm_std)
+        return group_advantages(rewards, groups, normalize_std=self.group_norm_std, group_size=self._group_size)
 
 
 class Grpo(GroupRelative):

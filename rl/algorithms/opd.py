@@ -22,7 +22,7 @@ class Opd(GroupRelative):
     name: Literal["opd"]
     compares: ClassVar[bool] = False
     formula: ClassVar[str] = (
-        "max(-A r, -A clip(r)); A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo"
+        "max(-A r, -A clip(r)); A = teacher_weight (teacher's logprob - sg(logprob)) + reward_weight A of grpo"
     )
     teacher_weight: float = Field(default=1.0, gt=0.0)
     """The factor of the teacher's part of the advantage."""
@@ -47,6 +47,7 @@ class Opd(GroupRelative):
         return replace(super().needs, teacher=True)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        """The advantages at the weights that sampled; `Distillation` moves them to those of the policy."""
         used = used_tokens(batch)
         if self.overlong is not None and self.overlong.filter:
             used = used & outcomes.finished[:, None]
@@ -55,7 +56,7 @@ class Opd(GroupRelative):
         return taught + self.reward_weight * super().advantages(outcomes, batch) if self.reward_weight else taught
 
     def objective(self, batch: TokenBatch) -> Distillation:
-        return Distillation(super().objective(batch), int(used_tokens(batch).sum()))
+        return Distillation(super().objective(batch), self.teacher_weight, int(used_tokens(batch).sum()))
 
     def remarks(self) -> list[str]:
         said = "teacher_weight: 1, as slime's and miles' opd-kl-coef; verl and NeMo-RL can take the teacher's most "
@@ -64,14 +65,21 @@ class Opd(GroupRelative):
 
 @dataclass(frozen=True)
 class Distillation:
-    """The policy gradient, with the distance to the teacher as a metric."""
+    """The policy gradient of the distance to the teacher, with that distance as a metric.
+
+    The gradient of KL(policy || teacher) on tokens of any sampler is the mean of r (logprob - teacher's) ∇ logprob: the
+    logprob is the policy's own, not that of the weights that sampled. On tokens of its own weights both are equal.
+    """
 
     policy: Objective
+    teacher_weight: float
     tokens: int
     """Used tokens of the whole batch."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
-        output = self.policy(logprobs, entropy, batch)
-        gap = logprobs.detach() - batch.fields["teacher_logprobs"]
-        kl = torch.where(used_tokens(batch), gap, 0.0).sum() / self.tokens
+        used, fields, own = used_tokens(batch), batch.fields, logprobs.detach()
+        moved = torch.where(used, fields["rollout_logprobs"] - own, 0.0)
+        advantages = fields["advantages"] + self.teacher_weight * moved
+        output = self.policy(logprobs, entropy, batch.with_fields(advantages=advantages))
+        kl = torch.where(used, own - fields["teacher_logprobs"], 0.0).sum() / self.tokens
         return ObjectiveOutput(output.loss, output.metrics | {"train/teacher_kl": kl})

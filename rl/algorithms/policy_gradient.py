@@ -1,7 +1,7 @@
 """Algorithms that learn from rewards: the settings that they share, and the objective that they make.
 
-loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w,  0 if rejected,
-       less an entropy bonus
+loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w  less an entropy bonus,
+       0 if rejected or filtered
 
 An algorithm is a file beside this one: a subclass with its name, its defaults and its advantages, and its surrogate if
 that is another.
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
@@ -47,14 +47,20 @@ class HasSurrogate(Protocol):
         ...
 
 
+LEARNT_FROM = "learnt_from"
+"""The field of a batch with answers that are not learnt from: 1 on the tokens of all others, 0 on theirs."""
+
+
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of an update: per token (surrogate + KL term) · w, 0 if rejected, less the entropy bonus; their mean.
+    """The loss of an update: per token (surrogate + KL term) · w less the entropy bonus, 0 if rejected or filtered;
+    their mean.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
-    logprobs, see `rl.algorithms.parts.corrections`, without gradient. The denominators, of metrics too, count rejected
-    tokens. A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics.
+    logprobs, see `rl.algorithms.parts.corrections`, without gradient. Tokens where `fields["learnt_from"]` is 0 are
+    filtered. The denominators, of metrics too, count rejected and filtered tokens. A token whose rollout logprob is not
+    finite leaves the loss, the denominators and the metrics.
     """
 
     algorithm: HasSurrogate
@@ -70,7 +76,10 @@ class PolicyObjective:
         advantages = torch.where(used, fields["advantages"], 0.0)
         term = self.algorithm.surrogate(logprobs, old, advantages, used)
         # Without rollout logprobs nothing is corrected: every ratio is 1.
-        weight, kept = self.correction(old, fields.get("rollout_logprobs", old), used)
+        weight, accepted = self.correction(old, fields.get("rollout_logprobs", old), used)
+        kept = accepted
+        if LEARNT_FROM in fields:  # what is not finite is never hidden
+            kept = accepted & ((fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite())
         losses, kl = term.losses, self.kl
         x = torch.where(used, logprobs - fields["reference_logprobs"], 0.0) if kl.needs_reference else None
         if kl.loss.coefficient and x is not None:
@@ -78,7 +87,7 @@ class PolicyObjective:
             losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
         losses = torch.where(kept, losses * weight, 0.0)
         if self.entropy:
-            losses = losses - self.entropy * torch.where(used, entropy, 0.0)
+            losses = losses - self.entropy * torch.where(kept, entropy, 0.0)
         loss = self.aggregate(losses, used)
 
         def token_mean(values: Tensor) -> Tensor:
@@ -94,12 +103,18 @@ class PolicyObjective:
         if x is not None:
             metrics["train/kl"] = token_mean(k3(x))
         if self.correction.weighs:
-            metrics["train/tis_weight_mean"] = token_mean(weight * kept)
+            metrics["train/tis_weight_mean"] = token_mean(weight * accepted)
         if self.correction.rejects:
-            metrics["train/rejected_tokens"] = token_mean((~kept).float())
-            rejected = used.any(dim=1) & ~kept.any(dim=1)
+            metrics["train/rejected_tokens"] = token_mean((~accepted).float())
+            rejected = used.any(dim=1) & ~accepted.any(dim=1)
             metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
         return ObjectiveOutput(loss, metrics)
+
+
+def answer_lengths(batch: TokenBatch) -> Tensor:
+    """int64 [B], the tokens from the first that the model sampled to the end of the row. An environment's in between
+    count, as they do for `rollout.max_new_tokens`."""
+    return torch.where(batch.loss_mask.any(dim=1), batch.lengths - batch.loss_mask.int().argmax(dim=1), 0)
 
 
 def usable_tokens(batch: TokenBatch, needed: Sequence[str]) -> Tensor:
@@ -179,6 +194,8 @@ class PolicyGradient(AlgorithmConfig):
     `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
+    _group_size: int = PrivateAttr(default=1)
+    """`rollout.group_size`: of a group of more, one answer may be left where an environment failed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,6 +212,23 @@ class PolicyGradient(AlgorithmConfig):
                 raise ValueError(refusal(self))
         return self
 
+    @property
+    def loss_summary(self) -> str:
+        overlong, kl, dual = self.overlong, self.kl, self.clip_dual
+        parts = {
+            f"clip to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]": "clip(" in self.formula,
+            f"at most {dual or 0:g} |A| where A < 0": dual is not None,
+            "A whitened over the batch": self.whiten_advantages,
+            "R less a price on length": overlong is not None and overlong.penalty > 0,
+            "truncated answers left out": overlong is not None and overlong.filter,
+            f"R less {kl.reward.coefficient:g} KL to the reference": kl.reward.coefficient > 0,
+            f"plus {kl.loss.coefficient:g} {kl.loss.estimator} of the KL to the reference": kl.loss.coefficient > 0,
+            **dict.fromkeys(self.correction.summary, True),
+            f"less {self.entropy:g} entropy": self.entropy > 0,
+            self.loss_aggregation: True,
+        }
+        return "; ".join([super().loss_summary, *(said for said, holds in parts.items() if holds)])
+
     def resolved(self, rollout: RolloutSection) -> Self:
         stale = rollout.staleness > 0 and not self._rejects
         found: dict[str, Any] = {"ratio": self.ratio or ("bypass" if stale else "recompute")}
@@ -202,7 +236,9 @@ class PolicyGradient(AlgorithmConfig):
             found["loss_length"] = self.loss_length or rollout.max_new_tokens
         if self.overlong is not None:
             found["overlong"] = self.overlong.resolved(rollout.max_new_tokens)
-        return self.model_copy(update=found)
+        resolved = self.model_copy(update=found)
+        resolved._group_size = rollout.group_size
+        return resolved
 
     @property
     def correction(self) -> Correction:
@@ -233,9 +269,18 @@ class PolicyGradient(AlgorithmConfig):
         outcomes = self.shaped(outcomes, batch)
         return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
 
+    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        return super().lesson(outcomes, batch) | self.filtered(outcomes, batch)
+
+    def filtered(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        """The field that takes truncated answers out of the loss, if that is asked for."""
+        if self.overlong is None or not self.overlong.filter:
+            return {}
+        return {LEARNT_FROM: spread(outcomes.finished, batch.loss_mask)}
+
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """The outcomes with the rewards from which advantages are computed."""
-        return outcomes if self.overlong is None else self.overlong.shaped(outcomes, batch.loss_mask.sum(dim=1))
+        return outcomes if self.overlong is None else self.overlong.shaped(outcomes, answer_lengths(batch))
 
     def finished(self, advantages: Tensor, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantages in the loss: whitened if asked, and 0 in answers that are not learnt from."""

@@ -31,7 +31,7 @@ class Ppo(PolicyGradient):
     the same directory with a value head, on the policy's ranks and in its layout and numerics."""
 
     name: Literal["ppo"]
-    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = GAE over a critic's values, whitened"
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = GAE over a critic's values"
     clip_high: float = Field(default=0.2, gt=0.0)
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
@@ -43,7 +43,8 @@ class Ppo(PolicyGradient):
     critic: CriticSection = CriticSection()
     """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
-    """Steps at the start in which only the critic learns."""
+    """Steps at the start in which only the critic learns. The policy's learning-rate schedule covers the updates after
+    them."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """The clip of a value's change since before the first update of a batch. Null: none."""
 
@@ -61,7 +62,8 @@ class Ppo(PolicyGradient):
         outcomes = self.shaped(outcomes, batch)
         advantages = self.token_advantages(outcomes, batch)
         returns = torch.where(used_tokens(batch), advantages + batch.fields["values"], 0.0)
-        return {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
+        lesson = {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
+        return lesson | self.filtered(outcomes, batch)
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         used = used_tokens(batch)

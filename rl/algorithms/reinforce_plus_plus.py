@@ -17,7 +17,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """Rewards, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++")."""
 
     name: Literal["reinforce++"]
-    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R less the price of kl.reward, whitened"
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R"
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
 
@@ -37,7 +37,7 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
 
     name: Literal["reinforce++-baseline"]
     compares: ClassVar[bool] = True
-    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group, less the price of kl.reward, whitened"
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group"
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
 
@@ -46,4 +46,4 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
         return (advantages - self.kl_price(batch)).float() if self.kl.reward.coefficient else advantages
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return group_advantages(rewards, groups, normalize_std=False)
+        return group_advantages(rewards, groups, normalize_std=False, group_size=self._group_size)

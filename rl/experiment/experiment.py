@@ -118,7 +118,7 @@ class Experiment(Section):
         """The loss of a token, in one line."""
         alone = self.algorithm.compares and self.rollout.group_size == 1
         said = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
-        return f"loss: {self.algorithm.formula or f'as {self.algorithm.name} says'}{said * alone}"
+        return f"loss: {self.algorithm.loss_summary}{said * alone}"
 
     @property
     def needs_engines(self) -> bool:

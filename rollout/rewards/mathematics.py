@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from itertools import product
 from typing import Any
 
@@ -44,13 +45,60 @@ _EXPONENT = re.compile(
     r"|(?<=10)([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
 )
 
+# Decimals with a cycle, and whole numbers with a fraction: math-verify would drop the cycle, and read 3 1/2 as (3+1)/2.
+# Numbers of more than 30 digits stay: Python refuses to read very long ones.
+
+_WHOLE = r"(?<![\w.])(?<!\d,)(?P<whole>\d{1,3}(?:,\d{3}){1,9}|\d{1,30})"
+_DOT = r"\\dot\s*(?:\{\d{1,30}\}|\d)"
+_CYCLE = re.compile(
+    rf"(?:{_WHOLE}|(?<!\w))\.(?P<fixed>\d{{0,30}})"
+    rf"(?P<cycle>\\(?:overline|bar)\s*(?:\{{\s*\d{{1,30}}\s*\}}|\d)|{_DOT}(?:\d{{0,30}}{_DOT})?)(?!\d)"
+)
+_PROPER = r"(?:\{(?P<top>\d{1,30})\}\s*\{(?P<bottom>\d{1,30})\}|(?P<pair>\d\d))"
+_MIXED = re.compile(
+    rf"(?<![/^)\]])(?<!\\sqrt ){_WHOLE}(?:"
+    r"(?:[ \u00a0\u2009\u202f~]|\\[ ,;:])+(?P<over>\d{1,30})/(?P<under>\d{1,30})(?![\w/]|\.\d)"
+    # A letter behind it makes it a product.
+    rf"|(?:\s|~|\\[ ,;:!])*\\[dt]?frac\s*{_PROPER}(?![\w(^{{]|\\(?!%)|\s+[a-z]\b))"
+)
+_ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
+
 
 def plain(text: str) -> str:
-    """Return a text with its expressions as they are, without the markup around and within them."""
+    """Return a text with its expressions as they are, without the markup around and within them, and with its numbers
+    as math-verify reads them."""
     for pattern, to in _COMPILED:
         text = pattern.sub(to, text)
     text = _SPACED.sub(lambda found: found[1].replace(" ", ""), text)
+    text = _CYCLE.sub(_repeating, text)
+    text = _ONE_SIGN.sub(_sign, text)
+    text = _MIXED.sub(_improper, text)
     return _EXPONENT.sub(_power, text)
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """The fraction that a decimal with a cycle of digits is: 2.1 and a cycle of 6 are (216 - 21) / 90."""
+    fixed, cycle = found["fixed"], re.sub(r"\D", "", found["cycle"])
+    before = int((found["whole"] or "0").replace(",", "") + fixed)
+    over = int(f"{before}{cycle}") - before
+    return rf"\frac{{{over}}}{{{(10 ** len(cycle) - 1) * 10 ** len(fixed)}}}"
+
+
+def _improper(found: re.Match[str]) -> str:
+    """The fraction that a whole number and a proper fraction are."""
+    pair = found["pair"] or "00"
+    over, under = int(found["over"] or found["top"] or pair[0]), int(found["under"] or found["bottom"] or pair[1])
+    return _sum(found["whole"], over, under) if over < under else found[0]
+
+
+def _sign(found: re.Match[str]) -> str:
+    """The fraction that one character is, such as ½, with the whole number before it."""
+    over, under = unicodedata.normalize("NFKC", found["sign"]).split("\u2044")
+    return _sum(found["whole"] or "0", int(over), int(under))
+
+
+def _sum(whole: str, over: int, under: int) -> str:
+    return rf"\frac{{{int(whole.replace(',', '')) * under + over}}}{{{under}}}"
 
 
 def _power(found: re.Match[str]) -> str:
@@ -60,6 +108,7 @@ def _power(found: re.Match[str]) -> str:
     return f"{found[1] or found[3]}*10^({found[2] or found[4]})"
 
 
+_BOX = r"\boxed{"
 _DIGITS = 50
 """Digits to which what is no fraction is computed to be compared."""
 
@@ -67,7 +116,8 @@ _DIGITS = 50
 def math(answer: str, reference: str, finished: bool) -> float:
     """Return 1 if the model ended the answer and its last expression equals the reference's result, else 0.
 
-    The result stands after `####`, if there is one. An answer that breaks math-verify is wrong.
+    The result stands after `####`, if there is one. Of several `\\boxed{}` the last counts, or those that stand close
+    together as one set. An answer that breaks math-verify is wrong.
 
     Raises:
         ValueError: `reference` holds no expression that math-verify can read.
@@ -86,7 +136,10 @@ def math(answer: str, reference: str, finished: bool) -> float:
     expected = parse(f"${result}$", parsing_timeout=None) or parse(result, parsing_timeout=None)
     if not expected:
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
-    return float(any(_compared(*pair) for pair in product(expected, parse(answer, parsing_timeout=None))))
+    own = parse(answer, parsing_timeout=None)
+    if answer.count(_BOX) > 1:
+        own += parse(answer[answer.rindex(_BOX) :], parsing_timeout=None)
+    return float(any(_compared(*pair) for pair in product(expected, own)))
 
 
 def _compared(gold: Any, own: Any) -> bool:

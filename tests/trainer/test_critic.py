@@ -134,3 +134,16 @@ def test_the_critic_computes_in_the_trainer_s_numerics(moe_path: Path, layout: L
     assert critic.quantized_parameters() == held.policy.quantized_parameters() != []
     held.set_numerics(numerics("bf16"))
     assert not torch.equal(critic.score(batch)[1], in_fp8) and critic.quantized_parameters() == []
+
+
+def test_the_critic_s_rate_decays_over_its_own_steps(moe_path: Path, layout: Layout) -> None:
+    """The policy waits for the critic in some steps, and then takes fewer."""
+    from fp8rl.trainer.roles import Roles
+
+    options = OPTIONS | {"total_steps": 1, "critic_steps": 3}
+    held = Roles(moe_path, CONFIG.model_copy(update={"decay": "linear"}), numerics(), layout, critic=CRITIC, **options)
+    rates = {role: trainer.optimizer for role, trainer in held.models.items() if hasattr(trainer, "optimizer")}
+    for optimizer in rates.values():
+        optimizer.schedule.step(1)
+    assert rates["policy"].lr == pytest.approx(CONFIG.lr / 2)
+    assert rates["critic"].lr == pytest.approx(CRITIC.lr * 3 / 4)

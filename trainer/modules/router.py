@@ -77,15 +77,28 @@ def _top(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
 
 
 class OneExpertRouter(TopKRouter):
-    """The router of one expert per token, renormalised: its probability is 1, whatever its logit, as in the engine.
+    """The router of one expert per token, renormalised: its probability is 1, whatever its logit, as in the engine;
+    times the factor of a sigmoid router.
 
-    Megatron insists on a softmax over all experts there (`moe_router_pre_softmax`), and leaves the probability so.
+    Megatron insists on a softmax over all experts there (`moe_router_pre_softmax`), and leaves the probability so; and
+    it leaves the sigmoid of one expert as it is.
     """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [S, B, E] -> probabilities [S * B, E], 1 for the chosen expert, and their bool map."""
+        """Logits [S, B, E] -> probabilities [S * B, E], 0 but for the chosen expert, and their bool map."""
         probs, routing_map = super().routing(logits, padding_mask)
-        return probs * 0 + routing_map.to(probs.dtype), routing_map  # its weight keeps a gradient, of zeros
+        factor = self.config.moe_router_topk_scaling_factor or 1.0
+        return probs * 0 + routing_map.to(probs.dtype) * factor, routing_map  # its weight keeps a gradient, of zeros
+
+
+class UnnormalizedRouter(TopKRouter):
+    """The router of sigmoids that are not divided by their sum. Megatron always divides those of several experts."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [S, B, E] -> probabilities [S * B, E], 0 but for the chosen experts, and their bool map."""
+        _, routing_map = super().routing(logits, padding_mask)
+        probs = logits.view(routing_map.shape).float().sigmoid() * self.config.moe_router_topk_scaling_factor
+        return probs.to(logits.dtype) * routing_map, routing_map
 
 
 def best_of_groups(

@@ -18,16 +18,17 @@ VARIANCE_FLOOR = 1e-8
 """Keeps equal advantages at 0 when they are whitened."""
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool, group_size: int = 1) -> Tensor:
     """Advantage of each trajectory within its group, the others of its prompt.
 
     With `normalize_std` it is (R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), as in GRPO
-    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has nothing to compare with, so its mean
-    counts as 0 and its std as 1.
+    (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has nothing to compare with: if groups are
+    of one, its mean counts as 0 and its std as 1; if the others of its group have failed, its advantage is 0.
 
     Args:
         rewards: float [N], finite.
         groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
+        group_size: the answers that were sampled for each prompt.
 
     Returns:
         float32 [N]; computed in float64.
@@ -37,7 +38,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool) ->
     """
     group = _grouped(rewards, groups)
     alone = group.counts == 1
-    centred = torch.where(alone, group.rewards, group.centred)
+    centred = torch.where(alone, group.rewards, group.centred) if group_size == 1 else group.centred
     if not normalize_std:
         return centred.float()
     variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)

@@ -22,6 +22,7 @@ rejection never makes the others count more.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,6 +115,18 @@ class Correction:
     def rejects(self) -> bool:
         """Return whether a token can be left out of the loss."""
         return self.rejection is not None or self.veto is not None
+
+    @property
+    def summary(self) -> list[str]:
+        """What it does, in a few words each."""
+        level = {"icepop": "token", "mis": "sequence"}.get(self.rejection or "", self.level)
+        cap = "" if self.tis_cap is None else f", at most {self.tis_cap:g}"
+        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        return [
+            *[f"w = the {level}'s ratio trainer / rollout{cap}"] * self.weighs,
+            *[f"{self.rejection} rejects outside [{low:g}, {high:g}]"] * (self.rejection is not None),
+            *([f"rejects sequences with a ratio below {self.veto:g}"] if self.veto is not None else []),
+        ]
 
     @property
     def corrects(self) -> bool:

@@ -127,12 +127,13 @@ class OverlongSection(Section):
     """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
 
     buffer: int | None = Field(default=None, ge=1)
-    """The length penalty begins this many tokens below the limit and grows with each token. Null: a fifth of
-    `rollout.max_new_tokens`, as in the paper."""
+    """The length penalty begins this many tokens below the limit and grows with each token, an environment's included.
+    Null: a fifth of `rollout.max_new_tokens`, as in the paper."""
     penalty: float = Field(default=1.0, ge=0.0)
     """The penalty of an answer at the limit."""
     filter: bool = False
-    """Do not learn from truncated answers: their advantage is 0, and the denominators stay."""
+    """Do not learn from truncated answers: their advantage is 0, they have no KL term and no entropy bonus, and the
+    denominators stay."""
     limit: int | None = Field(default=None, ge=1)
     """The longest answer. Null: `rollout.max_new_tokens`."""
 
@@ -142,7 +143,7 @@ class OverlongSection(Section):
 
     def shaped(self, outcomes: Outcomes, lengths: Tensor) -> Outcomes:
         """The same with rewards + penalty · min(0, -(length - (limit - buffer)) / buffer); lengths: int64 [N], of the
-        answers, stop tokens included.
+        answers, stop tokens and an environment's tokens included.
         """
         assert self.limit is not None and self.buffer is not None, "not resolved"
         excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)

@@ -8,6 +8,7 @@ import torch
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.kernels.router import route, route_sigmoid, top_experts
+from fp8rl.numerics.ops.experts import sigmoid
 from tests.support.kernels import DEVICE
 
 # The interpreter's numpy warns of inf - inf.
@@ -157,3 +158,30 @@ def test_a_token_alone_has_the_bits_that_it_has_in_a_batch():
     alone = [ops.route_sigmoid(row[None], bias, 4, 1, 1, True, 1.5) for row in logits]
     assert torch.equal(torch.cat([each[0] for each in alone]), probs)
     assert torch.equal(torch.cat([each[1] for each in alone]), chosen)
+
+
+@pytest.mark.parametrize("implementation", (ops.route_sigmoid, route_sigmoid), ids=("torch", "kernel"))
+@pytest.mark.parametrize("renormalize", (True, False))
+def test_the_gradient_of_logits_far_from_zero_is_finite(renormalize, implementation):
+    """Below -88.7, exp(-x) is infinite in FP32: in an expert that is chosen, and in one that is not."""
+    logits = torch.tensor([[1.0, -120.0, 0.5, 120.0], [-120.0, -119.0, -118.0, 3.0], [-88.0, -89.0, 88.0, 89.0]]).to(
+        DEVICE
+    )
+    leaf, leaf64 = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    probs, chosen = implementation(leaf, torch.zeros(4, device=DEVICE), 2, 1, 1, renormalize, 2.5)
+    expected = leaf64.sigmoid().gather(1, chosen)
+    expected = 2.5 * (expected / (expected.sum(-1, keepdim=True) + 1e-20) if renormalize else expected)
+    assert torch.allclose(probs.double(), expected, rtol=2e-6, atol=1e-30)
+    given = torch.tensor([[1.0, -2.0]], device=DEVICE).expand_as(probs)
+    probs.backward(given)
+    expected.backward(given.double())
+    assert torch.allclose(leaf.grad.double(), leaf64.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sigmoid_has_the_bits_of_its_formula():
+    x = torch.linspace(-120, 120, 4001, device=DEVICE)
+    assert torch.equal(sigmoid(x), 1 / (1 + torch.exp(-x)))
+    leaf, leaf64 = x.clone().requires_grad_(), x.double().requires_grad_()
+    sigmoid(leaf).sum().backward()
+    leaf64.sigmoid().sum().backward()
+    assert torch.allclose(leaf.grad.double(), leaf64.grad, rtol=1e-5, atol=1e-7)

@@ -21,7 +21,7 @@ LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubc
 MODES: list[Mode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 ROLLOUT = RolloutSection(max_new_tokens=20)
 GROUPS = torch.tensor([7, 2, 7, 9, 2, 7, 5, 5])
-"""Out of order, of unequal sizes, and one of a single answer."""
+"""Out of order, of unequal sizes, and one of which a single answer is left."""
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0])
 LENGTHS = [6, 20, 9, 17, 1, 0, 12, 18]
 """Of the answers: one is empty, one is cut by the length."""
@@ -88,7 +88,7 @@ def expected_advantages(name: str, batch: TokenBatch) -> list[list[float]]:
         peers = rewards[groups == group]
         others = (peers.sum() - reward) / max(len(peers) - 1, 1)
         std = peers.std(ddof=1) if len(peers) > 1 else 1.0
-        baseline = peers.mean() if len(peers) > 1 else 0.0
+        baseline = peers.mean()
         answers.append(
             {
                 "rloo": reward - others if len(peers) > 1 else 0.0,
@@ -134,6 +134,8 @@ def expected_loss(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Ten
         losses = []
         for n, r, w, i in zip(new, ratios, weights, finite):
             a = advantages[i - PROMPT]
+            if name == "opd":  # at the weights of now, not at those that sampled
+                a += float(batch.fields["rollout_logprobs"][row, i].double() - n.detach())
             if name == "cispo":
                 losses.append(-float(r.detach().clamp(low, high)) * a * n * w)
             else:
@@ -164,6 +166,16 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
             if place not in unused:
                 assert found[place] == pytest.approx(expected[place], abs=1e-6)
     assert (advantages[~batch.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares))
+def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: str) -> None:
+    rewards, groups = torch.tensor([0.5, 0.25]), torch.tensor([3, 1])
+    found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name})
+    advantages = [
+        found.resolved(RolloutSection(group_size=size)).trajectory_advantages(rewards, groups) for size in (1, 4)
+    ]
+    assert torch.allclose(advantages[0], rewards, atol=1e-6) and not advantages[1].any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -304,11 +316,11 @@ def test_a_clip_says_on_which_side_it_acted() -> None:
 def test_a_veto_leaves_out_the_whole_sequence_of_a_token_that_the_trainer_would_hardly_have_sampled() -> None:
     batch, logprobs = sampled(fresh=True)
     batch = with_advantages(batch, algorithm("grpo"))
-    batch.fields["rollout_logprobs"][3, PROMPT + 2] = logprobs[3, PROMPT + 2] - math.log(1e-5)
+    batch.fields["rollout_logprobs"][0, PROMPT + 2] = logprobs[0, PROMPT + 2] - math.log(1e-5)
     _, grad = computed(algorithm("grpo", veto=1e-4, tis_cap=None), batch, logprobs)
     _, without = computed(algorithm("grpo", tis_cap=None), batch, logprobs)
-    assert (grad[3] == 0).all() and without[3].count_nonzero() == LENGTHS[3]
-    others = torch.arange(len(LENGTHS)) != 3
+    assert (grad[0] == 0).all() and without[0].count_nonzero() == LENGTHS[0]
+    others = torch.arange(len(LENGTHS)) != 0
     assert torch.equal(grad[others], without[others])  # the denominators stay
 
 
@@ -322,6 +334,17 @@ def test_an_overlong_answer_loses_reward_with_each_token_of_the_buffer(length: i
     assert shaped.rewards.tolist() == [1.0 - lost]
 
 
+def test_the_price_on_length_counts_an_environment_s_tokens_as_the_limit_does() -> None:
+    """Rows of 10 and 8 tokens after the prompt, of which an environment wrote none, 6 and 2; and an empty one."""
+    mask = torch.ones(4, 12, dtype=torch.bool)
+    mask[:, :2] = mask[1, 4:10] = mask[2, 3:5] = mask[2, 10:] = mask[3] = False
+    batch = TokenBatch(torch.ones(4, 12, dtype=torch.int64), torch.tensor([12, 12, 10, 2]), mask)
+    chosen = algorithm("dapo", overlong={"limit": 10, "buffer": 4})
+    groups, finished = torch.zeros(4, dtype=torch.int64), torch.tensor([False, False, True, True])
+    shaped = chosen.shaped(Outcomes(torch.zeros(4), groups, finished), batch)
+    assert shaped.rewards.tolist() == [-1.0, -1.0, -0.5, 0.0]
+
+
 def test_an_answer_that_the_length_has_cut_teaches_nothing_when_it_is_filtered() -> None:
     batch, _ = sampled(fresh=True)
     filtering = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})
@@ -330,6 +353,39 @@ def test_an_answer_that_the_length_has_cut_teaches_nothing_when_it_is_filtered()
     assert (advantages[1] == 0).all() and (plain[1, PROMPT : PROMPT + 20] != 0).all()
     others = torch.arange(len(LENGTHS)) != 1
     assert torch.equal(advantages[others], plain[others])
+
+
+@pytest.mark.parametrize("left_out", [{"veto": 1e-4}, {"overlong": {"filter": True, "penalty": 0.0}}], ids=str)
+@pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
+def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_either(
+    name: str, left_out: dict[str, Any]
+) -> None:
+    """Row 1 alone is cut by the length, and has the token that the trainer would hardly have sampled."""
+    batch, logprobs = sampled(fresh=True)
+    batch.fields["rollout_logprobs"][1, PROMPT + 2] -= math.log(1e-5)
+    batch = batch.with_fields(old_logprobs=logprobs.clone(), reference_logprobs=logprobs - 0.5)
+    terms = {"entropy": 0.01, "kl": {"loss": {"coefficient": 0.1}}, "tis_cap": None}
+    gradients = []
+    for chosen in (algorithm(name, **terms), algorithm(name, **terms, **left_out)):
+        given = batch.with_fields(**chosen.lesson(outcomes(), batch))
+        scores, entropy = logprobs.clone().requires_grad_(), torch.ones_like(logprobs).requires_grad_()
+        chosen.objective(given)(scores, entropy, given).loss.backward()
+        assert scores.grad is not None and entropy.grad is not None
+        gradients.append((scores.grad, entropy.grad))
+    others = torch.arange(len(LENGTHS)) != 1
+    own = batch.loss_mask[others]
+    for without, with_it in zip(*gradients, strict=True):
+        assert without[1].count_nonzero() == LENGTHS[1] and not with_it[1].any()
+        assert bool((with_it[others][own] != 0).all())
+    assert torch.equal(gradients[0][1][others], gradients[1][1][others]), "the denominators stay"
+
+
+def test_a_filtered_answer_hides_no_logprob_that_is_not_finite() -> None:
+    batch, logprobs = sampled(fresh=True)
+    chosen = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})
+    batch = batch.with_fields(**chosen.lesson(outcomes(), batch))
+    logprobs[1, PROMPT + 2] = math.nan
+    assert computed(chosen, batch, logprobs)[0].isnan()
 
 
 def test_groups_are_judged_by_the_rewards_before_a_price_on_length() -> None:
@@ -358,6 +414,37 @@ def test_every_algorithm_says_its_loss_in_one_line() -> None:
     spec: dict[str, Any] = {"model": {"path": "/m"}, "data": {"train": "/t"}, "rollout": {"group_size": 1}}
     assert parse_experiment(spec).formula.endswith("group of one counts as 0 and its std as 1, so A = R")
     assert "group_size" not in parse_experiment(spec | {"rollout": {"group_size": 2}}).formula
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "unsaid"),
+    [
+        (
+            {"name": "grpo"},
+            ["clip to [0.8, 1.28]", "w = the token's ratio trainer / rollout, at most 2", "token_mean"],
+            ["whitened", "KL"],
+        ),
+        ({"name": "ppo"}, ["A whitened", "clip to [0.8, 1.2]"], []),
+        ({"name": "ppo", "whiten_advantages": False}, [], ["whiten"]),
+        ({"name": "reinforce++", "whiten_advantages": False}, ["A = R;"], ["whiten", "KL"]),
+        ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"], []),
+        ({"name": "gspo"}, ["clip to [0.9997, 1.0004]", "seq_mean_token_mean"], []),
+        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "price on length"], ["left out"]),
+        ({"name": "grpo", "ratio": "bypass", "entropy": 0.01}, ["less 0.01 entropy"], ["w ="]),
+        (
+            {"name": "grpo", "rejection": {"name": "icepop"}, "kl": {"loss": {"coefficient": 0.01}}, "veto": 1e-4},
+            ["w = the token's ratio trainer / rollout;", "icepop rejects outside [0.5, 5]", "0.01 k2", "below 0.0001"],
+            ["at most"],
+        ),
+        ({"name": "sft"}, ["-logprob of the answers of the data"], ["clip"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said: list[str], unsaid: list[str]) -> None:
+    spec = {"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": settings}
+    line = parse_experiment(spec).formula
+    assert "\n" not in line and not [each for each in said if each not in line]
+    assert not [each for each in unsaid if each in line]
 
 
 @pytest.mark.parametrize(

@@ -56,27 +56,42 @@ def test_a_filtered_answer_has_nothing_to_learn_from_the_teacher_either() -> Non
     assert found.tolist() == [[0.0, 0.75, -1.0, 0.0], [0.0] * 4]
 
 
-def test_the_gradient_is_that_of_the_divergence_from_the_teacher() -> None:
+SIX = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+"""Logits of a sampler, a teacher and a policy over a vocabulary of six."""
+
+
+@pytest.mark.parametrize("ratio", ["bypass", "recompute"])
+@pytest.mark.parametrize("step", [0.0, 0.05], ids=["fresh", "older"])
+def test_the_gradient_is_that_of_the_divergence_from_the_teacher(ratio: str, step: float) -> None:
     """Over all tokens of a softmax, weighted by how often they are sampled: the estimate's mean is d KL / d logits."""
-    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
-    teacher = torch.log_softmax(torch.tensor([1.0, 0.0, -0.5, 0.2], dtype=torch.float64), 0)
+    sampler, teacher = SIX[0].log_softmax(0), SIX[1].log_softmax(0)
+    logits = (SIX[0] + step * SIX[2]).requires_grad_()
     policy = torch.log_softmax(logits, 0)
     (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
     found = torch.zeros_like(logits)
-    for token, probability in enumerate(policy.detach().exp()):
+    for token, probability in enumerate(sampler.exp()):
         row = torch.stack([torch.zeros(()), policy[token].float()])[None]
         fields = {
-            "rollout_logprobs": row.detach().clone(),
+            "rollout_logprobs": torch.tensor([[0.0, float(sampler[token])]]),
             "teacher_logprobs": torch.tensor([[0.0, float(teacher[token])]]),
         }
         mask = torch.tensor([[False, True]])
         one = TokenBatch(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]), mask, 1.0, fields)
         outcome = Outcomes(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
-        one = one.with_fields(advantages=opd().advantages(outcome, one))
-        loss = opd().objective(one)(row, torch.zeros(1, 2), one).loss
+        one = one.with_fields(**opd().lesson(outcome, one))
+        loss = opd(ratio=ratio).objective(one)(row, torch.zeros(1, 2), one).loss
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
         found += probability * gradient
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_on_fresh_tokens_the_loss_is_that_of_the_engine_s_logprobs_bit_for_bit() -> None:
+    given = batch()
+    given = given.with_fields(**opd(teacher_weight=0.3).lesson(OUTCOMES, given))
+    logprobs = given.fields["rollout_logprobs"].nan_to_num().requires_grad_()
+    found = opd(teacher_weight=0.3).objective(given)
+    losses = [each(logprobs, torch.zeros(2, 4), given).loss for each in (found, found.policy)]
+    assert torch.equal(*losses) and torch.equal(*(torch.autograd.grad(loss, logprobs)[0] for loss in losses))
 
 
 def test_the_distance_to_the_teacher_is_the_mean_over_the_used_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.algorithms.parts.advantages import generalised_advantages, last_of_each_row
 from fp8rl.rl.algorithms.ppo import Ppo, ValueObjective
+from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
@@ -116,11 +118,13 @@ def test_returns_are_advantages_before_whitening_and_values() -> None:
 
 def test_a_price_on_length_and_one_on_distance_compose() -> None:
     batch, outcomes, own = with_spans(cut=False)
-    overlong = {"limit": 5, "buffer": 2, "penalty": 1.0}
+    overlong = {"limit": 7, "buffer": 4, "penalty": 1.0}
     kl = {"reward": {"coefficient": 0.5}}
     lesson = ppo(overlong=overlong, kl=kl).lesson(outcomes, batch)
     x = (batch.fields["old_logprobs"] - batch.fields["reference_logprobs"]).double()
-    for row, reward in enumerate((1.0 - 1.0, 0.0, 0.5 - 0.5)):  # 5, 3 and 4 tokens of at most 5, priced from the 4th
+    for row, reward in enumerate(
+        (1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)
+    ):  # 7, 4 and 4 tokens, the tool's too, priced from the 4th
         places = own[row].nonzero().flatten().tolist()
         for index, t in enumerate(places):
             expected = reward - 0.5 * sum(float(x[row, s]) for s in places[index:])
@@ -177,3 +181,26 @@ def test_the_critic_s_optimizer_is_the_policy_s_with_its_own_rate() -> None:
 def test_the_policy_waits_for_the_critic() -> None:
     assert [ppo(critic_warmup=2).learns(step) for step in (1, 2, 3)] == [False, False, True]
     assert ppo().learns(1)
+
+
+@pytest.mark.parametrize("warmup", [0, 4, 20, 30])
+def test_the_policy_s_rate_decays_over_the_updates_that_it_takes(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8rl.rl.run import stack
+    from fp8rl.trainer.distributed.optimizer import schedule
+
+    values = {"model": {"path": "/m"}, "data": {"train": "/t"}, "run": {"steps": 20}}
+    chosen = {"name": "ppo", "critic_warmup": warmup, "updates_per_batch": 2}
+    experiment = parse_experiment(values | {"algorithm": chosen})
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(stack.TrainerGroup, "start", lambda *settings, **named: given.update(named))
+    stack._start_trainer(experiment, experiment.numerics, SimpleNamespace(trainer=list))  # type: ignore[arg-type]
+    taken = 2 * sum(experiment.algorithm.learns(step) for step in range(1, 21))
+    assert (given["total_steps"], given["critic_steps"]) == (taken, 40)
+
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
+    config = TrainerSection(lr=1.0, warmup_steps=2, decay="linear", decay_steps=4)
+    timetable = schedule(optimizer, config, given["total_steps"])  # type: ignore[arg-type]
+    for _ in range(taken):
+        timetable.step(1)
+    if taken:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / 4), "that of the last step without a warm-up"

@@ -84,6 +84,30 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
     assert torch.equal(fewer, expected) != any(map(trainer.definition.sizes.keeps, model.state_dict()))
 
 
+@pytest.mark.parametrize(("mode", "apart"), [("exact", 2e-5), ("native", 1e-4)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    ],
+    ids=str,
+)
+def test_sigmoid_routers_of_every_form_equal_transformers_in_both_modes(
+    changes: dict[str, Any], mode: str, apart: float, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    path = write_family(tmp_path / "model", FAMILIES["glm4_moe"], torch.float32)
+    config = json.loads((path / "config.json").read_text()) | {"routed_scaling_factor": 2.5} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    trainer = make_trainer(path, dtype=torch.float32, mode=mode)
+    tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = trainer.model(tokens, position_ids=None, attention_mask=None)
+        expected = theirs(path)(tokens, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=apart)
+
+
 def test_megatrons_own_rotation_has_the_frequencies_of_a_lengthened_context(
     folder: Path, make_trainer: MakeTrainer
 ) -> None:

@@ -36,7 +36,7 @@ from fp8rl.trainer.modules.families import (
     product,
 )
 from fp8rl.trainer.modules.precision import LayerPrecision
-from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router
+from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router, UnnormalizedRouter
 from fp8rl.trainer.modules.weights import GroupedWeights, StackedWeights
 
 GATE, DOWN = "experts.gate_proj", "experts.down_proj"
@@ -183,9 +183,13 @@ def _exact(layer: Layer) -> Fields:
 
 
 def _native(layer: Layer, products: MLPSubmodules) -> Fields:
-    """Megatron's own router, or where it would not give the chosen experts probabilities that sum to one, ours."""
-    one = layer.sizes.top_k == 1 and layer.sizes.renormalize
-    router = ModuleSpec(module=OneExpertRouter if one else TopKRouter)
+    """Megatron's own router, or ours where it would give the chosen experts other probabilities than the model."""
+    sizes, kind = layer.sizes, TopKRouter
+    if sizes.renormalize and sizes.top_k == 1:
+        kind = OneExpertRouter
+    elif not sizes.renormalize and sizes.sigmoid_router is not None:
+        kind = UnnormalizedRouter
+    router = ModuleSpec(module=kind)
     return _fields(layer, router, ModuleSpec(module=WeightedExperts, submodules=products))
 
 

@@ -39,6 +39,13 @@ def test_a_group_of_one_keeps_its_reward(normalize_std: bool) -> None:
     assert advantages([0.5, 1, 0], [9, 4, 4], normalize_std)[0] == pytest.approx(0.5, abs=1e-6)
 
 
+@pytest.mark.parametrize("normalize_std", [False, True])
+def test_the_last_answer_of_a_larger_group_teaches_nothing(normalize_std: bool) -> None:
+    rewards, groups = torch.tensor([0.5, 1, 0]), torch.tensor([9, 4, 4])
+    found = group_advantages(rewards, groups, normalize_std=normalize_std, group_size=2)
+    assert found[0] == 0 and torch.equal(found[1:], group_advantages(rewards, groups, normalize_std=normalize_std)[1:])
+
+
 def test_against_numpy_in_float64() -> None:
     generator = np.random.default_rng(0)
     rewards = generator.normal(size=60).astype(np.float32)
