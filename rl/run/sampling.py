@@ -142,11 +142,13 @@ class Sampling:
         self.events.deliver()
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
-        """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
+        """Until a group has a sound answer with a token of the trainer's weights, or all are there; see `collect`."""
         version = self.syncing.version
 
         def fresh(item: PendingGroup) -> bool:
-            return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
+            return item.answered and any(
+                version in answer.weight_versions for answer in item.answers.result() if not answer.failed
+            )
 
         with self.turns.turn("rollout"):
             while not any(map(fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):

@@ -217,6 +217,20 @@ def test_the_first_answers_ahead_are_scored_while_the_others_are_sampled_and_all
     assert ahead.batch.seeds is not None and (ahead.batch.seeds >= 0).sum() == 2
 
 
+def test_answers_whose_environment_failed_are_not_scored_ahead(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    questions = [item.group.prompt.problem.question for item in engines.asked]
+    engines.failed = {questions[PROMPTS]: {1}, questions[PROMPTS + 1]: {0}}
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and ahead.batch.rows == 4
+    assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True] * 3, "four sound ones are waited for"
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    engines.failed = {question: {*range(SIZE)} for question in questions}
+    assert feed.ahead(StepClock()) is None
+
+
 def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path) -> None:
     feed, engines = open_feed(data, staleness=2)
     take(feed, 1)
