@@ -48,15 +48,15 @@ class Harness:
         closing: Callable[[], Awaitable[None]] | None = None,
         same_keys: bool = False,
     ) -> None:
-        """program: runs in place of the command. closing: ends what the program has started. same_keys: the program is
-        trusted to leave a conversation that is over, so that the next one may have its key."""
+        """program: runs in place of the command. closing: ends what the program has started. same_keys: a program
+        that has returned is trusted to leave its conversation, so that the next one may have its key."""
         self._config, self._program, self._closing = config, program, closing
         self._endpoint = ProgramEndpoint(config.tool_parser, config.override, same_keys)
 
     async def __call__(self, conversation: Conversation) -> Any:
         """Run the program, and return its result.
 
-        Raises ProgramError, ConversationOverError: the program ended so because no room was left for an answer.
+        Raises ProgramError, ConversationOverError: no room was left for an answer, or the engines are lost.
         """
         await self._endpoint.open()
         recording = Recording(conversation, self._config.tool_parser, self._config.max_requests)
@@ -75,7 +75,7 @@ class Harness:
             finally:
                 await end(lost, program)
             if not program.done() or program.cancelled():  # the engines are lost, which the conversation says
-                return None
+                raise ConversationOverError
             if recording.over and program.exception() is not None:
                 raise ConversationOverError from program.exception()
             returned = program.result()
