@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -482,6 +483,26 @@ def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
         assert expected in str(caught.value)
     if "sleep" in end:
         assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "it is ended with all that it has started"
+
+
+@pytest.mark.slow
+def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> None:
+    def command(code: str) -> Harness:
+        settings = {"command": [sys.executable, "-I", "-S", "-c", "import sys, time\n" + code]}
+        harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
+        assert isinstance(harness, Harness)
+        return harness
+
+    told = "for _ in range(64):\n    sys.stdout.write('x' * 2**20 + '\\n'); sys.stderr.write('y' * 2**16 + '\\n')\n"
+    tracemalloc.start()
+    try:
+        assert played(tokenizer, command(told + "print(0.5)"))[0] == 0.5
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, "of 68 MiB that were said"
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ProgramError) as caught:
+        played(tokenizer, command(told + "sys.exit('no such thing')"))
+    assert str(caught.value).endswith("yyy\nno such thing") and len(str(caught.value)) < 5000
 
 
 @pytest.mark.slow
