@@ -320,6 +320,7 @@ def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | 
                 raise with_older(error, files, resume_step) from None
         cut_events(files.events, resume_step)
         cut_capsules(files, resume_step)
+        files.cut(resume_step)
     if stack.engines:
         stack.wait_for_engines()
         console.note("the engine is up; its report matches the spec")
