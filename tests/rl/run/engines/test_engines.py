@@ -18,6 +18,7 @@ import pytest
 import ray
 import torch
 
+import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.engines import Engines
@@ -433,6 +434,26 @@ def test_a_replacement_waits_for_a_node_and_says_so_once(stage: Stage) -> None:
     stage.room = True
     assert wait_until(lambda: len(stage.made) == 2 and engines.waiting() != [], 10)
     assert stage.news() == []
+
+
+def test_a_sync_that_waits_for_an_engine_says_what_it_waits_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "_EVENT_SECONDS", 0.05)
+    engines, told = stage.open(1), list[str]()
+    stage.serve()
+
+    def take(metric: str, count: int, text: str) -> None:
+        told.append(text)
+        if "waits for a node" in text:
+            stage.room = True
+
+    stage.events.subscribe(take)
+    stage.room, stage.made[0].dead = False, True  # its node has left
+    assert wait_until(lambda: not stage.engines.slots[0].is_up, 5)
+    assert [endpoint.url for endpoint in engines.up()] == ["engine-0.1"]
+    assert told == [
+        "engine 0 is lost and replaced: it was killed",
+        "engine 0 waits for a node: none is left",
+    ]
 
 
 def test_no_room_at_the_first_start_is_raised(stage: Stage) -> None:
