@@ -172,8 +172,12 @@ class RunDir:
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
     def cut(self, step: int) -> None:
-        """Remove rollouts and manifests after `step`, of steps that a resumed run repeats."""
-        of_steps = {"rollouts": r"(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)", "manifests": r"step_(\d+)\.json"}
+        """Remove rollouts, manifests and attributions after `step`, of steps that a resumed run repeats."""
+        of_steps = {
+            "rollouts": r"(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)",
+            "manifests": r"step_(\d+)\.json",
+            "capsules": r"step_(\d+)\.attribution\.html",
+        }
         for folder, names in of_steps.items():
             if later := {str(found) for found in _steps(self.path / folder, names) if found > step}:
                 remove_written(self.path / folder, {names.replace(r"\d+", "|".join(later)): FILE})
