@@ -16,6 +16,7 @@ from fp8rl.rl.run.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:
     from fp8rl.rl.experiment import Experiment
+    from fp8rl.rl.run.run import LiveRun
     from fp8rl.run import Run
 
 
@@ -119,9 +120,16 @@ def run_experiment(
             for text in check_contents(files, contents(experiment), accept_changed_data):
                 say(text)
                 notes.append(text)
-        files.write_experiment(experiment.to_yaml())
+        else:
+            files.write_experiment(experiment.to_yaml())
+
+        def loop(run: LiveRun) -> str:
+            if resume:  # a resume that does not get this far leaves the spec as it was, so that the next names changes
+                files.write_experiment(experiment.to_yaml())
+            return run_loop(run)
+
         try:
-            return files.path, attempted(experiment, files, run_loop, notes)
+            return files.path, attempted(experiment, files, loop, notes)
         except KeyboardInterrupt:
             say_error(how_to_go_on(files))
             raise

@@ -21,12 +21,12 @@ def train(run: LiveRun) -> str:
     """
     experiment, stack, trainer = run.experiment, run.stack, run.stack.trainer
     feed = open_feed(experiment, stack.sampling)
-    if run.feed is not None:
-        feed.restore(run.feed)
     guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, run.gate_state, replays=stack.replays)
     evaluation = Evaluation(experiment, stack.sampling, stack.closing)
     if stack.engines:
         _first_sync(run, evaluation, guard)
+    if run.feed is not None:  # not before: engines beside a new trainer still hold the lost one's weights, later ones
+        feed.restore(run.feed)
     rows = read_metrics(run.files.metrics)
     last_row: dict[str, float] = rows[-1] if rows else {}
 

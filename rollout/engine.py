@@ -279,5 +279,8 @@ def _see_own_gpus_first() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*given, *(gpu for gpu in seen if gpu not in given)])
 
 
-EngineActor = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=0)(Engine)
+_CALLS = 100_000
+"""Calls of an engine at a time, far more than there can be. Each turn of a conversation is one; beyond a limit that is
+reached, pulses would wait behind answers, and a healthy engine would count as hung."""
+EngineActor = ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=0)(Engine)
 """Engine as a Ray actor. If the actor dies in whatever way, its server dies with it."""

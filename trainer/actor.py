@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _PULSE_SECONDS = 5.0
 """Between two looks at whether ranks that are waited for still live."""
+_DYING_SECONDS = 2.0
+"""A collective breaks a moment before Ray knows that a rank's process is gone."""
 _WATCH = "watch"
 """Ray's concurrency group of the methods that answer while a rank computes."""
 _WRITER = "writer"
@@ -366,15 +368,23 @@ class TrainerGroup:
             try:
                 ray.get(done)
             except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, RuntimeError):  # as torch raises where the other end of a collective is gone
+                    self._check_alive()
                 # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
                 raise error.cause from error
             except ray.exceptions.RayError as error:
-                remedy = _FREE_MEMORY if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
-                raise TrainerDiedError(
-                    f"trainer rank {ranks[calls.index(done[0])]}: found its process ended ({_why(error)}), expected it "
-                    f"to answer{remedy}"
-                ) from error
+                raise _died(ranks[calls.index(done[0])], error) from error
         return ray.get(calls)
+
+    def _check_alive(self) -> None:
+        """Raise TrainerDiedError if a rank's process has ended. One that is only slow to answer is left alone."""
+        pulses = [actor.pulse.remote() for actor in self._actors]
+        ready, _ = ray.wait(pulses, num_returns=len(pulses), timeout=_DYING_SECONDS)
+        for pulse in ready:
+            try:
+                ray.get(pulse)
+            except ray.exceptions.RayError as error:
+                raise _died(pulses.index(pulse), error) from error
 
     def _check_pulses(self) -> None:
         """Raise TrainerDiedError if a rank's process does not answer; one that has ended is found by its call."""
@@ -385,6 +395,13 @@ class TrainerGroup:
                 f"trainer rank {pulses.index(silent[0])}: found no answer within {self._hung_after_s:g} s "
                 "(trainer.hung_after_s) from a process that is alive, expected a heartbeat while it computes"
             )
+
+
+def _died(rank: int, error: ray.exceptions.RayError) -> TrainerDiedError:
+    remedy = _FREE_MEMORY if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
+    return TrainerDiedError(
+        f"trainer rank {rank}: found its process ended ({_why(error)}), expected it to answer{remedy}"
+    )
 
 
 def _why(error: ray.exceptions.RayError) -> str:

@@ -16,7 +16,7 @@ import yaml
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.rl.record.written import MODEL, RUN, Tree, remove_written, strangers
+from fp8rl.rl.record.written import FILE, MODEL, RUN, Tree, remove_written, strangers
 
 # One driver per run: a lock beside the run's directory, which the kernel releases with the driver that holds it.
 
@@ -170,6 +170,17 @@ class RunDir:
     def rollout_steps(self) -> list[int]:
         """Steps with sample rollouts, ascending."""
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
+
+    def cut(self, step: int) -> None:
+        """Remove rollouts, manifests and attributions after `step`, of steps that a resumed run repeats."""
+        of_steps = {
+            "rollouts": r"(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)",
+            "manifests": r"step_(\d+)\.json",
+            "capsules": r"step_(\d+)\.attribution\.html",
+        }
+        for folder, names in of_steps.items():
+            if later := {str(found) for found in _steps(self.path / folder, names) if found > step}:
+                remove_written(self.path / folder, {names.replace(r"\d+", "|".join(later)): FILE})
 
 
 @contextmanager

@@ -48,11 +48,11 @@ RUN: Tree = {
     "served": SERVED,
     "ray_logs": LIBRARY,
     "wandb": {
-        r"latest-run|debug[\w.-]*\.log|run_id|upload\.log|log\.txt|data|settings": LIBRARY,
+        r"latest-run|debug[\w.-]*\.log|run_id|told|upload\.log|log\.txt|data|settings": LIBRARY,
         r"(offline-)?run-\d{8}_\d{6}-.+": LIBRARY,
     },
-    "tensorboard": {r"events\.out\.tfevents\..*|log\.txt": FILE},
-    "mlflow": {r"mlflow\.db.*|run_id|files|log\.txt": LIBRARY},
+    "tensorboard": {r"events\.out\.tfevents\..*|told|log\.txt": FILE},
+    "mlflow": {r"mlflow\.db.*|run_id|told|files|log\.txt": LIBRARY},
     "trackio": LIBRARY,
 }
 _UNFINISHED = re.compile(r"\.(.+)\.(partial|pending|retired)")

@@ -7,10 +7,11 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from fp8rl.rl.run.events import Events
 from fp8rl.rollout.deadlines import GRACE_S, end
 
 
@@ -20,10 +21,19 @@ class _Owner(Protocol):
     _background: Background
 
 
+class _Telling(_Owner, Protocol):
+    """One that has events to tell, too."""
+
+    _events: Events
+
+
 Owner = TypeVar("Owner", bound=_Owner)
+Telling = TypeVar("Telling", bound=_Telling)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_EVENT_SECONDS = 0.5
+"""Between two looks at whether there are events to tell."""
 _TURN_SECONDS = 2.0
 """Within which a coroutine has its turn, on a busy machine too."""
 
@@ -112,6 +122,21 @@ def waited(
     @functools.wraps(method)
     def run(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         return self._background.run(method(self, *args, **kwargs))
+
+    return run
+
+
+def waited_with_events(
+    method: Callable[Concatenate[Telling, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Telling, Parameters], Result]:
+    """As `waited`, for the run's own thread: it delivers the owner's events meanwhile, which may say why it waits."""
+
+    @functools.wraps(method)
+    def run(self: Telling, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        result = self._background.begin(method(self, *args, **kwargs))
+        while not wait([result], timeout=_EVENT_SECONDS).done:
+            self._events.deliver()
+        return result.result()
 
     return run
 

@@ -183,6 +183,13 @@ def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> li
     return [f"resuming with other contents of {key}: {said}" for key, said in changed]
 
 
+def begins_anew(run: RunDir, step: int) -> str:
+    """Return what a run that goes on from the checkpoint of `step` does not get back, as a clause; empty if nothing."""
+    if read_about(run.checkpoint(step)).extra.get(CONTENT) != "weights":
+        return ""
+    return ", from weights alone (checkpoint.content): Adam and the FP32 master weights begin anew"
+
+
 def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserError:
     """The error of the checkpoint of `step`, with the next older whole one as the remedy."""
     for older in reversed([other for other in run.checkpoint_steps() if other < step]):

@@ -33,7 +33,7 @@ from fp8rl.rl.record.trackers import Tracked
 from fp8rl.rl.record.trackers.processes import TrackerProcesses
 from fp8rl.rl.record.trackers.to_wandb import leet
 from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, RunTracker, Samples
-from fp8rl.rl.run.checkpoints import Checkpoints, check_contents, with_older
+from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, with_older
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
@@ -146,7 +146,8 @@ class LiveRun:
             events.subscribe(run.note, console.progress)
             if resume_step is not None:
                 why = f"lost the trainer ({lost}), and " if lost else ""
-                run.note(RESUMED, 1, f"{why}resumed after step {step}")
+                anew = begins_anew(files, step) if step else ""
+                run.note(RESUMED, 1, f"{why}resumed after step {step}{anew}")
             run._closing = closing.pop_all()
             return run
 
@@ -320,6 +321,7 @@ def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | 
                 raise with_older(error, files, resume_step) from None
         cut_events(files.events, resume_step)
         cut_capsules(files, resume_step)
+        files.cut(resume_step)
     if stack.engines:
         stack.wait_for_engines()
         console.note("the engine is up; its report matches the spec")

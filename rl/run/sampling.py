@@ -43,6 +43,7 @@ class PendingGroup:
         self.began = time.monotonic()
         self._judge, self._lock = judge, threading.Lock()
         self._judged: tuple[list[Trajectory], Future[list[JudgedAnswer]]] | None = None
+        self.asked_again = False
         self.expect(answers)
 
     def expect(self, answers: Future[list[Trajectory]]) -> None:
@@ -121,12 +122,7 @@ class Sampling:
         Raises StaleWeightsError at the second time, EngineError.
         """
         self._wait(asked)
-        if stale := [item for item in asked if isinstance(item.answers.exception(), StaleWeightsError)]:
-            error = stale[0].answers.exception()
-            self.events.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
-            self.syncing.sync()
-            for item in stale:
-                item.expect(self._answers(item.group, item.sampling))
+        if self._ask_again(asked):
             self._wait(asked)
         return [item.answers.result() for item in asked]
 
@@ -141,15 +137,18 @@ class Sampling:
         with self.turns.turn("rollout"):
             while (answered := sum(item.answered for item in asked)) < wanted:
                 self.events.progress(answered, wanted)
-                self._look_after([item.answers for item in asked if not item.answers.done()], FIRST_COMPLETED)
+                self._ask_again(asked)
+                self._look_after([item.answers for item in asked if not item.answered], FIRST_COMPLETED)
         self.events.deliver()
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
-        """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
+        """Until a group has a sound answer with a token of the trainer's weights, or all are there; see `collect`."""
         version = self.syncing.version
 
         def fresh(item: PendingGroup) -> bool:
-            return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
+            return item.answered and any(
+                version in answer.weight_versions for answer in item.answers.result() if not answer.failed
+            )
 
         with self.turns.turn("rollout"):
             while not any(map(fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
@@ -159,6 +158,23 @@ class Sampling:
     def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
         ask = self.engines.admit if self.conversations is None else self.conversations.begin
         return ask(group, sampling, self.syncing.version)
+
+    def _ask_again(self, asked: Sequence[PendingGroup]) -> bool:
+        """Sync, and ask again for the groups whose answers are of other weights than they may be. Return whether there
+        were any. Raises StaleWeightsError for one that was asked for again before."""
+        stale = [item for item in asked if item.answers.done() and _is_stale(item.answers)]
+        if not stale:
+            return False
+        for item in stale:
+            if item.asked_again:
+                item.answers.result()
+        error = stale[0].answers.exception()
+        self.events.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
+        self.syncing.sync()
+        for item in stale:
+            item.asked_again = True
+            item.expect(self._answers(item.group, item.sampling))
+        return True
 
     def _wait(self, asked: Sequence[PendingGroup]) -> None:
         with self.turns.turn("rollout"):
@@ -170,14 +186,14 @@ class Sampling:
 
     def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
         """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
-        wait(answers, timeout=_LOOK_SECONDS, return_when=until)
+        wait([future for future in answers if not future.done()], timeout=_LOOK_SECONDS, return_when=until)
         self.events.deliver()
         self.events.tell_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
         if self.conversations is not None:
             self.conversations.check()
         self.syncing.welcome()
         for future in answers:
-            if future.done() and not isinstance(future.exception(), StaleWeightsError | None):
+            if future.done() and not _is_stale(future):
                 future.result()
 
 
@@ -190,3 +206,7 @@ def done(answers: list[Trajectory]) -> Future[list[Trajectory]]:
 
 def _are_there(answers: Future[list[Trajectory]]) -> bool:
     return answers.done() and not answers.cancelled() and answers.exception() is None
+
+
+def _is_stale(answers: Future[list[Trajectory]]) -> bool:
+    return not answers.cancelled() and isinstance(answers.exception(), StaleWeightsError)

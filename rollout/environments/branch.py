@@ -91,10 +91,10 @@ class Branch:
         return Trajectory(
             prompt_ids=self.prompt_ids,
             token_ids=self.tokens[:length],
-            logprobs=self._logprobs,
+            logprobs=[*self._logprobs],
             finished=not self.truncated,
             stopped=self._stopped,
-            weight_versions=self._weight_versions,
+            weight_versions=[*self._weight_versions],
             group=0,
             seed=self.seed,
             routed_experts=self._routes,

@@ -94,6 +94,7 @@ class Conversation:
         self._last: Branch = self._main
         self._under_way = 0
         self._lost: BaseException | None = None
+        self._ended = False
 
     @property
     def room(self) -> int:
@@ -191,8 +192,10 @@ class Conversation:
 
         stops: tokens that end it, as the end of turn does.
 
-        Raises ConversationOverError: no room is left.
+        Raises ConversationOverError: no room is left, or the environment has ended, maybe while the engine sampled.
         """
+        if self._ended:
+            raise ConversationOverError
         if branch.truncated or branch.remaining < 1:
             branch.truncated = True
             raise ConversationOverError
@@ -207,6 +210,8 @@ class Conversation:
             raise
         finally:
             self._under_way -= 1
+        if self._ended:  # its rows are taken as they are
+            raise ConversationOverError
         if not self._under_way:
             self._give(self._timeout_s)
         self._last = branch
@@ -234,6 +239,7 @@ class Conversation:
             raise
         finally:
             await end(running)
+            self._ended = True
         if self._lost is not None:
             raise self._lost
         return returned

@@ -30,7 +30,7 @@ class ProgramEndpoint:
     """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
 
     def __init__(self, tool_parser: str | None, override: Collection[str], same_keys: bool = False) -> None:
-        """same_keys: a later conversation may have the key of one that is over."""
+        """same_keys: a later conversation may have the key of one that ended without an error."""
         self._tool_parser, self._override = tool_parser, override
         self._keys: list[str] | None = [] if same_keys else None
         self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
@@ -69,8 +69,8 @@ class ProgramEndpoint:
             yield key
         finally:
             del self._open[key]
-            if self._keys is not None:
-                self._keys.append(key)
+        if self._keys is not None:  # after an error, such as a deadline, late requests may still come with it
+            self._keys.append(key)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if _key(request) not in self._open:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ Program = Callable[[str, str, Problem], Awaitable[Any]]
 _WARDEN = Path(__file__).with_name("warden.py")
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of the run that a command is given; keys of other services are not among them."""
-_KEPT = 4096
-"""Characters of the end of a command's errors that a message has."""
-_MOST_OUTPUT = 1 << 20
+_KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
+"""Bytes of the end of a command's output, in which its result stands, and of its errors, which a message has."""
+_PIECE = 1 << 16
+"""Bytes that are read at a time."""
 
 
 class ProgramError(Exception):
@@ -48,15 +50,15 @@ class Harness:
         closing: Callable[[], Awaitable[None]] | None = None,
         same_keys: bool = False,
     ) -> None:
-        """program: runs in place of the command. closing: ends what the program has started. same_keys: the program is
-        trusted to leave a conversation that is over, so that the next one may have its key."""
+        """program: runs in place of the command. closing: ends what the program has started. same_keys: a program
+        that has returned is trusted to leave its conversation, so that the next one may have its key."""
         self._config, self._program, self._closing = config, program, closing
         self._endpoint = ProgramEndpoint(config.tool_parser, config.override, same_keys)
 
     async def __call__(self, conversation: Conversation) -> Any:
         """Run the program, and return its result.
 
-        Raises ProgramError, ConversationOverError: the program ended so because no room was left for an answer.
+        Raises ProgramError, ConversationOverError: no room was left for an answer, or the engines are lost.
         """
         await self._endpoint.open()
         recording = Recording(conversation, self._config.tool_parser, self._config.max_requests)
@@ -75,7 +77,7 @@ class Harness:
             finally:
                 await end(lost, program)
             if not program.done() or program.cancelled():  # the engines are lost, which the conversation says
-                return None
+                raise ConversationOverError
             if recording.over and program.exception() is not None:
                 raise ConversationOverError from program.exception()
             returned = program.result()
@@ -102,18 +104,46 @@ class Harness:
             stderr=asyncio.subprocess.PIPE,
             cwd=config.directory,
             env=environment,
-            limit=_MOST_OUTPUT,
         )
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
         try:
-            output, errors = await process.communicate(json.dumps(given, default=str).encode())
+            output, errors = await _communicated(process, json.dumps(given, default=str).encode())
         finally:
             await end_process(process)  # which ends what it has started
         if process.returncode:
-            said = errors.decode(errors="replace")[-_KEPT:].strip()
+            said = errors.decode(errors="replace").strip()
             raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
         lines = output.decode(errors="replace").strip().splitlines()
         try:
             return json.loads(lines[-1]) if lines else None
         except ValueError:
             return None
+
+
+async def _communicated(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:
+    """Send a command its input and wait for its end; return the ends of its output and of its errors.
+
+    Reading never stops, so that a command that says much goes on, and takes no memory here.
+    """
+
+    async def send(stdin: asyncio.StreamWriter) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it need not read
+            stdin.write(given)
+            await stdin.drain()
+        stdin.close()
+
+    assert process.stdin and process.stdout and process.stderr
+    _, output, errors = await asyncio.gather(
+        send(process.stdin), _last(process.stdout, _KEPT_OUTPUT), _last(process.stderr, _KEPT_ERRORS)
+    )
+    await process.wait()
+    return output, errors
+
+
+async def _last(stream: asyncio.StreamReader, count: int) -> bytes:
+    """Read a stream to its end; return its last `count` bytes."""
+    kept = bytearray()
+    while piece := await stream.read(_PIECE):
+        kept += piece
+        del kept[:-count]
+    return bytes(kept)

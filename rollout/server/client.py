@@ -27,7 +27,10 @@ class EngineClient:
     """Generation with the one key, administration with the other. Belongs to the event loop that first uses it."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
-        """routes: request the experts of every token, which the server must have been started to report."""
+        """timeout_s: of all but answers. routes: request the experts of every token, which the server must have been
+        started to report."""
+        # An answer takes as long as it takes. Whoever owns the engine notices if it hangs.
+        self._generation_timeout = httpx.Timeout(timeout_s, connect=5.0, read=None)
         self._client = httpx.AsyncClient(
             base_url=endpoint.url,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
@@ -270,7 +273,9 @@ class EngineClient:
         self, input_ids: list[list[int]], sampling_params: dict[str, Any] | list[dict[str, Any]], **options: Any
     ) -> httpx.Response:
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **options}
-        response = await self._client.post("/generate", json=body, headers=self._generation_key)
+        response = await self._client.post(
+            "/generate", json=body, headers=self._generation_key, timeout=self._generation_timeout
+        )
         _raise_for_status(response)
         return response
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 
@@ -22,6 +24,7 @@ from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import Poisoned, cross_entropy, random_batch
 from tests.support.models import LENGTH
+from tests.support.servers import wait_until
 from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
@@ -110,10 +113,36 @@ def test_what_is_no_checkpoint_arrives_as_a_user_error(two_ranks: TrainerGroup, 
         two_ranks.load(tmp_path)
 
 
-def test_a_rank_that_dies_ends_the_call(two_ranks: TrainerGroup) -> None:
-    """The last test of the group."""
-    pid = two_ranks.apply(lambda trainer: os.getpid())[1]
-    os.kill(pid, signal.SIGKILL)
+def test_a_rank_that_dies_ends_the_call_also_where_another_waits_for_it_in_a_collective(
+    two_ranks: TrainerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of the group. Ray says that rank 1 is gone after rank 0 has said that its collective broke."""
+
+    def waited(calls: list[Any], num_returns: int = 1, timeout: float | None = None) -> Any:
+        if num_returns == len(calls):
+            return wait(calls, num_returns=num_returns, timeout=timeout)
+        done, _ = wait(calls[:1], timeout=timeout)
+        return done, calls[len(done) :]
+
+    wait = ray.wait
+    monkeypatch.setattr(ray, "wait", waited)
+
+    def reduced(trainer: Any) -> None:
+        (tmp_path / str(trainer.layout.rank)).write_text(str(os.getpid()))
+        if trainer.layout.rank == 1:
+            time.sleep(60)
+        torch.distributed.all_reduce(torch.zeros(4))
+
+    pids = [tmp_path / "0", tmp_path / "1"]
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(two_ranks.apply, reduced)
+        assert wait_until(
+            lambda: all((tmp_path / rank).is_file() and (tmp_path / rank).read_text() for rank in "01"), 20
+        )
+        time.sleep(0.5)  # in which rank 0 comes to the collective
+        os.kill(int(pids[1].read_text()), signal.SIGKILL)
+        with pytest.raises(TrainerDiedError, match=r"trainer rank 1: found its process ended"):
+            call.result(20)
     batch = random_batch()
     with pytest.raises(TrainerDiedError, match="trainer rank"):
         two_ranks.train_step(batch, cross_entropy(batch))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.events import Event
 from fp8rl.rl.record.rollouts import rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
@@ -30,13 +31,15 @@ def follow(
     begin: Mapping[str, int],
     ended: threading.Event,
     say: Callable[[str], object],
+    told: Path,
 ) -> None:
     """Tell a tracker of every new row, event and rollout, until the run has ended and none is left.
 
-    begin: bytes of each file that are not new. say: told once what the tracker says it has lost.
+    begin: bytes of each file that a run that goes on has kept. say: told once what the tracker says it has lost. told:
+    file with the step of the last row that was told: what was kept after it, as where the tracker died, is told too.
     """
     files = RunDir(Path(run.folder))
-    rows = _Lines(files.metrics, begin[files.metrics.name])
+    rows = _Lines(files.metrics, _begin(files.metrics, begin[files.metrics.name], told))
     events = _Lines(files.events, begin[files.events.name])
     to_show: int | None = None
     said = ""
@@ -47,6 +50,7 @@ def follow(
             _show(tracker, files, to_show)  # a run writes the rollouts of a step before the next step's row
             step = row.pop("step")
             tracker.log(step, row)
+            write_atomically(told, f"{step}\n")
             to_show = step if step % SHOWN_EVERY == 0 or step == run.last_step else None
         for event in events:
             tracker.alert(Event(**event).said)
@@ -58,6 +62,20 @@ def follow(
             return
         if not busy:
             ended.wait(_LOOK_SECONDS)
+
+
+def _begin(metrics: Path, kept: int, told: Path) -> int:
+    """Return the bytes of the rows that a tracker has, of the first `kept` ones."""
+    if not kept or not told.is_file():
+        return kept
+    last, at, has = int(told.read_text()), 0, 0
+    with metrics.open("rb") as rows:
+        for line in rows:
+            if at == kept or (step := json.loads(line)["step"]) > last:
+                break
+            at, has = at + len(line), step
+    write_atomically(told, f"{has}\n")  # later steps that it was told of are repeated, and told again
+    return at
 
 
 class _Lines:
@@ -98,7 +116,7 @@ def main() -> None:
     def say(sentence: str) -> None:
         os.write(to_owner, sentence.encode())
 
-    follow(tracker, run, asked["begin"], ended, say)
+    follow(tracker, run, asked["begin"], ended, say, run.place(sys.argv[1]) / "told")
     told = tracker.lost_part
     orphaned = {"exit_code": 1, "summary": {}, "seconds": _ORPHAN_SECONDS}
     tracker.finish(**(json.loads(end[0]) if end[0] else orphaned))

@@ -29,7 +29,7 @@ class TrackerProcesses:
 
     Args:
         names: of `TRACKERS`.
-        run: told to each. It starts here: rows and events that its files have now are not told.
+        run: told to each. It starts here: events that its files have now are not told, nor rows that were told before.
         lost: told the name of a tracker and a sentence, once for each that ends before the run does or loses a part.
     """
 

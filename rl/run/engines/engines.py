@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import ray
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.background import Background, begun, waited
+from fp8rl.rl.run.background import Background, begun, waited, waited_with_events
 from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import EngineSlot, Expected, answered, call, decoding_metrics, end_engine, largest
@@ -114,12 +114,12 @@ class Engines:
         self._maker.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(end_engine(slot.actor, self._name, GRACE_S) for slot in self.slots))
 
-    @waited
+    @waited_with_events
     async def wait(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
         await self._all_up()
 
-    @waited
+    @waited_with_events
     async def up(self) -> list[Endpoint]:
         """Every engine that can be sent weights; waits until there is one."""
         assert self.slots, "there are no engines"
@@ -209,7 +209,7 @@ class Engines:
         _, scores = await self._asked(len(sequences), longest, lambda actor: actor.score.remote(sequences))
         return scores
 
-    @waited
+    @waited_with_events
     async def sleep(self) -> list[Slept]:
         """Have every engine give up its memory, and start none until `wake`; what each has given up.
 
@@ -230,7 +230,7 @@ class Engines:
         """Let engines start again in place of those that are lost. The others wake by a sync."""
         self._awake.set()
 
-    @waited
+    @waited_with_events
     async def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""
         self._serving, self._newest = serving, serving.version

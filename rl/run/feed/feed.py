@@ -147,10 +147,10 @@ class SampledFeed(Feed):
         groups = [item.answers.result() for item in asked if item.answered]
         # Those whose last token is youngest, since in flight only these may have any of the trainer's weights.
         answers = sorted(
-            (answer for group in groups for answer in group),
+            (answer for group in groups for answer in group if not answer.failed),
             key=lambda answer: -max(answer.weight_versions, default=-1),
         )[:count]
-        return RolloutBatch(*self._batch(answers))
+        return RolloutBatch(*self._batch(answers)) if answers else None
 
     def drain(self, clock: StepClock) -> None:
         asked = [*self._admitted, *self._probes]
@@ -178,7 +178,7 @@ class SampledFeed(Feed):
         version = self._sampling.syncing.version
         for item in asked:
             (answers,) = self._sampling.collect([item])
-            count -= sum(version in answer.weight_versions for answer in answers)
+            count -= sum(version in answer.weight_versions for answer in answers if not answer.failed)
             if count <= 0:
                 return
 

@@ -56,6 +56,27 @@ def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
     assert files(run.path) == [".fp8rl"]
 
 
+def test_what_a_resumed_run_repeats_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "demo")
+    for step in (0, 5, 6, 15):
+        for path in (run.rollouts(step), run.ahead(step), run.manifest(step)):
+            write_atomically(path, "{}")
+    for name in ("step_6.certify.html", "step_7.certify.html", "step_7.notes", "step_8.jsonl.old"):
+        write_atomically(run.path / "rollouts" / name, "")
+    for step in (5, 6):
+        write_atomically(run.capsules / f"step_{step}.attribution.html", "")
+    run.cut(5)
+    kept = ["rollouts/ahead_0.jsonl", "rollouts/ahead_5.jsonl", "rollouts/step_0.jsonl", "rollouts/step_5.jsonl"]
+    others = ["rollouts/step_7.notes", "rollouts/step_8.jsonl.old"]
+    assert files(run.path) == [
+        *["capsules", "capsules/step_5.attribution.html"],
+        *["manifests", "manifests/step_0.json", "manifests/step_5.json", "rollouts"],
+        *sorted(kept + others),
+    ]
+    run.cut(-1)
+    assert files(run.path) == ["rollouts", *others], "as a run without a checkpoint begins again"
+
+
 def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
     run = old_run(tmp_path, rows="")
     run.checkpoint(3).mkdir(parents=True)

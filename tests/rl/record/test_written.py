@@ -21,6 +21,7 @@ WRITTEN = (
     "model/config.json model/model.safetensors adapter/adapter_model.safetensors .metrics.jsonl.partial "
     "served/start/config.json ray_logs/raylet.out wandb/run_id wandb/offline-run-20261125_023255-d99b2f73/debug.log "
     "tensorboard/events.out.tfevents.1.host trackio/run.db mlflow/mlflow.db "
+    "wandb/told tensorboard/told mlflow/told trackio/told "
     "wandb/log.txt tensorboard/log.txt trackio/log.txt mlflow/log.txt"
 ).split()
 """One of each that a run of 6555c90 and its trackers leave."""

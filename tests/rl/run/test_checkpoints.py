@@ -8,7 +8,15 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import GateState, RuleState
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
+from fp8rl.rl.run.checkpoints import (
+    Checkpoints,
+    begins_anew,
+    changes,
+    check_contents,
+    check_resumable,
+    is_due,
+    with_older,
+)
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
@@ -69,6 +77,14 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
             trainer.may_write.set()
         raise error
     assert run.checkpoint_steps() == kept
+
+
+def test_a_checkpoint_of_weights_alone_says_what_begins_anew(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    save(run, experiment(), 2)
+    save(run, experiment(checkpoint={"content": "weights"}), 4)
+    assert begins_anew(run, 2) == ""
+    assert "weights alone (checkpoint.content): Adam and the FP32 master weights begin anew" in begins_anew(run, 4)
 
 
 def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
 
+from fp8rl.rollout.environments.branch import ConversationOverError
 from fp8rl.rollout.environments.conversation import Conversation, Turn, transcript
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
-from tests.support.conversations import EOS, Stage
+from tests.support.conversations import EOS, Model, Stage
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -136,3 +138,39 @@ def test_an_environment_may_begin_with_messages_of_its_own(play: Stage, tokenize
 
     answer = play(environment, "4" + EOS)
     assert tokenizer.decode(answer.prompt_ids) == "<|system|>?<|user|>2<|assistant|>" and answer.seed == 7
+
+
+def test_a_turn_that_outlives_its_conversation_changes_no_row_and_no_other_is_asked_for(tokenizer: Any) -> None:
+    model, held, asked = Model(tokenizer, "4", "5" + EOS), asyncio.Event(), asyncio.Event()
+
+    async def slow(group: Group, sampling: SamplingParams) -> Trajectory:
+        turn = await model(group, sampling)
+        if len(model.asked) > 1:
+            asked.set()
+            await held.wait()
+        return turn
+
+    late: list[asyncio.Future[Any]] = []
+
+    async def environment(conversation: Conversation) -> None:
+        await conversation.sample(max_new_tokens=1)
+        late.append(asyncio.ensure_future(conversation.sample()))
+        await asked.wait()
+
+    async def run() -> None:
+        prompt = Prompt(Problem("?", "!"), [9])
+        conversation = Conversation(prompt, 7, SamplingParams(64), slow, tokenizer, timeout_s=5.0)
+        await conversation.run(environment)
+        row = conversation.trajectory({})
+        before = copy.deepcopy(row)
+        held.set()
+        late.append(asyncio.ensure_future(conversation.sample()))
+        assert [type(each) for each in await asyncio.gather(*late, return_exceptions=True)] == [
+            ConversationOverError
+        ] * 2
+        assert row == before == conversation.trajectory({}) and len(row.logprobs) == len(row.token_ids) == 1
+        assert len(model.asked) == 2
+        conversation._main.append_turn(Trajectory([9], [4], [-1.0], True, [1], 0, 7))
+        assert row == before, "a row that was given away is nobody else's"
+
+    asyncio.run(run())

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -351,6 +352,39 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
     played(tokenizer, agent, "3" + EOS)
 
 
+def test_a_key_is_given_to_a_later_conversation_only_after_a_program_that_returned(tokenizer: Any) -> None:
+    keys: list[str] = []
+    over: list[str] = []
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> None:
+        keys.append(api_key)
+        if problem.question == "hangs":
+            await asyncio.sleep(60)
+        if problem.question in ("fails", "is lost"):
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                await say(client, [USER])  # the model has no line for it
+        if problem.question == "fails":
+            raise KeyError("no such thing")
+
+    async def run() -> None:
+        config = HarnessSection.model_validate({"program": "x:y", "deadline_s": 0.2})
+        harness = Harness(config, program, same_keys=True)
+        for question in ("returns", "hangs", "is lost", "returns", "fails", "returns"):
+            prompt = Prompt(Problem(question, "!"), [4])
+            model = Model(tokenizer, *["3" + EOS] * (question == "fails"))
+            conversation = Conversation(prompt, 7, SamplingParams(64), model, tokenizer, 10.0, 1000)
+            try:
+                await conversation.run(harness)
+            except (ProgramError, KeyError, IndexError) as error:
+                over.append(type(error).__name__)
+        await harness.close()
+
+    asyncio.run(run())
+    first, same, second, third, same_third, fourth = keys
+    assert over == ["ProgramError", "IndexError", "KeyError"]
+    assert (same, same_third) == (first, third) and len({first, second, third, fourth}) == 4
+
+
 def test_conversations_that_begin_at_once_all_find_the_endpoint_open(tokenizer: Any) -> None:
     found: list[str] = []
 
@@ -449,6 +483,26 @@ def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
         assert expected in str(caught.value)
     if "sleep" in end:
         assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "it is ended with all that it has started"
+
+
+@pytest.mark.slow
+def test_a_command_that_says_much_takes_no_memory_of_the_run(tokenizer: Any) -> None:
+    def command(code: str) -> Harness:
+        settings = {"command": [sys.executable, "-I", "-S", "-c", "import sys, time\n" + code]}
+        harness = load_environment(EnvironmentSection(function="harness", harness=settings))  # type: ignore[arg-type]
+        assert isinstance(harness, Harness)
+        return harness
+
+    told = "for _ in range(64):\n    sys.stdout.write('x' * 2**20 + '\\n'); sys.stderr.write('y' * 2**16 + '\\n')\n"
+    tracemalloc.start()
+    try:
+        assert played(tokenizer, command(told + "print(0.5)"))[0] == 0.5
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, "of 68 MiB that were said"
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ProgramError) as caught:
+        played(tokenizer, command(told + "sys.exit('no such thing')"))
+    assert str(caught.value).endswith("yyy\nno such thing") and len(str(caught.value)) < 5000
 
 
 @pytest.mark.slow

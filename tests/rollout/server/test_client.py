@@ -23,6 +23,26 @@ def test_an_endpoint_does_not_show_its_keys() -> None:
     assert "secret" not in repr(Endpoint("http://127.0.0.1:1", "secret-a", "secret-b"))
 
 
+def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.5)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nlate")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with EngineClient(Endpoint(f"http://127.0.0.1:{port}", "a", "b"), timeout_s=0.1) as client:
+                with pytest.raises(EngineError, match="/generate answered 400: late"):
+                    await client.complete([[1]], SamplingParams(max_new_tokens=8))
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.flush()
+
+    asyncio.run(run())
+
+
 @pytest.mark.e2e
 def test_answers_have_finite_logprobs_versions_and_end_at_eos(server: SGLangServer) -> None:
     prompts = [[1 + i % 5] * (1 + i) for i in range(24)]

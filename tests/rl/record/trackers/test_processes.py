@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,42 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     with pytest.raises(UserError, match=rf"tracking.to: found '{name}'.*pip install 'fp8rl\[{name}\]'"):
         check_trackers([name])
+
+
+KEEPS = """
+from pathlib import Path
+class Run:
+    def log(self, metrics, step):
+        if step in {fails}:
+            raise RuntimeError("no server")
+        with Path({told!r}).open("a") as file:
+            print(step, metrics["train/loss"], file=file)
+    def finish(self): ...
+def init(**settings):
+    return Run()
+"""
+
+
+@pytest.mark.slow
+def test_rows_that_a_tracker_missed_are_told_when_the_run_goes_on_and_repeated_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that it needs is a file of ours."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    told = tmp_path / "told.txt"
+
+    def start(rows: dict[int, float], resume_step: int | None, fails: tuple[int, ...] = ()) -> list[str]:
+        (tmp_path / "trackio.py").write_text(KEEPS.format(fails=fails, told=str(told)))
+        told.write_text("")
+        values = {step: {"train/loss": loss} for step, loss in rows.items()}
+        followed(tmp_path, "trackio", values, lost=lambda *_: None, resume_step=resume_step)
+        return told.read_text().splitlines()
+
+    assert start({1: 0.5, 2: 0.25, 3: 0.125}, None, fails=(2,)) == ["1 0.5"]
+    assert start({4: 4.0, 5: 5.0}, resume_step=3) == ["2 0.25", "3 0.125", "4 4.0", "5 5.0"]
+    assert start({5: 5.5}, resume_step=4, fails=(5,)) == [], "a step is repeated, and the tracker dies in it"
+    assert start({6: 6.0}, resume_step=5) == ["5 5.5", "6 6.0"]
 
 
 FAILS = "raise RuntimeError('no server')"

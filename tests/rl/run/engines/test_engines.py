@@ -18,6 +18,7 @@ import pytest
 import ray
 import torch
 
+import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.seats import NoRoomError
 from fp8rl.rl.run.engines.engines import Engines
@@ -25,7 +26,7 @@ from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import Canary, Expected
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine import Health, Slept
+from fp8rl.rollout.engine import EngineActor, Health, Slept
 from fp8rl.rollout.types import (
     Endpoint,
     EngineDiedError,
@@ -73,13 +74,21 @@ class Actor:
     started: bool = False
     asleep: bool = False
     rests: float = 0.0
+    pulses: int = 0
 
     def __post_init__(self) -> None:
         self.finish = asyncio.Event()  # set once the group may be answered
         self.finish.set()
+        self.places = asyncio.Semaphore(EngineActor._default_options["max_concurrency"])
 
     def __getattr__(self, name: str) -> Method:
-        return Method(getattr(self, f"_{name}"))
+        method = getattr(self, f"_{name}")
+
+        async def call(*args: Any) -> Any:
+            async with self.places:  # as Ray's asyncio actors let calls wait
+                return await method(*args)
+
+        return Method(call)
 
     async def _start(self, checkpoint: Path, version: int) -> Endpoint:
         if self.failure is not None:
@@ -116,6 +125,7 @@ class Actor:
         return self.holds
 
     async def _pulse(self) -> Load:
+        self.pulses += 1
         while self.hangs:
             await asyncio.sleep(0.01)
         if self.broken is not None:
@@ -223,6 +233,19 @@ def test_what_no_engine_has_room_for_waits_for_the_first_that_is_free(stage: Sta
     assert wait_until(lambda: numbers(stage.made[1]) == [1, 3, 4, 5], 5)
     assert numbers(stage.made[0]) == [0, 2]
     stage.made[0].finish.set()
+
+
+def test_an_engine_answers_its_pulse_beside_the_turns_of_many_conversations(stage: Stage) -> None:
+    stage.open(1, replace_config(max_total_tokens=100_000))
+    stage.serve()
+    (engine,) = stage.made
+    engine.finish.clear()
+    answers = stage.admit(256, size=1)
+    assert wait_until(lambda: len(engine.got) == 256, 5), "none waits for another"
+    before = engine.pulses
+    assert wait_until(lambda: engine.pulses > before, 5)
+    engine.finish.set()
+    assert all(len(answer.result(5)) == 1 for answer in answers) and stage.news() == []
 
 
 def test_no_engine_gets_a_group_before_a_sync_has_verified_it(stage: Stage) -> None:
@@ -411,6 +434,26 @@ def test_a_replacement_waits_for_a_node_and_says_so_once(stage: Stage) -> None:
     stage.room = True
     assert wait_until(lambda: len(stage.made) == 2 and engines.waiting() != [], 10)
     assert stage.news() == []
+
+
+def test_a_sync_that_waits_for_an_engine_says_what_it_waits_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "_EVENT_SECONDS", 0.05)
+    engines, told = stage.open(1), list[str]()
+    stage.serve()
+
+    def take(metric: str, count: int, text: str) -> None:
+        told.append(text)
+        if "waits for a node" in text:
+            stage.room = True
+
+    stage.events.subscribe(take)
+    stage.room, stage.made[0].dead = False, True  # its node has left
+    assert wait_until(lambda: not stage.engines.slots[0].is_up, 5)
+    assert [endpoint.url for endpoint in engines.up()] == ["engine-0.1"]
+    assert told == [
+        "engine 0 is lost and replaced: it was killed",
+        "engine 0 waits for a node: none is left",
+    ]
 
 
 def test_no_room_at_the_first_start_is_raised(stage: Stage) -> None:

@@ -24,7 +24,7 @@ from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.step import rollout_records
 from fp8rl.rollout.rewards.functions import RewardsSection
-from fp8rl.rollout.types import Group, SamplingParams, Trajectory
+from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of
 
@@ -217,6 +217,20 @@ def test_the_first_answers_ahead_are_scored_while_the_others_are_sampled_and_all
     assert ahead.batch.seeds is not None and (ahead.batch.seeds >= 0).sum() == 2
 
 
+def test_answers_whose_environment_failed_are_not_scored_ahead(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    questions = [item.group.prompt.problem.question for item in engines.asked]
+    engines.failed = {questions[PROMPTS]: {1}, questions[PROMPTS + 1]: {0}}
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and ahead.batch.rows == 4
+    assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True] * 3, "four sound ones are waited for"
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    engines.failed = {question: {*range(SIZE)} for question in questions}
+    assert feed.ahead(StepClock()) is None
+
+
 def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path) -> None:
     feed, engines = open_feed(data, staleness=2)
     take(feed, 1)
@@ -293,6 +307,45 @@ def test_the_oldest_answered_groups_are_taken_and_stragglers_are_carried_over(da
     work = take(feed, 2)
     assert len(engines.asked) == 12
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[4], first[5]]
+
+
+def test_a_stale_answer_where_more_are_admitted_than_needed_is_asked_for_again_once(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1, in_flight=True, oversample=1.5)
+    synced: list[int] = []
+    engines.sampling.syncing.sync = lambda: synced.append(len(engines.asked))  # type: ignore[method-assign, assignment, return-value]
+    engines.waiting = list  # type: ignore[method-assign]  # nothing is answered unless the test says so
+    feed._fill(1)
+    asked = len(engines.asked)
+    for request in engines.asked:
+        request.answers.set_exception(StaleWeightsError("of a lost trainer"))
+    admit = engines.admit
+
+    def admit_answered(*args: Any) -> Future[list[Trajectory]]:
+        answers = admit(*args)
+        engines.answer(engines.asked[-1:])
+        return answers
+
+    engines.admit = admit_answered  # type: ignore[method-assign]
+    work = take(feed, 1)
+    assert len(work.answers) == PROMPTS * SIZE and synced == [asked], "one sync for all of them"
+    assert prompts(engines.asked[asked:]) == prompts(engines.asked[:asked]), "in the same order"
+
+
+def test_groups_that_are_stale_twice_or_fail_end_the_wait_for_some_of_them(data: Path) -> None:
+    for error, again in ((StaleWeightsError("of other weights"), 1), (EngineError("is broken"), 0)):
+        feed, engines = open_feed(data, staleness=1, in_flight=True, oversample=1.5)
+        engines.sampling.syncing.sync = lambda: None  # type: ignore[method-assign, assignment, return-value]
+        engines.waiting = list  # type: ignore[method-assign]
+
+        def failed(*args: Any, engines: Engines = engines, error: Exception = error) -> Future[list[Trajectory]]:
+            answers = Pool.admit(engines, *args)
+            answers.set_exception(error)
+            return answers
+
+        engines.admit = failed  # type: ignore[method-assign]
+        with pytest.raises(type(error)):
+            take(feed, 1)
+        assert len(engines.asked) == 9 * (1 + again)
 
 
 def test_groups_of_equal_rewards_are_replaced_by_further_ones(data: Path) -> None:

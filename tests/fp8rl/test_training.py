@@ -1,0 +1,54 @@
+"""The start of a run, up to where its loop begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fp8rl.rl.experiment.preconditions as preconditions
+import fp8rl.rl.loop as loop_module
+import fp8rl.rl.run.attempts as attempts
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.experiment.contents import contents
+from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rollout.types import EngineError
+from fp8rl.training import RunFailedError, run_experiment
+from tests.support.checkpoints import save
+from tests.support.paths import EXAMPLES
+
+SPEC = str(EXAMPLES / "arithmetic.yaml")
+
+
+def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the_change_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preconditions, "check", lambda experiment, note: None)
+    before = load_experiment(SPEC, [f"run.dir={tmp_path}"])
+    run = RunDir(tmp_path / before.run.name)
+    run.path.mkdir()
+    run.write_experiment(before.to_yaml())
+    save(run, before, 4, held=contents(before))
+    failures: list[Exception | None] = [UserError("no room"), EngineError("it did not answer"), None]
+    said: list[list[str]] = []
+
+    def attempted(experiment: Any, files: RunDir, loop: Any, notes: list[str]) -> str:
+        said.append([note for note in notes if "resuming with" in note])
+        if (failure := failures.pop(0)) is not None:
+            assert files.experiment.read_text() == before.to_yaml()
+            raise failure
+        return str(loop(None))
+
+    monkeypatch.setattr(attempts, "attempted", attempted)
+    monkeypatch.setattr(loop_module, "train", lambda run: "")
+    asked = [f"run.dir={tmp_path}", "trainer.lr=0.01"]
+    for error in (UserError, RunFailedError):
+        with pytest.raises(error):
+            run_experiment(SPEC, asked, resume=True)
+        assert run.experiment.read_text() == before.to_yaml() and not run.edited
+    run_experiment(SPEC, asked, resume=True)
+    assert said == [[f"resuming with trainer.lr=0.01 (was {before.trainer.lr})"]] * 3
+    assert yaml.safe_load(run.experiment.read_text())["trainer"]["lr"] == 0.01 and not run.edited
