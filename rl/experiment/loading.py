@@ -88,7 +88,8 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 def read_resolved(path: str | Path) -> Experiment:
     """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides.
 
-    No code is imported that it names: the run may be somebody else's.
+    No code is imported that it names, and no architecture: the run may be somebody else's. What computes with its model
+    loads that by itself.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong.

@@ -30,13 +30,14 @@ _LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
     """Validate plain dicts, lists and scalars, as YAML gives them.
 
-    imports: import a user's algorithm, whose settings are not checked otherwise.
+    imports: import a user's algorithm and architecture; the algorithm's settings, and module kinds of a scope, are not
+        checked otherwise.
 
     Raises:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     check_plain(values)
-    if (file := named_architecture(values)) is not None:
+    if imports and (file := named_architecture(values)) is not None:
         load_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
