@@ -6,6 +6,7 @@ import json
 import numbers
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
@@ -191,13 +192,20 @@ def _values(text: str, path: Path) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    key, separator, _ = override.partition("=")
+    key, separator, value = override.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
         raise user_error(
             "override",
             found=override,
             expected="key.sub=value",
             remedy="Write for example run.steps=2; replace a whole list with gates=[].",
+        )
+    if comment := _comment_behind(value):
+        raise user_error(
+            "override",
+            found=override,
+            expected=f"a value that YAML reads to its end; it takes {shown(comment)} for a comment",
+            remedy=f"Quote the value for YAML: {shlex.quote(f'{key}={json.dumps(value, ensure_ascii=False)}')}.",
         )
     try:
         return parse_override(override)
@@ -262,6 +270,20 @@ def parse_override(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ValueError(_problem(error)) from error
     return found
+
+
+def _comment_behind(text: str) -> str:
+    """Return what YAML leaves out behind a value: a comment, which in an override was meant as text. "": nothing, or
+    the text is no YAML."""
+    end = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+            is_bracket = isinstance(event, yaml.CollectionEndEvent) and event.start_mark.index < event.end_mark.index
+            if is_bracket or isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
+                end = event.end_mark.index
+    except (yaml.YAMLError, ValueError):
+        return ""
+    return text[end:].strip()
 
 
 def check_yaml(text: str) -> None:

@@ -1,5 +1,6 @@
 """Loading, inheriting, overriding and refusing experiment specs."""
 
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -118,6 +119,38 @@ def test_malformed_overrides_are_refused(write, override):
 def test_text_and_numbers_that_no_file_could_say_again_are_refused(write, override):
     with pytest.raises(UserError, match="found .*expected"):
         load_experiment(write("s.yaml", BASE), [override])
+
+
+@pytest.mark.parametrize(
+    ("value", "comment"),
+    [
+        ("End with #### and the number", "#### and the number"),
+        ("#1", "#1"),
+        ("Schließe mit 😀 #x", "#x"),
+        ("'a' # b", "# b"),
+        ("it's #1", "#1"),
+    ],
+)
+def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(write, value, comment):
+    with pytest.raises(UserError) as error:
+        load_experiment(write("s.yaml", BASE), [f"data.system_prompt={value}"])
+    assert f"it takes '{comment}' for a comment" in str(error.value)
+    quoted = str(error.value).partition("for YAML: ")[2].removesuffix(".")
+    (override,) = shlex.split(quoted)
+    assert load_experiment(write("s.yaml", BASE), [override]).data.system_prompt == value
+
+
+@pytest.mark.parametrize("value", ["a#b", "'a # b'", "|\n  a # b", "\n  a\n  b"])
+def test_values_of_overrides_that_yaml_reads_to_their_end(write, value):
+    expected = yaml.safe_load(value)
+    assert load_experiment(write("s.yaml", BASE), [f"data.system_prompt={value}"]).data.system_prompt == expected
+
+
+@pytest.mark.parametrize(
+    "override", ["gates=[ ]", "data.chat_template={a: {b: [1, '# x']}} ", "data.chat_template= {a: }"]
+)
+def test_brackets_of_overrides_are_read_to_their_end(write, override):
+    load_experiment(write("s.yaml", BASE), [override])
 
 
 @pytest.mark.parametrize("override", ["trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"])
