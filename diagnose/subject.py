@@ -78,8 +78,7 @@ def read_subject(path: Path, key: str) -> Subject:
     )
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
-        model = experiment.model.model_copy(update={"path": str(run.model)})
-        experiment = experiment.model_copy(update={"model": model})
+        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model)})
     elif step is None:
         raise user_error(
             key,

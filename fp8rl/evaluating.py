@@ -69,7 +69,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         }
         experiment = compose_experiment(values, [*asked, *overrides], subject)
         if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
-            sets_asked = held_out(experiment, _tokenizer(subject))  # the longest prompt leaves room for an answer
+            sets_asked = held_out(experiment, _tokenizer(served.path))  # the longest prompt leaves room for an answer
             longest = max((len(group.prompt.token_ids) for each in sets_asked for group in each.groups), default=0)
             room = f"rollout.max_new_tokens={max(experiment.rollout.context_length - longest, 1)}"
             experiment = compose_experiment(values, [*asked, room, *overrides], subject)

@@ -74,6 +74,10 @@ class ModelSection(Section):
         """The model's directory on this machine; one of the hub is fetched. Raises `UserError`: the hub gives none."""
         return model_directory(self.path, self.revision, "model.path")
 
+    def at(self, directory: Path) -> ModelSection:
+        """Return it with the weights of a directory, which has no revision."""
+        return self.model_copy(update={"path": str(directory), "revision": None})
+
 
 class TensorOverride(Section):
     """Fields of one role's TensorSpec that replace the preset's."""
