@@ -7,7 +7,7 @@ import numbers
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
 from fp8rl.rl.experiment.members import Say, merged
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.named_functions import check_importable
@@ -50,7 +50,7 @@ def load_experiment(
         UserError: the file cannot be read, or a key or value is wrong.
     """
     if isinstance(spec, Experiment):
-        spec = spec.to_dict()
+        spec = uninterpolated(spec.to_dict())
     if isinstance(spec, Mapping):
         return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
     check_path(spec, "spec")
@@ -156,7 +156,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):
-        return value.model_dump(mode="json")
+        return uninterpolated(value.model_dump(mode="json"))
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numbers.Integral):
@@ -220,15 +220,29 @@ def _algorithm_name(values: dict[str, Any]) -> Any:
     return algorithm.get("name") if isinstance(algorithm, dict) else None
 
 
+_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*(\$\{[^}]*:)")
+"""An even number of backslashes before `${` escapes one another, and not it."""
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner)
+    elif isinstance(value, str):
+        yield value
+
+
 def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values with `${section.key}` replaced by what stands there; resolvers such as `${oc.env:...}` are
-    refused."""
+    """Return the values with `${section.key}` replaced by what stands there, and `\\${` by `${`; resolvers such as
+    `${oc.env:...}` are refused."""
     check_plain(values)
-    resolver = re.search(r"\$\{[^}]*:", str(values))
+    resolver = next(filter(None, map(_RESOLVER.search, _texts_in(values))), None)
     if resolver:
         raise user_error(
             f"spec {path}",
-            found=resolver.group(),
+            found=resolver[1],
             expected="interpolation of keys only, such as ${run.name}",
             remedy="Write the value itself.",
         )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
@@ -272,6 +274,30 @@ def test_resolved_spec_round_trips(write):
     assert again == spec and parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
     assert again.trainer.adam_eps == 1e-8 and again.numerics.overrides() == {"weight": {"scale": "fp32"}}
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
+
+
+@settings(max_examples=30)
+@given(st.text("\\${}a.: 'é", min_size=1, max_size=12))
+def test_texts_that_look_like_interpolations_stay_what_they_are(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    spec = parse_experiment({**MINIMAL, "data": {"train": "/t", "system_prompt": text}})
+    path.write_text(spec.to_yaml())
+    assert read_resolved(path) == spec
+    assert (
+        load_experiment(spec).data.system_prompt
+        == text
+        == load_experiment({"data": spec.data, "model": spec.model}).data.system_prompt
+    )
+
+
+def test_an_escaped_interpolation_is_text_in_the_run_too(write):
+    spec = load_experiment(
+        write("s.yaml", BASE), [r"data.system_prompt=\${run.name} \${oc.env:HOME} ${run.name} \\${run.name}"]
+    )
+    assert spec.data.system_prompt == r"${run.name} ${oc.env:HOME} base \base"
+    assert read_resolved(write("resolved.yaml", spec.to_yaml())) == spec
+    with pytest.raises(UserError, match=r"found '\$\{oc.env:'"):
+        load_experiment(write("s.yaml", BASE), [r"data.system_prompt=\\${oc.env:HOME}"])
 
 
 @pytest.mark.parametrize(
