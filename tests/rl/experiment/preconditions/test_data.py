@@ -167,6 +167,27 @@ def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path)
     )
 
 
+@pytest.mark.parametrize("other", [{"tool_calls": [{"id": "1"}]}, {"tool_calls": "f"}])
+def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(
+    values, model, tmp_path, other
+):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+
+    def turns(calls):
+        asked, answered = {"role": "user", "content": "q"}, {"role": "tool", "content": "3"}
+        return [asked, {"role": "assistant", "content": "", **calls}, answered]
+
+    calls = [turns({"tool_calls": [{"function": {"name": name}}]}) for name in "fg"] + [turns(other)]
+    lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in calls]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    assert refusal(values).startswith(
+        'data.train: line 3: found "turns of user, assistant, tool, at which the chat template fails'
+    )
+
+
 def test_a_tokenizer_that_loses_text_is_said(values, tmp_path, monkeypatch):
     """A file of whole characters, which transformers loads as byte-level pieces because of the model's type."""
     write_lines(tmp_path / "train.jsonl", [("1+1=?", "1+1=2\n#### 2")])
