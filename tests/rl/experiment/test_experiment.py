@@ -276,7 +276,7 @@ def test_resolved_spec_round_trips(write):
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.text("\\${}a.: 'é", min_size=1, max_size=12))
 def test_texts_that_look_like_interpolations_stay_what_they_are(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "resolved.yaml"
