@@ -17,6 +17,7 @@ from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment, parse_yaml
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.console import no_room
 from fp8rl.rl.record.run_dir import RunDir
@@ -88,6 +89,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
     """
     tokenizer = _tokenizer(served.path)
     check_data(experiment, tokenizer)
+    check_functions(experiment)
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}
     with ExitStack() as closing:

@@ -113,10 +113,11 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         text = str(detail["ctx"]["error"])
         stated = text if text.startswith(f"{key}.") else f"{key}: {text}"  # a section's rule may name the key itself
         return stated if stated.endswith(("?", ".")) else f"{stated}."
-    return f"{key}: found {shown(found)}, expected {_expected(detail)}. {_remedy('Correct it in', key)}"
+    return f"{key}: found {shown(found)}, expected {expected_of(detail)}. {_remedy('Correct it in', key)}"
 
 
-def _expected(detail: ErrorDetails) -> str:
+def expected_of(detail: ErrorDetails) -> str:
+    """Return what pydantic expected, in words."""
     match detail["type"]:
         case "model_type" | "model_attributes_type" | "dict_type":
             return "a mapping of keys to values"
