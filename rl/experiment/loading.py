@@ -93,9 +93,13 @@ def read_resolved(path: str | Path) -> Experiment:
     loads that by itself.
 
     Raises:
-        UserError: the file cannot be read, or a key or value is wrong.
+        UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
-    return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)), imports=False)
+    values = _interpolated(_read_yaml(Path(path)), Path(path))
+    try:
+        return parse_experiment(values, imports=False)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
