@@ -14,6 +14,7 @@ from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.functions import check_functions
+from fp8rl.rl.experiment.preconditions.gates import check_gate_names
 from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, check_teacher, read_model
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from fp8rl.rl.experiment.preconditions.rules import Target, check_target
@@ -33,6 +34,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         UserError: the first thing that stands in the way.
     """
     check_algorithm(experiment)
+    check_gate_names(experiment)
     check_trackers(experiment.tracking.recorded)
     if "wandb" in experiment.tracking.recorded:
         check_wandb(experiment.tracking.wandb)
