@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -49,6 +50,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     Raises:
         UserError: there is no such model, nothing to ask, or a key or value is wrong.
     """
+    _check_keys(subject, overrides)
     served = read_served(subject, "exact", "fp8_block_pow2", architecture_of(overrides))
     given = [_parsed(text) for text in sets]
     asked = []
@@ -133,6 +135,20 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
                 for text in filter(None, failures.news()):
                     say(text)
     return metrics
+
+
+def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
+    """Refuse overrides of what the first argument has already said: the model, and adapters beside it."""
+    free = () if os.path.isfile(subject / "spec.yaml") else ("model.architecture",)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.partition(".")[0] in ("model", "adapter") and key not in free:
+            raise user_error(
+                key,
+                found=override,
+                expected=f"no such key, as {subject} is what is evaluated",
+                remedy="Leave it out, or give another RUN or MODEL.",
+            )
 
 
 def _tokenizer(model: Path) -> PreTrainedTokenizerBase:

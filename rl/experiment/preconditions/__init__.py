@@ -15,7 +15,13 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.gates import check_gate_names
-from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, check_teacher, read_model
+from fp8rl.rl.experiment.preconditions.model import (
+    check_algorithm,
+    check_architecture,
+    check_teacher,
+    read_model,
+    unused_rates,
+)
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from fp8rl.rl.experiment.preconditions.rules import Target, check_target
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
@@ -35,6 +41,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     """
     check_algorithm(experiment)
     check_gate_names(experiment)
+    for remark in unused_rates(experiment):
+        say(remark)
     check_trackers(experiment.tracking.recorded)
     if "wandb" in experiment.tracking.recorded:
         check_wandb(experiment.tracking.wandb)
