@@ -156,14 +156,14 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """The valid dotted key most like `key`: a like name beside it, the same or a like name elsewhere; "": none."""
+    """The valid dotted key most like `key`: the same name elsewhere, a like one beside it or elsewhere; "": none."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)
-    if close:
-        return siblings[close[0]]
     leaves = [name.rpartition(".")[2] for name in known]
-    alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
+    alike = [leaf] if leaf in leaves else []
+    if not alike and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
+        return siblings[close[0]]
+    alike = alike or difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
     same = [name for name, own in zip(known, leaves, strict=True) if own in alike]
     return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else ""
 

@@ -43,7 +43,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             key,
             found=str(path),
             expected="an existing Hugging Face model directory",
-            remedy=f"Correct the path; {RELATIVE}. `python -m examples.tiny_model --out DIR` writes a small model.",
+            remedy=f"Correct the path; {RELATIVE}. `fp8rl init DIR` writes a small model, DIR/model.",
         )
     check_regular(path, key)
     if (path / GENERATION).is_file():  # which an engine reads

@@ -307,6 +307,8 @@ def test_an_escaped_interpolation_is_text_in_the_run_too(write):
         ({"rollout": {"warmup_step": 1}}, "rollout.warmup_step", "trainer.warmup_steps"),
         ({"trainer": {"warmup_step": 1}}, "trainer.warmup_step", "trainer.warmup_steps"),
         ({"rollout": {"lr": 1}}, "rollout.lr", "trainer.lr"),
+        ({"steps": 3}, "steps", "run.steps"),
+        ({"trainer": {"steps": 3}}, "trainer.steps", "run.steps"),
         ({"tracking": {"wandb": {"projet": "x"}}}, "tracking.wandb.projet", "tracking.wandb.project"),
         ({"algorithm": {"name": "grpo", "clip_hi": 1}}, "algorithm.clip_hi", "algorithm.clip_high"),
         ({"algorithm": {"name": "sft", "batchsize": 1}}, "algorithm.batchsize", "algorithm.batch_size"),

@@ -157,6 +157,18 @@ def test_arguments_that_the_chat_template_does_not_take_are_refused(values, mode
         assert expected in refusal(values, eval={"problems": 0}, data=section)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("{% generation %}", "{% endgeneration %}"), ("{%- generation -%}", "{%- endgeneration %}")]
+)
+def test_arguments_are_checked_in_templates_that_mark_what_the_model_writes(values, model, before, after):
+    marked = TEMPLATE.replace("{{ m.content }}", before + "{{ m.content }}" + after)
+    assert marked != TEMPLATE
+    (model / "chat_template.jinja").write_text(marked)
+    check(parse_experiment(merged(values, eval={"problems": 0}, data={"chat_template": {"style": "loud"}})))
+    text = refusal(values, eval={"problems": 0}, data={"chat_template": {"stile": "loud"}})
+    assert "found 'stile', expected what the chat template of model.path reads: style, systems." in text
+
+
 def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path):
     (model / "chat_template.jinja").write_text(TEMPLATE)
     turns = [{"role": "user", "content": "q"}, {"role": "tool", "content": "3"}]

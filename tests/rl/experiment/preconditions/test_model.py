@@ -61,6 +61,7 @@ def test_a_model_directory_with_a_missing_file_is_refused(values, model, file, e
 
 def test_a_missing_model_directory_is_refused(values, tmp_path):
     text = refusal(values, model={"path": str(tmp_path / "absent")})
+    assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
     assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
 
 
