@@ -172,8 +172,8 @@ def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type
                 for part, each in leaves(source) if isinstance(source, dict) else ():
                     if part != kind.shorthand:
                         say(
-                            f"{inner}.{index}.{part}={shown(each)} is left out: {inner} names one source now, in place of "
-                            f"a list; {inner}=[...] names several"
+                            f"{inner}.{index}.{part}={shown(each)} is left out: {inner} names one source now, in place "
+                            f"of a list; {inner}=[...] names several"
                         )
     return found
 
