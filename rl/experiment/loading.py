@@ -50,7 +50,8 @@ def load_experiment(
         UserError: the file cannot be read, or a key or value is wrong.
     """
     if isinstance(spec, Experiment):
-        spec = uninterpolated(spec.to_dict())
+        resolved: dict[str, Any] = uninterpolated(spec.to_dict())
+        spec = resolved
     if isinstance(spec, Mapping):
         return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
     check_path(spec, "spec")
@@ -296,9 +297,11 @@ def _comment_behind(text: str) -> str:
     end = 0
     try:
         for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-            is_bracket = isinstance(event, yaml.CollectionEndEvent) and event.start_mark.index < event.end_mark.index
+            begin, stop = event.start_mark, event.end_mark
+            assert begin is not None and stop is not None, "libyaml marks all events"
+            is_bracket = isinstance(event, yaml.CollectionEndEvent) and begin.index < stop.index
             if is_bracket or isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
-                end = event.end_mark.index
+                end = stop.index
     except (yaml.YAMLError, ValueError):
         return ""
     return text[end:].strip()
