@@ -125,7 +125,7 @@ def expected_of(detail: ErrorDetails) -> str:
             return "a list"
         case "string_pattern_mismatch":
             return f"text that matches {detail['ctx']['pattern']}"
-    text = re.sub(r"^Input should (be|have) ", "", detail["msg"])
+    text = re.sub(r"^\w+ should (be|have) ", "", detail["msg"])
     return f"a number {text}" if text.startswith(("less", "greater")) else text
 
 

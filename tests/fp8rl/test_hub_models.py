@@ -34,6 +34,7 @@ def experiment(snapshot: Path) -> Experiment:
     return found
 
 
+@pytest.mark.slow
 def test_doctor_reads_its_tokenizer(experiment: Experiment) -> None:
     assert next(each.problems for each in data_found(experiment)) > 0
 

@@ -276,6 +276,7 @@ def test_resolved_spec_round_trips(write):
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.text("\\${}a.: 'é", min_size=1, max_size=12))
 def test_texts_that_look_like_interpolations_stay_what_they_are(tmp_path_factory, text):
@@ -319,6 +320,11 @@ def test_an_escaped_interpolation_is_text_in_the_run_too(write):
 def test_an_unknown_key_is_refused_with_the_nearest_one(values, key, nearest):
     lines = [line for line in message(values).splitlines() if line.startswith(f"{key}: ")]
     assert len(lines) == 1 and f"Did you mean {nearest}" in lines[0]
+
+
+def test_a_length_is_expected_in_words():
+    text = message({"data": {"train": {"path": ""}}})
+    assert "data.train.0.path: found '', expected at least 1 character. Correct it" in text
 
 
 def test_a_key_that_is_like_no_other_is_refused_without_a_suggestion():

@@ -47,6 +47,7 @@ def test_a_metric_of_nothing_that_the_spec_names(values: Any, metric: str, secti
     assert text.startswith(f"gates.0.metric: found '{metric}', expected {expected}")
 
 
+@pytest.mark.slow
 def test_of_an_own_set_every_metric_may_have_a_gate_and_no_other(values: Any, sets: Any) -> None:
     trajectory = Trajectory([1], [2], [-0.5], True, [0], 0, 0)
     answer = JudgedAnswer(Problem("q", "1"), trajectory, [], 1.0, {"integer": 1.0})
