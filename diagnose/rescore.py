@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8rl.diagnose.measure import one_trainer, score_recorded
 from fp8rl.diagnose.report import grid
+from fp8rl.diagnose.subject import load_architecture_of
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import check_path
 from fp8rl.rl.guard.capsule import Capsule, read_capsule
@@ -83,6 +84,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         UserError: the capsule is damaged or incomplete, or the weights are not those that the manifest speaks of.
     """
     capsule = read_capsule(path)
+    load_architecture_of(capsule.experiment)
     if model is not None:
         check_path(model, "--model")
     if (weights := model or capsule.weights) is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8rl.models import load_architecture
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.architecture import Model
+from fp8rl.models.architecture import Model, check_scope
 from fp8rl.models.checkpoint.peft import read_config
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.hub import model_directory
@@ -58,6 +58,7 @@ def read_subject(path: Path, key: str) -> Subject:
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
         capsule = read_capsule(path)
+        load_architecture_of(capsule.experiment)
         if capsule.weights is None:
             raise user_error(
                 key,
@@ -77,8 +78,7 @@ def read_subject(path: Path, key: str) -> Subject:
     )
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
-        model = experiment.model.model_copy(update={"path": str(run.model)})
-        experiment = experiment.model_copy(update={"model": model})
+        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model)})
     elif step is None:
         raise user_error(
             key,
@@ -90,11 +90,27 @@ def read_subject(path: Path, key: str) -> Subject:
 
 
 def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:
-    """Open a run's folder and read its resolved spec. Raises UserError, of these words, where there is none."""
+    """Open a run's folder to compute with it: read its resolved spec, and import the architecture that this names.
+
+    Raises UserError, of these words, where there is none.
+    """
     run = RunDir(path.absolute())
     if not run.experiment.is_file():
         raise user_error(key, found=found, expected=expected, remedy=remedy)
-    return run, read_resolved(run.experiment)
+    experiment = read_resolved(run.experiment)
+    load_architecture_of(experiment)
+    return run, experiment
+
+
+def load_architecture_of(experiment: Experiment) -> None:
+    """Import the file of `model.architecture`, if a run's spec names one, as whatever computes with its model needs it.
+
+    Raises:
+        UserError: it cannot be imported, or the scope names no module kind that it or another architecture has.
+    """
+    if experiment.model.architecture is not None:
+        load_architecture(experiment.model.architecture)
+    check_scope(experiment.numerics_config().spec)
 
 
 def run_at(run: RunDir, experiment: Experiment, step: int | None) -> Subject:
@@ -180,6 +196,7 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
         rollout = RolloutSection(context_length=min(sizes.max_positions, LONGEST))
         return Served(subject, files.name, section.config(tp=1), rollout, architecture=architecture)
     experiment = read_resolved(files.experiment)
+    load_architecture_of(experiment)
     beside = engine_adapter(experiment)
     if not (files.model if beside is None else files.adapter).is_dir():
         raise user_error(

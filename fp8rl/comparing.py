@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report import page
@@ -70,16 +70,24 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def listed(runs: Sequence[Run]) -> Listing:
-    """A line for each run: how far it is, its last numbers, the median time of a step, and why it ended."""
+    """A line for each run: how far it is, its last numbers, the median time of a step, and why it ended; or why it
+    cannot be read."""
     rows = []
     for run in runs:
-        metrics = run.metrics
-        done = metrics[-1]["step"] if metrics else 0
-        numbers = [_last(metrics, name) for name in ("rollout/reward_mean", "eval/accuracy", ABS_DIFF_MAX)]
-        ended = run.stopped or ("" if run.model is None else "well")
-        numbers.append(summarize(metrics).step_seconds)
-        rows.append([run.name, ended, f"{done}/{run.spec.run.steps}", *map(_brief, numbers)])
+        try:
+            rows.append(_line(run))
+        except UserError as error:
+            rows.append([run.name, f"cannot be read: {str(error).splitlines()[0]}", *[""] * 5])
     return Listing("", ["run", "ended", "steps", "reward", "held-out", "max abs d", "s / step"], rows, 2)
+
+
+def _line(run: Run) -> list[str]:
+    metrics = run.metrics
+    done = metrics[-1]["step"] if metrics else 0
+    numbers = [_last(metrics, name) for name in ("rollout/reward_mean", "eval/accuracy", ABS_DIFF_MAX)]
+    ended = run.stopped or ("" if run.model is None else "well")
+    numbers.append(summarize(metrics).step_seconds)
+    return [run.name, ended, f"{done}/{run.spec.run.steps}", *map(_brief, numbers)]
 
 
 def specs_compared(one: Run, other: Run) -> Listing:

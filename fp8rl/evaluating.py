@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from fp8rl.rl.experiment.contents import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment, parse_yaml
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.data import check_data
+from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.console import no_room
 from fp8rl.rl.record.run_dir import RunDir
@@ -48,6 +50,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     Raises:
         UserError: there is no such model, nothing to ask, or a key or value is wrong.
     """
+    _check_keys(subject, overrides)
     served = read_served(subject, "exact", "fp8_block_pow2", architecture_of(overrides))
     given = [_parsed(text) for text in sets]
     asked = []
@@ -69,7 +72,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         }
         experiment = compose_experiment(values, [*asked, *overrides], subject)
         if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
-            sets_asked = held_out(experiment, _tokenizer(subject))  # the longest prompt leaves room for an answer
+            sets_asked = held_out(experiment, _tokenizer(served.path))  # the longest prompt leaves room for an answer
             longest = max((len(group.prompt.token_ids) for each in sets_asked for group in each.groups), default=0)
             room = f"rollout.max_new_tokens={max(experiment.rollout.context_length - longest, 1)}"
             experiment = compose_experiment(values, [*asked, room, *overrides], subject)
@@ -88,6 +91,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
     """
     tokenizer = _tokenizer(served.path)
     check_data(experiment, tokenizer)
+    check_functions(experiment)
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}
     with ExitStack() as closing:
@@ -131,6 +135,20 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
                 for text in filter(None, failures.news()):
                     say(text)
     return metrics
+
+
+def _check_keys(subject: Path, overrides: Sequence[str]) -> None:
+    """Refuse overrides of what the first argument has already said: the model, and adapters beside it."""
+    free = () if os.path.isfile(subject / "spec.yaml") else ("model.architecture",)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.partition(".")[0] in ("model", "adapter") and key not in free:
+            raise user_error(
+                key,
+                found=override,
+                expected=f"no such key, as {subject} is what is evaluated",
+                remedy="Leave it out, or give another RUN or MODEL.",
+            )
 
 
 def _tokenizer(model: Path) -> PreTrainedTokenizerBase:

@@ -71,6 +71,18 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
     return folder
 
 
+def cached_directory(path: str, revision: str | None) -> Path | None:
+    """Return the directory of a model without fetching anything; None: `path` is a name, and it is not in the cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    if not is_hub_name(path):
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_MODEL, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        return None
+
+
 def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
     """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched.
 

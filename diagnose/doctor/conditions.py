@@ -42,7 +42,7 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
 
     Plain reward functions are called in a process of their own, with their time limit, as in a run.
     """
-    tokenizer = load_tokenizer(experiment.model.path, "model.path")
+    tokenizer = load_tokenizer(experiment.model.directory, "model.path")
     trained = experiment.rewards if experiment.algorithm.samples else None
     sources: list[tuple[Source, RewardsSection | None]] = [(source, trained) for source in experiment.data.training]
     sources += [(source, rewards) for source, _, _, rewards in evaluated(experiment)]

@@ -7,14 +7,14 @@ called.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import is_full
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.interrupts import INTERRUPTED
@@ -61,6 +61,25 @@ def end(ok: bool) -> None:
     """Exit code 1 unless it is `ok`."""
     if not ok:
         raise typer.Exit(1)
+
+
+def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> None:
+    """Refuse options of the command line that would change nothing beside what else was given.
+
+    names: of the command's parameters. beside: what else, in words.
+
+    Raises:
+        UserError: naming those that were given.
+    """
+    options = {each.name: each.opts[0] for each in context.command.params}
+    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        raise user_error(
+            ", ".join(options[name] for name in given),
+            found=" ".join(str(context.params[name]) for name in given),
+            expected=f"none beside {beside}",
+            remedy="Leave it out.",
+        )
 
 
 # Completions for the shell: keys of a spec and their values, names of runs, and models that can be planned.

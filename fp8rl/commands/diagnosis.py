@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, complete_models, end, progress, show, user_errors
+from fp8rl.commands import AsJson, Overrides, SpecPath, complete_models, end, progress, refuse_given, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -62,6 +63,7 @@ def doctor(
 
 
 def warm(
+    context: typer.Context,
     subject: Annotated[
         Path, typer.Argument(metavar="SPEC|RUN|MODEL", help="YAML spec; or the directory that `serve` is given.")
     ],
@@ -88,6 +90,8 @@ def warm(
         from fp8rl.rl.run.kernels import Subject
         from fp8rl.rl.run.kernels import warm as compile_kernels
 
+        if not os.path.isdir(subject) or os.path.isfile(subject / "spec.yaml"):
+            refuse_given(context, ["mode", "preset"], "a spec or a run, which has its own")
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
         if subject.is_dir():
             if overrides:
@@ -199,14 +203,14 @@ def attribute(
     """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose import attribution
-        from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
+        from fp8rl.diagnose.attribution.attribution_report import is_attribution, rendered, write_page
         from fp8rl.diagnose.subject import read_subject
         from fp8rl.numerics.core.files import check_page, writing
 
         given = read_subject(subject, "attribute")
         page, key = out or attribution.page_of(given), "--out" if out else "report"
         check_page(page, key)
-        check_page(page.with_suffix(".json"), key)
+        check_page(page.with_suffix(".json"), key, is_attribution)
         with interruptible():
             found = attribution.attribute_offline(given, quick=quick, say=progress())
         compared = attribution.compared(given)
@@ -240,6 +244,7 @@ def rescore(
 
 
 def certify(
+    context: typer.Context,
     dump: Annotated[
         Path | None,
         typer.Argument(metavar="[DUMP]", help="Token ids and log-probabilities: JSON lines, a run, slime's, verl's."),
@@ -294,6 +299,11 @@ def certify(
                 expected="one of them",
                 remedy="Give a file, or --server URL.",
             )
+        if server is not None:
+            of_dumps = ["temperature", "top_p", "top_k", "min_p", "preset", "tokens", "page"]
+            refuse_given(context, of_dumps, "--server, as it is for a dump")
+        else:
+            refuse_given(context, ["seconds", "api_key"], "a dump, as it is for a server")
         with interruptible():
             if server is not None:
                 from fp8rl.diagnose import certify as servers

@@ -11,12 +11,13 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
+from fp8rl.commands import ArchitectureFile, AsJson, Overrides, progress, refuse_given, show, user_errors
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.interrupts import interruptible
 
 
 def serve(
+    context: typer.Context,
     subject: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="E.g. runs/demo, or a Hugging Face directory.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines too.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1024, max=65535, help="By default any free port.")] = None,
@@ -37,6 +38,8 @@ def serve(
     with user_errors():
         if mode not in ("exact", "native"):
             raise UserError(f"--mode: found {mode!r}, expected exact or native. Correct it.")
+        if os.path.isfile(subject / "spec.yaml"):
+            refuse_given(context, ["mode", "preset", "architecture"], "a run, which is served as it computed")
         from fp8rl import serving
         from fp8rl.diagnose.subject import read_served
 
@@ -93,6 +96,7 @@ def eval(
 
 
 def convert(
+    context: typer.Context,
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Hugging Face directory in BF16, or in FP8 by blocks.")
     ],
@@ -116,6 +120,7 @@ def convert(
         from fp8rl.serving import convert_model, pad_model
 
         if pad is not None:
+            refuse_given(context, ["preset"], "--pad or --unpad, which quantizes nothing")
             if adapter is not None:
                 raise UserError(
                     "--adapter: found one beside --pad or --unpad, expected none. Merge it first: "

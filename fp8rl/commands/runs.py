@@ -18,6 +18,7 @@ from fp8rl.commands import (
     complete_runs,
     end,
     progress,
+    refuse_given,
     show,
     user_errors,
 )
@@ -103,6 +104,7 @@ def _train(spec: Path, overrides: list[str], **options: bool) -> None:
 
 
 def runs(
+    context: typer.Context,
     one: Annotated[
         str | None, typer.Argument(metavar="A", help="A run, by name or path.", autocompletion=complete_runs)
     ] = None,
@@ -133,6 +135,7 @@ def runs(
             found = [Run(Path(name) if Path(name).is_dir() else folder / name) for name in (one, other)]
             tables = [specs_compared(*found), metrics_compared(*found, every=every)]
         else:
+            refuse_given(context, ["every"], "a list, as it is for two runs that are compared")
             found = runs_in(folder)
             tables = [listed(found)]
         for table in tables:

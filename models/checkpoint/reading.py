@@ -25,6 +25,7 @@ SCANNED_BYTES = 2 << 30
 WHOLE_MODEL = "model.safetensors"
 """The file of a model that has no index."""
 _COPY_ALL = "Copy the index and the files of the model again."
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _SPARE = ("rotary_emb.inv_freq",)
 """Endings of names that older files have and nothing reads."""
 
@@ -58,9 +59,11 @@ def check_stored(
         if found[name] != row.shape:
             raise _refusal(key, name, f"shape {list(found[name])}", f"{list(row.shape)}")
     for name in sorted(found.keys() - model.tensors.rows.keys()):
-        spare = name.endswith(_SPARE) or model.sizes.keeps(name) or (model.sizes.tied and name == "lm_head.weight")
+        spare = name.endswith(_SPARE) or model.sizes.keeps(name) or (model.sizes.tied and name == _OUTPUT)
         if not spare and not is_scales(name, files):
             raise _unexpected(key, name, found[name], model)
+    if model.sizes.tied and _OUTPUT in found:
+        _check_tied(files, key)
     if coded:
         say(how_dequantized(coded, files))
         if other := _other_choice(set(coded), model):
@@ -70,6 +73,18 @@ def check_stored(
     if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
         for name, tensor in stored_tensors(path, model, key):
             check_finite(name, tensor, key)
+
+
+def _check_tied(files: WeightFiles, key: str) -> None:
+    """Refuse weights of the output that differ from the embedding, in whose place nothing would read them."""
+    output, embedding = files.read(_OUTPUT), files.read(_EMBEDDING)
+    if output.shape != embedding.shape or not torch.equal(output.float(), embedding.float()):
+        raise user_error(
+            f"{key}: {_OUTPUT}",
+            found=f"weights other than {_EMBEDDING}",
+            expected="the same, as tie_word_embeddings of config.json is true",
+            remedy="Set tie_word_embeddings to false in config.json, or remove the tensor if it is a leftover.",
+        )
 
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,8 @@ import json
 import numbers
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
 from fp8rl.rl.experiment.members import Say, merged
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.named_functions import check_importable
@@ -49,7 +50,8 @@ def load_experiment(
         UserError: the file cannot be read, or a key or value is wrong.
     """
     if isinstance(spec, Experiment):
-        spec = spec.to_dict()
+        resolved: dict[str, Any] = uninterpolated(spec.to_dict())
+        spec = resolved
     if isinstance(spec, Mapping):
         return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
     check_path(spec, "spec")
@@ -88,12 +90,17 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 def read_resolved(path: str | Path) -> Experiment:
     """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides.
 
-    No code is imported that it names: the run may be somebody else's.
+    No code is imported that it names, and no architecture: the run may be somebody else's. What computes with its model
+    loads that by itself.
 
     Raises:
-        UserError: the file cannot be read, or a key or value is wrong.
+        UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
-    return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)), imports=False)
+    values = _interpolated(_read_yaml(Path(path)), Path(path))
+    try:
+        return parse_experiment(values, imports=False)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):
-        return value.model_dump(mode="json")
+        return uninterpolated(value.model_dump(mode="json"))
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numbers.Integral):
@@ -190,13 +197,20 @@ def _values(text: str, path: Path) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    key, separator, _ = override.partition("=")
+    key, separator, value = override.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
         raise user_error(
             "override",
             found=override,
             expected="key.sub=value",
             remedy="Write for example run.steps=2; replace a whole list with gates=[].",
+        )
+    if comment := _comment_behind(value):
+        raise user_error(
+            "override",
+            found=override,
+            expected=f"a value that YAML reads to its end; it takes {shown(comment)} for a comment",
+            remedy=f"Quote the value for YAML: {shlex.quote(f'{key}={json.dumps(value, ensure_ascii=False)}')}.",
         )
     try:
         return parse_override(override)
@@ -211,15 +225,29 @@ def _algorithm_name(values: dict[str, Any]) -> Any:
     return algorithm.get("name") if isinstance(algorithm, dict) else None
 
 
+_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*(\$\{[^}]*:)")
+"""An even number of backslashes before `${` escapes one another, and not it."""
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner)
+    elif isinstance(value, str):
+        yield value
+
+
 def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values with `${section.key}` replaced by what stands there; resolvers such as `${oc.env:...}` are
-    refused."""
+    """Return the values with `${section.key}` replaced by what stands there, and `\\${` by `${`; resolvers such as
+    `${oc.env:...}` are refused."""
     check_plain(values)
-    resolver = re.search(r"\$\{[^}]*:", str(values))
+    resolver = next(filter(None, map(_RESOLVER.search, _texts_in(values))), None)
     if resolver:
         raise user_error(
             f"spec {path}",
-            found=resolver.group(),
+            found=resolver[1],
             expected="interpolation of keys only, such as ${run.name}",
             remedy="Write the value itself.",
         )
@@ -261,6 +289,22 @@ def parse_override(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ValueError(_problem(error)) from error
     return found
+
+
+def _comment_behind(text: str) -> str:
+    """Return what YAML leaves out behind a value: a comment, which in an override was meant as text. "": nothing, or
+    the text is no YAML."""
+    end = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+            begin, stop = event.start_mark, event.end_mark
+            assert begin is not None and stop is not None, "libyaml marks all events"
+            is_bracket = isinstance(event, yaml.CollectionEndEvent) and begin.index < stop.index
+            if is_bracket or isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
+                end = stop.index
+    except (yaml.YAMLError, ValueError):
+        return ""
+    return text[end:].strip()
 
 
 def check_yaml(text: str) -> None:

@@ -166,6 +166,15 @@ def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type
                         say(f"{inner}.{part}={shown(each)} is left out with its path; {inner}.path=PATH would keep it")
             else:
                 found[name] = _merged(before, after, inner, kind, say)
+        elif isinstance(before, list) and isinstance(after, dict) and kind is not None and issubclass(kind, DataSource):
+            inner = f"{key}.{name}".lstrip(".")
+            for index, source in enumerate(before):
+                for part, each in leaves(source) if isinstance(source, dict) else ():
+                    if part != kind.shorthand:
+                        say(
+                            f"{inner}.{index}.{part}={shown(each)} is left out: {inner} names one source now, in place "
+                            f"of a list; {inner}=[...] names several"
+                        )
     return found
 
 

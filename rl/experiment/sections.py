@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from fp8rl.models.architecture import check_scope
 from fp8rl.models.hub import HubPath, Revision, data_directory, model_directory
@@ -21,6 +21,7 @@ from fp8rl.numerics.config import (
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
+from fp8rl.rl.algorithms import READING
 from fp8rl.rl.record.trackers.to_wandb import WandbSection
 from fp8rl.rollout.data.sources import Source
 from fp8rl.rollout.rewards.functions import RewardsSection
@@ -72,6 +73,10 @@ class ModelSection(Section):
     def directory(self) -> Path:
         """The model's directory on this machine; one of the hub is fetched. Raises `UserError`: the hub gives none."""
         return model_directory(self.path, self.revision, "model.path")
+
+    def at(self, directory: Path) -> ModelSection:
+        """Return it with the weights of a directory, which has no revision."""
+        return self.model_copy(update={"path": str(directory), "revision": None})
 
 
 class TensorOverride(Section):
@@ -174,10 +179,12 @@ class NumericsSection(Section):
         )
 
     @model_validator(mode="after")
-    def _spec_serves_both_sides(self) -> NumericsSection:
+    def _spec_serves_both_sides(self, info: ValidationInfo) -> NumericsSection:
         check_kv(self.mode, self.kv, self.key_scale, self.value_scale)
         try:
-            check_scope(spec := self.config(tp=1).spec)
+            spec = self.config(tp=1).spec
+            if info.context != READING:  # a user's architecture, which a scope may speak of, is not imported then
+                check_scope(spec)
             quantized = spec.quantized
         except UserError as error:
             raise ValueError(f"found {self.overrides()} over preset {self.preset}: {error}") from error

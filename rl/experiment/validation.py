@@ -30,13 +30,14 @@ _LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
     """Validate plain dicts, lists and scalars, as YAML gives them.
 
-    imports: import a user's algorithm, whose settings are not checked otherwise.
+    imports: import a user's algorithm and architecture; the algorithm's settings, and module kinds of a scope, are not
+        checked otherwise.
 
     Raises:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     check_plain(values)
-    if (file := named_architecture(values)) is not None:
+    if imports and (file := named_architecture(values)) is not None:
         load_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
@@ -112,10 +113,11 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         text = str(detail["ctx"]["error"])
         stated = text if text.startswith(f"{key}.") else f"{key}: {text}"  # a section's rule may name the key itself
         return stated if stated.endswith(("?", ".")) else f"{stated}."
-    return f"{key}: found {shown(found)}, expected {_expected(detail)}. {_remedy('Correct it in', key)}"
+    return f"{key}: found {shown(found)}, expected {expected_of(detail)}. {_remedy('Correct it in', key)}"
 
 
-def _expected(detail: ErrorDetails) -> str:
+def expected_of(detail: ErrorDetails) -> str:
+    """Return what pydantic expected, in words."""
     match detail["type"]:
         case "model_type" | "model_attributes_type" | "dict_type":
             return "a mapping of keys to values"
@@ -123,7 +125,7 @@ def _expected(detail: ErrorDetails) -> str:
             return "a list"
         case "string_pattern_mismatch":
             return f"text that matches {detail['ctx']['pattern']}"
-    text = re.sub(r"^Input should (be|have) ", "", detail["msg"])
+    text = re.sub(r"^\w+ should (be|have) ", "", detail["msg"])
     return f"a number {text}" if text.startswith(("less", "greater")) else text
 
 
@@ -154,14 +156,14 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """The valid dotted key most like `key`: a like name beside it, the same or a like name elsewhere; "": none."""
+    """The valid dotted key most like `key`: the same name elsewhere, a like one beside it or elsewhere; "": none."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)
-    if close:
-        return siblings[close[0]]
     leaves = [name.rpartition(".")[2] for name in known]
-    alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
+    alike = [leaf] if leaf in leaves else []
+    if not alike and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
+        return siblings[close[0]]
+    alike = alike or difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
     same = [name for name, own in zip(known, leaves, strict=True) if own in alike]
     return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else ""
 

@@ -79,7 +79,7 @@ class Capsule:
         if adapter is not None:
             start = weights / _ADAPTER
             adapter = adapter.model_copy(update={"start": str(start)}) if adapter.mode == "separate" else None
-        model = self.experiment.model.model_copy(update={"path": str(weights)})
+        model = self.experiment.model.at(weights)
         return self.experiment.model_copy(update={"model": model, "adapter": adapter})
 
 

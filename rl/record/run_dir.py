@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from fp8rl.models.hub import cached_directory
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.record.written import FILE, MODEL, RUN, Tree, remove_written, strangers
@@ -127,7 +128,8 @@ class RunDir:
     def _model_before(self) -> Path | None:
         """Directory of the model that the run began with, from which it copies; None where its spec names none."""
         with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            return Path(yaml.safe_load(self.experiment.read_text())["model"]["path"])
+            model = yaml.safe_load(self.experiment.read_text())["model"]
+            return cached_directory(model["path"], model.get("revision"))
         return None
 
     @property

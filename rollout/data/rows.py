@@ -29,6 +29,8 @@ LONGEST_ROW = 8 * 2**20
 """Bytes of a row; no context has room for a problem of as many, and reading them takes time."""
 _BATCH = 1024
 """Rows that are read at a time where all are."""
+_OF_DIRECTORIES = (".csv", ".json", ".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow")
+"""Endings of files that `datasets` reads in a directory, and that may be no JSON lines."""
 _EXPECTED = "an existing JSONL file, parquet file or directory of a data set"
 
 
@@ -58,6 +60,11 @@ class JsonLines(Sequence[Row]):
         line, number = self._data[self._starts[index] : self._starts[index + 1]], index + 1
         where = f"{self._key}: line {number} of {self._path}"
         remedy = f"Correct or remove line {number}."
+        if number == 1 and self._path.suffix in _OF_DIRECTORIES:
+            remedy = (
+                f"Put {self._path.name} into a directory of its own, and name that in place of it: files that are "
+                "named are JSON lines or parquet."
+            )
         _check_size(len(line), where, remedy)
         try:
             record = parse_json(line, finite=False)
@@ -115,12 +122,13 @@ class TableRows(Sequence[Row]):
 Rows = JsonLines | TableRows
 
 
-def open_rows(path: Path, split: str | None, key: str, name: str | None = None) -> Rows:
+def open_rows(path: Path, split: str | None, key: str, name: str | None = None, texts: Sequence[str] = ()) -> Rows:
     """Open the rows at `path`: a `.parquet` file, a data set's directory, or else a file of JSON lines.
 
     A directory is one that `datasets` has saved, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV.
     Tables other than saved ones are written once into its cache, as they are mapped from there. name: configuration of
-    such files, as their README.md has it.
+    such files, as their README.md has it. texts: columns of a CSV file that stay as they are written there; of the
+    others, numbers are read as such.
 
     Raises:
         UserError: there is nothing, it cannot be read, or it has no such configuration or split. The message names
@@ -128,7 +136,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None) 
     """
     check_path(path, key)
     if path.is_dir():
-        return TableRows(_split(_directory(path, name, key), split, path, key), path, key)
+        return TableRows(_split(_directory(path, name, key, texts), split, path, key), path, key)
     for what, value in (("name", name), ("split", split)):
         if value is not None:
             raise user_error(
@@ -144,7 +152,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None) 
     return JsonLines(path, key)
 
 
-def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
+def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> Dataset | DatasetDict:
     check_regular(path, key)
     datasets = _quiet_datasets()
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -152,7 +160,17 @@ def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
         expected = f"none, as {path} was saved as one data set"
         raise user_error(f"{key}.name", found=name, expected=expected, remedy=f"Remove {key}.name.")
     try:
-        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), name)
+        if saved:
+            return datasets.load_from_disk(str(path))
+        kind = datasets.load_dataset_builder(str(path), name).name
+        found = datasets.load_dataset(
+            str(path), name, **({"converters": dict.fromkeys(texts, str)} if kind == "csv" else {})
+        )
+        if kind == "json":
+            _check_no_dates(found, path, key)
+        return found
+    except UserError:
+        raise
     except Exception as error:  # as above
         missing = "Config name is missing" in str(error)  # of several `datasets` takes none by itself
         names = datasets.get_dataset_config_names(str(path)) if missing or name is not None else []
@@ -162,6 +180,28 @@ def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
             raise user_error(f"{key}.name", found=name, expected=expected, remedy=remedy) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
+
+
+def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
+    """Refuse what Arrow takes for dates where JSON has texts: they would come back in another form."""
+
+    def dated(feature: Any, name: str) -> Iterator[str]:
+        if isinstance(feature, Mapping):
+            for inner, each in feature.items():
+                yield from dated(each, f"{name}.{inner}" if name else inner)
+        elif hasattr(feature, "feature"):
+            yield from dated(feature.feature, name)
+        elif str(getattr(feature, "dtype", "")).startswith("timestamp"):
+            yield name
+
+    for split in found.values():
+        if columns := [*dated(split.features, "")]:
+            raise user_error(
+                key,
+                found=f"{path} with dates in {', '.join(columns)}, which a directory of JSON files gives back changed",
+                expected="texts that stay as they are",
+                remedy="Name the file itself if it is JSON lines, or save the data as parquet.",
+            )
 
 
 def _quiet_datasets() -> Any:

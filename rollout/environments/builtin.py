@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+from pydantic import Field
 
 from fp8rl.numerics.core.errors import shown
 from fp8rl.rollout.deadlines import end_process, within
 from fp8rl.rollout.environments.conversation import Conversation
+
+_Count = Annotated[int, Field(ge=1)]
 
 
 async def single_turn(conversation: Conversation) -> None:
@@ -28,7 +31,7 @@ async def single_turn(conversation: Conversation) -> None:
 HIGHER, LOWER, UNREAD = ">,", "<,", "?,"
 
 
-async def guess(conversation: Conversation, tries: int = 3, tokens: int = 1) -> dict[str, float]:
+async def guess(conversation: Conversation, tries: _Count = 3, tokens: _Count = 1) -> dict[str, float]:
     """Hide the data's answer, a number, and answer each guess with `>,` if it is higher, `<,` if lower, `?,` if unread.
 
     A guess is a turn of at most `tokens` tokens. Returns `reward` (1 if the number was found), and `guesses`, the
@@ -53,7 +56,7 @@ _SUM = re.compile(r"(-?\d{1,9})([-+*])(-?\d{1,9})")
 _WORK_OUT = {"+": add, "-": sub, "*": mul}
 
 
-async def calculator(conversation: Conversation, calls: int = 16) -> dict[str, float]:
+async def calculator(conversation: Conversation, calls: Annotated[int, Field(ge=0)] = 16) -> dict[str, float]:
     """Continue the model's `(9+4=` with `13)`, and with `?)` if it is no sum, difference or product of two integers.
 
     calls: the most calculations; a further `=` calls nobody. Returns `calls`, and `unread`, the calls that it could not
@@ -129,7 +132,11 @@ FENCE, LANGUAGE = "```", "python"
 
 
 async def python(
-    conversation: Conversation, calls: int = 4, timeout_s: float = 5.0, memory_mib: int = 512, role: str = "user"
+    conversation: Conversation,
+    calls: Annotated[int, Field(ge=0)] = 4,
+    timeout_s: Annotated[float, Field(gt=0.0)] = 5.0,
+    memory_mib: _Count = 512,
+    role: Annotated[str, Field(min_length=1)] = "user",
 ) -> dict[str, float]:
     """Run the block of code, ```` ```python ... ``` ````, that ends the model's turn, and append its output as a
     message.
@@ -167,11 +174,11 @@ class OpenEnvError(Exception):
 
 async def openenv(
     conversation: Conversation,
-    url: str,
+    url: Annotated[str, Field(pattern="^(http|ws)s?://")],
     action: str = "",
     observation: str = "",
     reset: Mapping[str, Any] | None = None,
-    steps: int = 16,
+    steps: _Count = 16,
 ) -> dict[str, float]:
     """Play an environment of OpenEnv: each turn of the model is an action, each observation the next message.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from fp8rl.rollout.named_functions import ReturnError
 
@@ -26,7 +29,15 @@ def final_integer(text: str) -> int | None:
     return int(tail.replace(",", ""))
 
 
-def format(answer: str, finished: bool, pattern: str) -> float:
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"a regular expression; this one has {error}") from error
+    return pattern
+
+
+def format(answer: str, finished: bool, pattern: Annotated[str, AfterValidator(_compiles)]) -> float:
     """Return 1 if the model ended the answer and all of it matches the regular expression `pattern`, else 0.
 
     In the pattern, `.` is any character.
@@ -34,7 +45,7 @@ def format(answer: str, finished: bool, pattern: str) -> float:
     return float(finished and re.fullmatch(pattern, answer, re.DOTALL) is not None)
 
 
-def length(answer: str, tokens: int, free: int) -> float:
+def length(answer: str, tokens: int, free: Annotated[int, Field(ge=1)]) -> float:
     """Return 0 up to `free` tokens, and less by 1 for each `free` tokens more."""
     return min(0.0, 1.0 - tokens / free)
 

@@ -6,10 +6,11 @@ import asyncio
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakKeyDictionary
 
 import httpx
+from pydantic import Field
 
 from fp8rl.rollout.chat import render
 from fp8rl.rollout.loopback import is_loopback
@@ -17,6 +18,7 @@ from fp8rl.rollout.loopback import is_loopback
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_URL = "^https?://"
 _IDLE_S = 1.0
 """Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a question that is asked
 at that moment would be lost."""
@@ -33,7 +35,7 @@ async def http(
     tokens: int,
     turns: Sequence[Any],
     outcome: Mapping[str, float],
-    url: str,
+    url: Annotated[str, Field(pattern=_URL)],
 ) -> Any:
     """POST all of this as JSON to the service at `url`, and return its response: a number, or named numbers.
 
@@ -59,9 +61,9 @@ async def posted(url: str, body: Any, headers: dict[str, str] | None = None) -> 
 async def model(
     question: str,
     answers: list[str],
-    url: str,
+    url: Annotated[str, Field(pattern=_URL)],
     tokenizer: str,
-    label: int | None = None,
+    label: Annotated[int, Field(ge=0)] | None = None,
     key_variable: str | None = None,
 ) -> list[float]:
     """Return the logit that a sequence classifier gives each conversation of a question and an answer.

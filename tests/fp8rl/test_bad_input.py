@@ -344,6 +344,22 @@ def test_a_report_replaces_nothing_but_a_page(run: Path, kind: str) -> None:
     assert os.lstat(run / "report.html").st_ino == before.st_ino
 
 
+def test_a_page_replaces_none_of_the_user_s_files(run: Path, tmp_path: Path) -> None:
+    page, dump = tmp_path / "page.html", tmp_path / "dump.jsonl"
+    dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
+    commands: list[Command] = [["runs", run, run, "--page", page], ["runs", run, run, "--page", page]]
+    assert [CliRunner().invoke(app, [str(part) for part in command]).exit_code for command in commands] == [0, 0]
+    for command, mine in (
+        (["runs", run, run, "--page", run / "metrics.jsonl"], run / "metrics.jsonl"),
+        (["certify", dump, "--page", dump], dump),
+        (["attribute", run, "--out", run / "spec.yaml"], run / "spec.yaml"),
+    ):
+        before = mine.read_bytes()
+        result = CliRunner().invoke(app, [str(part) for part in command])
+        assert result.exit_code == 2 and "which is a file that fp8rl has not written here" in result.output
+        assert mine.read_bytes() == before
+
+
 ADDRESSES = [
     *(
         "",

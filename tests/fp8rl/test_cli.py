@@ -140,9 +140,29 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
         (["{model}", "--host", "8.8.8.8", "--api-key", "k"], "--host: found 8.8.8.8, expected an IPv4 address of this"),
         (["{model}", "--api-key", "two words"], "--api-key: found another text, expected printable ASCII"),
         (["x" * 300], "RUN|MODEL: found"),
+        (
+            ["{run}", "--mode", "native"],
+            "--mode: found native, expected none beside a run, which is served as it computed",
+        ),
+        (
+            ["{run}", "--preset", "bf16", "--architecture", "f.py"],
+            "--preset, --architecture: found bf16 f.py, expected",
+        ),
         (["{converted}"], "whose weights are quantized, expected a model in BF16, which this command quantizes itself"),
     ],
-    ids=["unfinished", "nothing", "mode", "preset", "no key", "not ours", "no header", "long", "converted"],
+    ids=[
+        "unfinished",
+        "nothing",
+        "mode",
+        "preset",
+        "no key",
+        "not ours",
+        "no header",
+        "long",
+        "mode of a run",
+        "preset of a run",
+        "converted",
+    ],
 )
 def test_serve_says_what_it_cannot_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
@@ -161,6 +181,39 @@ def test_serve_says_what_it_cannot_serve(
     }
     code, printed = invoke("serve", *(argument.format(**places) for argument in arguments))
     assert code == 2 and expected.format(**places) in printed.replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["certify", "--server", "http://127.0.0.1:1", "--temperature", "1", "--top-p", "0.5"],
+            "--temperature, --top-p",
+        ),
+        (["certify", "--server", "http://127.0.0.1:1", "--tokens", "50000"], "--tokens: found 50000, expected none"),
+        (
+            ["certify", "--server", "http://127.0.0.1:1", "--preset", "bf16", "--page", "p.html"],
+            "--preset, --page: found",
+        ),
+        (["certify", "dump.jsonl", "--seconds", "9"], "--seconds: found 9.0, expected none beside a dump"),
+        (["convert", "m", "out", "--pad", "--preset", "bf16"], "--preset: found bf16, expected none beside --pad"),
+        (["warm", "s.yaml", "--mode", "native"], "--mode: found native, expected none beside a spec or a run"),
+        (["runs", "--all"], "--all: found True, expected none beside a list"),
+        (["eval", "{run}", "model.path=other"], "model.path: found model.path=other, expected no such key, as"),
+        (["eval", "{run}", "adapter=null"], "adapter: found adapter=null, expected no such key, as"),
+        (["eval", "{model}", "model={{path: other}}"], "model: found model={{path: other}}, expected no such key"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    run = new_run(tmp_path / "it")
+    run.experiment.write_text(load_experiment(ROOT / "examples/arithmetic.yaml").to_yaml())
+    monkeypatch.setenv("FP8RL_API_KEY", "of-servers")
+    places = {"run": run.path, "model": ROOT / "examples/models/tiny_qwen3_moe"}
+    code, printed = invoke(*(argument.format(**places) for argument in arguments))
+    assert code == 2 and expected.format() in printed.replace("'", "")
 
 
 @pytest.mark.parametrize(

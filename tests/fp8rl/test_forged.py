@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose import attribution
+from fp8rl.diagnose.subject import read_served
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.run import Run
 from fp8rl.trainer.checkpoint.files import STATE, About, digests, write_about
 from tests.support.paths import EXAMPLES, new_run
 from tests.support.ranks import WARM
@@ -129,6 +131,22 @@ def _invoke(arguments: list[str]) -> tuple[int, str]:
 def _invoke_in_a_process(arguments: list[str]) -> tuple[int, str]:
     with ProcessPoolExecutor(1, mp_context=WARM) as pool:
         return pool.submit(_invoke, arguments).result(timeout=120)
+
+
+@pytest.mark.parametrize("command", ["report RUN", "runs --dir RUN/..", "runs RUN RUN"])
+def test_who_looks_at_a_run_does_not_import_its_architecture(
+    command: str, forged: RunDir, ran: Path, tmp_path: Path
+) -> None:
+    values = yaml.safe_load(forged.experiment.read_text())
+    values["model"]["architecture"] = str(tmp_path / "code.py")
+    values["numerics"] |= {"mode": "native", "rollout": "bf16", "scope": ["a_kind_of_its_own"]}
+    forged.experiment.write_text(yaml.safe_dump(values))
+    exit_code, output = _invoke(command.replace("RUN", str(forged.path)).split())
+    assert exit_code == 0 and not ran.exists(), output
+    assert Run(forged.path).spec.model.architecture is not None and not ran.exists()
+    with pytest.raises(UserError, match="ARCHITECTURE = None"):
+        read_served(forged.path, "exact", "fp8_block_pow2")
+    assert ran.exists(), "what computes with its model imports it"
 
 
 def test_an_attribution_starts_with_nothing_that_a_run_names(

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from fp8rl import commands
-from fp8rl.rl.experiment import load_experiment
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.experiment import load_experiment, read_resolved
 from fp8rl.rl.experiment.reference import schema_text
 from fp8rl.rl.experiment.validation import valid_keys
 from fp8rl.rollout.rewards.functions import load_function
@@ -76,6 +77,18 @@ def test_runs_are_listed_with_one_number_for_the_time_of_a_step(two_runs: Path) 
     code, printed = invoke("runs", "a", "b[red]")
     assert table_of(printed)["perf/step_seconds"] == ["s", "3", "4", "1"]
     assert invoke("runs", "--dir", two_runs / "none")[0] == 2
+
+
+def test_a_run_that_cannot_be_read_is_a_line_among_the_others(two_runs: Path) -> None:
+    spec = two_runs / "runs/a/spec.yaml"
+    for text, said in (("a: [", "valid YAML"), ("model: {}\ndata: {train: d}\n", "model.path: found nothing")):
+        spec.write_text(text)
+        code, printed = invoke("runs")
+        assert code == 0 and table_of(printed)["b[red]"][-1] == "4"
+        whole = "".join(printed.split())
+        assert "cannotberead:" in whole and said.replace(" ", "") in whole and "runs/a/spec.yaml" in whole
+    with pytest.raises(UserError, match=r"runs/a/spec\.yaml: model\.path: found nothing"):
+        read_resolved(spec)
 
 
 def test_two_runs_are_compared_in_what_differs_and_what_always_matters(

@@ -92,6 +92,25 @@ def test_leftovers_that_nothing_reads_are_let_pass(model: Path) -> None:
     check_stored(model, read_model(model))
 
 
+def test_an_output_of_its_own_beside_a_tied_embedding_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_tiny_model(model, TinyModel(heads=4, kv_heads=2, experts=0, intermediate=384, tied=True))
+    tensors = load_file(model / "model.safetensors")
+    output = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": output}, model / "model.safetensors")
+    check_stored(model, read_model(model))
+    output[3, 5] += 1
+    save_file(tensors | {"lm_head.weight": output}, model / "model.safetensors")
+    message = refusal(model, read_model(model))
+    assert message.startswith(
+        "model.path: lm_head.weight: found 'weights other than model.embed_tokens.weight', expected"
+    )
+    assert "Set tie_word_embeddings to false in config.json" in message
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    check_stored(model, read_model(model))
+
+
 def test_draft_layers_that_the_config_does_not_count_are_told_from_another_model(model: Path) -> None:
     file = model / "model.safetensors"
     save_file(load_file(file) | {"model.layers.2.eh_proj.weight": torch.zeros(128, 256)}, file)

@@ -13,16 +13,20 @@ from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.data import check_data
-from fp8rl.rl.experiment.preconditions.model import check_algorithm, check_architecture, check_teacher, read_model
+from fp8rl.rl.experiment.preconditions.functions import check_functions
+from fp8rl.rl.experiment.preconditions.gates import check_gate_names
+from fp8rl.rl.experiment.preconditions.model import (
+    check_algorithm,
+    check_architecture,
+    check_teacher,
+    read_model,
+    unused_rates,
+)
 from fp8rl.rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from fp8rl.rl.experiment.preconditions.rules import Target, check_target
-from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
+from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer
 from fp8rl.rl.record.trackers import check_trackers
 from fp8rl.rl.record.trackers.to_wandb import check_wandb
-from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.named_functions import check_importable
-from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.functions import RewardSection, load_function
 
 __all__ = ["check", "read_model"]
 
@@ -36,6 +40,9 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         UserError: the first thing that stands in the way.
     """
     check_algorithm(experiment)
+    check_gate_names(experiment)
+    for remark in unused_rates(experiment):
+        say(remark)
     check_trackers(experiment.tracking.recorded)
     if "wandb" in experiment.tracking.recorded:
         check_wandb(experiment.tracking.wandb)
@@ -53,23 +60,6 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_memory(adapted.shape, experiment, teacher)
     check_shared_memory(model.shape, experiment)
     if experiment.needs_engines:
-        check_importable(experiment.environment.function, "environment.function")
-        if experiment.environment.harness is not None and experiment.environment.harness.program is not None:
-            check_importable(experiment.environment.harness.program, "environment.harness.program")
-        load_environment(experiment.environment)
-        for index, config in enumerate(experiment.rewards.functions):
-            _check_reward(config, f"rewards.functions.{index}")
-        for place, own in enumerate(experiment.eval.sets):
-            for index, config in enumerate(own.rewards.functions if own.rewards else ()):
-                _check_reward(config, f"eval.sets.{place}.rewards.functions.{index}")
+        check_functions(experiment)
         check_port(experiment.rollout)
     return model
-
-
-def _check_reward(config: RewardSection, key: str) -> None:
-    """Raise `UserError` if the function is missing, or a tokenizer that it needs."""
-    check_importable(config.function, f"{key}.function")
-    load_function(config, key)
-    if config.function in BUILT_IN and (name := BUILT_IN[config.function].tokenizer):
-        key, directory = f"{key}.kwargs.{name}", str(config.kwargs[name])
-        check_chat_template(load_tokenizer(directory, key), directory, key)

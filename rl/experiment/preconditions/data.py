@@ -174,7 +174,7 @@ class _Check:
         self._key, self._after, self._rewards = problems.source.key, after, rewards
         check_template(tokenizer, problems.source)
         self._turn = len(prompt_ids(tokenizer, Problem("", "", chat_template=problems.source.chat_template)))
-        self._rendered: set[tuple[str, ...]] = set()
+        self._rendered: set[object] = set()
 
     def __call__(self, problem: Problem, index: int) -> None:
         name = self._problems.name(index)
@@ -203,18 +203,19 @@ class _Check:
             )
 
     def _check_roles(self, problem: Problem, name: str) -> None:
-        """Templates refuse some orders of turns; each order is rendered once."""
-        roles = tuple(message["role"] for message in problem.messages)
-        if roles in self._rendered:
+        """Templates refuse some orders of turns, and calls of other forms; each is rendered once."""
+        turns = [{**turn, "content": "x"} for turn in problem.messages]
+        form = tuple((turn["role"], _form(turn)) for turn in turns)
+        if form in self._rendered:
             return
-        self._rendered.add(roles)
+        self._rendered.add(form)
         shown = [message["role"] for message in problem.conversation] + ["assistant"] * (self._rewards is None)
         try:
             with time_limit(RENDER_SECONDS):
-                turns = replace(problem, messages=[{**turn, "content": "x"} for turn in problem.messages])
-                prompt_ids(self._tokenizer, turns)
+                emptied = replace(problem, messages=turns)
+                prompt_ids(self._tokenizer, emptied)
                 if self._rewards is None:
-                    answer_ids(self._tokenizer, turns.conversation, "x", problem.chat_template)
+                    answer_ids(self._tokenizer, emptied.conversation, "x", problem.chat_template)
         except Exception as error:  # whatever a program may raise
             raise user_error(
                 f"{self._key}: {name}",
@@ -247,3 +248,12 @@ class _Check:
                 expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
                 remedy=f"Raise rollout.context_length, or shorten or remove {name}.",
             )
+
+
+def _form(value: object) -> object:
+    """Return the names and types of nested values without what they say, which a template renders alike."""
+    if isinstance(value, dict):
+        return tuple(sorted((name, _form(inner)) for name, inner in value.items()))
+    if isinstance(value, list):
+        return "list", *dict.fromkeys(map(_form, value))
+    return type(value).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.server.client import SCORED_SHORT_OF
+from fp8rl.trainer.config import RateSection
 from fp8rl.trainer.megatron.model_checks import check_engine_layout
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             key,
             found=str(path),
             expected="an existing Hugging Face model directory",
-            remedy=f"Correct the path; {RELATIVE}. `python -m examples.tiny_model --out DIR` writes a small model.",
+            remedy=f"Correct the path; {RELATIVE}. `fp8rl init DIR` writes a small model, DIR/model.",
         )
     check_regular(path, key)
     if (path / GENERATION).is_file():  # which an engine reads
@@ -175,3 +177,14 @@ def check_algorithm(experiment: Experiment) -> None:
             expected=f"an algorithm that can compute a step; this one raises {type(error).__name__}: {error}",
             remedy="Correct it; docs/extending.md says what an algorithm is.",
         ) from error
+
+
+def unused_rates(experiment: Experiment) -> Iterator[str]:
+    """Say which keys of a learning rate change nothing."""
+    critic = getattr(experiment.algorithm, "critic", None)
+    for key, rate in (("trainer", experiment.trainer), ("algorithm.critic", critic)):
+        if not isinstance(rate, RateSection) or rate.decay != "constant":
+            continue
+        for name in ("min_lr", "decay_steps"):
+            if (value := getattr(rate, name)) != RateSection.model_fields[name].default:
+                yield f"{key}.{name}={value} changes nothing with {key}.decay=constant; set it to linear or cosine"

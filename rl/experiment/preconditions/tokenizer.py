@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2 import Environment, meta
 from jinja2.ext import loopcontrols
 
 from fp8rl.numerics.core.errors import UserError, user_error
@@ -113,6 +114,8 @@ def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str)
 # The chat template: whether it takes what the data say of it, and how it goes on with a conversation.
 
 _PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Tags of the library's own, which mark what the model writes."""
 _THOUGHT = "\ue000thought\ue001"
 """Stands for a model's thought, of private characters that no template has."""
 
@@ -218,15 +221,8 @@ def _line_that_differs(
 
 def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The names of arguments that the chat template looks at; those of `apply_chat_template` are not among them."""
-    try:
-        tree = Environment(extensions=[loopcontrols]).parse(tokenizer.get_chat_template())
-    except TemplateSyntaxError:  # it marks generation, with a tag of the library's own
-        return _Anything()
+    template = _GENERATION.sub("", tokenizer.get_chat_template())
+    tree = Environment(extensions=[loopcontrols]).parse(template)
     special = set(tokenizer.special_tokens_map)
     ours = {"raise_exception", "strftime_now"} | _PASSED_BY_US
     return meta.find_undeclared_variables(tree) - ours - special
-
-
-class _Anything(set[str]):
-    def __contains__(self, name: object) -> bool:
-        return True

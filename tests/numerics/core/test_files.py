@@ -96,8 +96,11 @@ def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path) -
 
 
 def test_a_page_replaces_a_page_alone(tmp_path: Path) -> None:
-    (tmp_path / "page").write_text("old")
+    (tmp_path / "page").write_text("<!doctype html><title>a · fp8rl run report</title>")
     check_page(tmp_path / "page", "--page")
+    (tmp_path / "other").write_text("<!doctype html><title>a page about fp8rl</title>")
+    with pytest.raises(UserError, match="--page: found .*other, which is a file that fp8rl has not written here"):
+        check_page(tmp_path / "other", "--page")
     check_page(tmp_path / "new/folder/page", "--page")
     (tmp_path / "link").symlink_to("page")
     for place, kind in (("link", "a link"), (".", "a directory"), ("page/x", "no directory")):

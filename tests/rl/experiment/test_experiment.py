@@ -1,10 +1,13 @@
 """Loading, inheriting, overriding and refusing experiment specs."""
 
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
@@ -118,6 +121,38 @@ def test_malformed_overrides_are_refused(write, override):
 def test_text_and_numbers_that_no_file_could_say_again_are_refused(write, override):
     with pytest.raises(UserError, match="found .*expected"):
         load_experiment(write("s.yaml", BASE), [override])
+
+
+@pytest.mark.parametrize(
+    ("value", "comment"),
+    [
+        ("End with #### and the number", "#### and the number"),
+        ("#1", "#1"),
+        ("Schließe mit 😀 #x", "#x"),
+        ("'a' # b", "# b"),
+        ("it's #1", "#1"),
+    ],
+)
+def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(write, value, comment):
+    with pytest.raises(UserError) as error:
+        load_experiment(write("s.yaml", BASE), [f"data.system_prompt={value}"])
+    assert f"it takes '{comment}' for a comment" in str(error.value)
+    quoted = str(error.value).partition("for YAML: ")[2].removesuffix(".")
+    (override,) = shlex.split(quoted)
+    assert load_experiment(write("s.yaml", BASE), [override]).data.system_prompt == value
+
+
+@pytest.mark.parametrize("value", ["a#b", "'a # b'", "|\n  a # b", "\n  a\n  b"])
+def test_values_of_overrides_that_yaml_reads_to_their_end(write, value):
+    expected = yaml.safe_load(value)
+    assert load_experiment(write("s.yaml", BASE), [f"data.system_prompt={value}"]).data.system_prompt == expected
+
+
+@pytest.mark.parametrize(
+    "override", ["gates=[ ]", "data.chat_template={a: {b: [1, '# x']}} ", "data.chat_template= {a: }"]
+)
+def test_brackets_of_overrides_are_read_to_their_end(write, override):
+    load_experiment(write("s.yaml", BASE), [override])
 
 
 @pytest.mark.parametrize("override", ["trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"])
@@ -241,6 +276,31 @@ def test_resolved_spec_round_trips(write):
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
 
 
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(st.text("\\${}a.: 'é", min_size=1, max_size=12))
+def test_texts_that_look_like_interpolations_stay_what_they_are(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    spec = parse_experiment({**MINIMAL, "data": {"train": "/t", "system_prompt": text}})
+    path.write_text(spec.to_yaml())
+    assert read_resolved(path) == spec
+    assert (
+        load_experiment(spec).data.system_prompt
+        == text
+        == load_experiment({"data": spec.data, "model": spec.model}).data.system_prompt
+    )
+
+
+def test_an_escaped_interpolation_is_text_in_the_run_too(write):
+    spec = load_experiment(
+        write("s.yaml", BASE), [r"data.system_prompt=\${run.name} \${oc.env:HOME} ${run.name} \\${run.name}"]
+    )
+    assert spec.data.system_prompt == r"${run.name} ${oc.env:HOME} base \base"
+    assert read_resolved(write("resolved.yaml", spec.to_yaml())) == spec
+    with pytest.raises(UserError, match=r"found '\$\{oc.env:'"):
+        load_experiment(write("s.yaml", BASE), [r"data.system_prompt=\\${oc.env:HOME}"])
+
+
 @pytest.mark.parametrize(
     ("values", "key", "nearest"),
     [
@@ -248,6 +308,8 @@ def test_resolved_spec_round_trips(write):
         ({"rollout": {"warmup_step": 1}}, "rollout.warmup_step", "trainer.warmup_steps"),
         ({"trainer": {"warmup_step": 1}}, "trainer.warmup_step", "trainer.warmup_steps"),
         ({"rollout": {"lr": 1}}, "rollout.lr", "trainer.lr"),
+        ({"steps": 3}, "steps", "run.steps"),
+        ({"trainer": {"steps": 3}}, "trainer.steps", "run.steps"),
         ({"tracking": {"wandb": {"projet": "x"}}}, "tracking.wandb.projet", "tracking.wandb.project"),
         ({"algorithm": {"name": "grpo", "clip_hi": 1}}, "algorithm.clip_hi", "algorithm.clip_high"),
         ({"algorithm": {"name": "sft", "batchsize": 1}}, "algorithm.batchsize", "algorithm.batch_size"),
@@ -258,6 +320,11 @@ def test_resolved_spec_round_trips(write):
 def test_an_unknown_key_is_refused_with_the_nearest_one(values, key, nearest):
     lines = [line for line in message(values).splitlines() if line.startswith(f"{key}: ")]
     assert len(lines) == 1 and f"Did you mean {nearest}" in lines[0]
+
+
+def test_a_length_is_expected_in_words():
+    text = message({"data": {"train": {"path": ""}}})
+    assert "data.train.0.path: found '', expected at least 1 character. Correct it" in text
 
 
 def test_a_key_that_is_like_no_other_is_refused_without_a_suggestion():

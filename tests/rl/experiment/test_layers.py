@@ -149,3 +149,11 @@ def test_a_path_alone_is_another_source_and_what_goes_with_the_first_is_said(tmp
     spec, said = loaded(tmp_path, {"data": data}, "data.eval.path=/other")
     assert spec.data.eval is not None and (spec.data.eval.path, spec.data.eval.split) == ("/other", "test")
     assert said == []
+
+
+def test_one_source_in_place_of_a_list_says_which_keys_go(tmp_path: Path) -> None:
+    data = {"train": ["/t", {"path": "/u", "weight": 2.0, "keys": {"question": "q"}}]}
+    spec, said = loaded(tmp_path, {"data": data}, "data.train.path=/other")
+    assert [(each.path, each.weight) for each in spec.data.train] == [("/other", 1.0)]
+    tail = "is left out: data.train names one source now, in place of a list; data.train=[...] names several"
+    assert said == [f"data.train.1.weight=2.0 {tail}", f"data.train.1.keys.question='q' {tail}"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import gzip
 import json
 import mmap
 import os
@@ -136,6 +137,46 @@ def test_nested_values_of_tables_have_no_keys_of_other_rows(tmp_path, data_cache
             assert [problem.conversation for problem in found] == [row["question"] for row in rows], name
             seen = [{k: v for k, v in problem.fields.items() if v is not None} for problem in found]
             assert seen == nested, name
+
+
+def test_a_csv_has_questions_and_answers_as_they_are_written(tmp_path, data_cache):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/train.csv").write_text("q,answer,level\n1,007,3\n2,1.50,4\n")
+    found = list(load_problems(Source(tmp_path / "mine", question="q")))
+    assert [(problem.question, problem.answer) for problem in found] == [("1", "007"), ("2", "1.50")]
+    assert [problem.fields for problem in found] == [{"level": 3}, {"level": 4}]
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"question": "2020-01-02", "answer": "x"}, "question"),
+        ({"question": "q", "answer": "x", "at": {"days": [{"day": "2020-01-02"}]}}, "at.days.day"),
+    ],
+)
+def test_dates_that_a_directory_of_json_would_change_are_refused(tmp_path, data_cache, row, column):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/train.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=f"with dates in {column}, which .* Name the file itself"):
+        load_problems(Source(tmp_path / "mine"))
+    (problem,) = load_problems(Source(tmp_path / "mine/train.jsonl"))
+    assert problem.question == row["question"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.csv", b"question,answer\n1+1=?,2\n"),
+        ("x.json", b'[\n{"question": "1+1=?", "answer": "2"}\n]\n'),
+        ("x.jsonl.gz", gzip.compress(b'{"question": "1+1=?", "answer": "2"}\n')),
+    ],
+)
+def test_files_that_only_a_directory_takes_are_named_with_it(tmp_path, data_cache, name, content):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"Put {name} into a directory of its own, and name that"):
+        load_problems(Source(tmp_path / "mine" / name))[0]
+    assert [problem.answer for problem in load_problems(Source(tmp_path / "mine"))] == ["2"]
 
 
 def test_a_column_that_is_null_in_a_row_stays(tmp_path, data_cache):

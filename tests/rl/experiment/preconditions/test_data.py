@@ -157,6 +157,18 @@ def test_arguments_that_the_chat_template_does_not_take_are_refused(values, mode
         assert expected in refusal(values, eval={"problems": 0}, data=section)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("{% generation %}", "{% endgeneration %}"), ("{%- generation -%}", "{%- endgeneration %}")]
+)
+def test_arguments_are_checked_in_templates_that_mark_what_the_model_writes(values, model, before, after):
+    marked = TEMPLATE.replace("{{ m.content }}", before + "{{ m.content }}" + after)
+    assert marked != TEMPLATE
+    (model / "chat_template.jinja").write_text(marked)
+    check(parse_experiment(merged(values, eval={"problems": 0}, data={"chat_template": {"style": "loud"}})))
+    text = refusal(values, eval={"problems": 0}, data={"chat_template": {"stile": "loud"}})
+    assert "found 'stile', expected what the chat template of model.path reads: style, systems." in text
+
+
 def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path):
     (model / "chat_template.jinja").write_text(TEMPLATE)
     turns = [{"role": "user", "content": "q"}, {"role": "tool", "content": "3"}]
@@ -164,6 +176,27 @@ def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert refusal(values).startswith(
         "data.train: line 2: found 'turns of user, tool, at which the chat template fails"
+    )
+
+
+@pytest.mark.parametrize("other", [{"tool_calls": [{"id": "1"}]}, {"tool_calls": "f"}])
+def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(
+    values, model, tmp_path, other
+):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+
+    def turns(calls):
+        asked, answered = {"role": "user", "content": "q"}, {"role": "tool", "content": "3"}
+        return [asked, {"role": "assistant", "content": "", **calls}, answered]
+
+    calls = [turns({"tool_calls": [{"function": {"name": name}}]}) for name in "fg"] + [turns(other)]
+    lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in calls]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    assert refusal(values).startswith(
+        'data.train: line 3: found "turns of user, assistant, tool, at which the chat template fails'
     )
 
 

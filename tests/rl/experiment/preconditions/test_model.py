@@ -20,6 +20,20 @@ def test_a_good_spec_passes_and_its_model_is_read(values):
     assert (sizes.experts, sizes.top_k, sizes.expert_size) == (8, 2, 128)
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"trainer": {"decay_steps": 3, "min_lr": 1e-5}}, ["trainer.min_lr=1e-05", "trainer.decay_steps=3"]),
+        ({"trainer": {"decay_steps": 3, "decay": "linear"}}, []),
+        ({"algorithm": {"name": "ppo", "critic": {"min_lr": 1e-6}}}, ["algorithm.critic.min_lr=1e-06"]),
+    ],
+)
+def test_keys_of_a_rate_that_does_not_decay_are_said(values, sections, expected):
+    said = []
+    check(parse_experiment(merged(values, **sections)), said.append)
+    assert [text.partition(" changes nothing")[0] for text in said if "changes nothing" in text] == expected
+
+
 def test_a_dense_model_passes(values, models):
     sizes = check(parse_experiment(merged(values, model={"path": str(models / "dense")}))).sizes
     assert not sizes.moe and sizes.ffn_size == 384
@@ -47,6 +61,7 @@ def test_a_model_directory_with_a_missing_file_is_refused(values, model, file, e
 
 def test_a_missing_model_directory_is_refused(values, tmp_path):
     text = refusal(values, model={"path": str(tmp_path / "absent")})
+    assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
     assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
 
 

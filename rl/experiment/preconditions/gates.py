@@ -1,0 +1,62 @@
+"""Gates on metrics that the spec names: a reward, a number of the environment, or a set that the run does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+
+_RETURNED = {
+    "guess": ("reward", "guesses"),
+    "calculator": ("calls", "unread"),
+    "python": ("calls", "errors"),
+    "openenv": ("reward", "steps", "unread"),
+}
+"""What environments of ours return; others may return anything."""
+_MAY_NAME_PARTS = ("http",)
+"""Rewards of ours that may return several numbers."""
+
+
+def check_gate_names(experiment: Experiment) -> None:
+    """Check that every gate's metric is of a reward, an environment and a set that the run has.
+
+    Raises:
+        UserError: naming the first gate that could never fire.
+    """
+    for index, gate in enumerate(experiment.gates):
+        if (known := _known(gate.metric, experiment)) is not None:
+            raise user_error(
+                f"gates.{index}.metric",
+                found=gate.metric,
+                expected=f"one of {', '.join(known)}" if known else "another metric: this run has none of that kind",
+                remedy="Correct the name, or remove the gate.",
+            )
+
+
+def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
+    """Return the metrics that a run has in place of this one; None: it may have this one."""
+    if name.startswith(REWARD_PARTS):
+        functions = experiment.rewards.functions
+        whole = {each.function for each in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
+        known = [REWARD_PARTS + each.label for each in functions] if len(functions) > 1 or not whole else []
+        return None if "/".join(name.split("/")[:3]) in known else known
+    if name.startswith(OUTCOMES):
+        returned = _RETURNED.get(experiment.environment.function)
+        known = [OUTCOMES + each for each in returned or ()]
+        return None if returned is None or name in known else known
+    if name.startswith("eval/") and name != "eval/at_step":
+        known = [*_evaluated(experiment)]
+        return None if name in known else known
+    return None
+
+
+def _evaluated(experiment: Experiment) -> Iterator[str]:
+    if experiment.data.eval is not None:
+        yield from ("eval/accuracy", "eval/problems")
+    for own in experiment.eval.sets:
+        names = ["accuracy", "problems", "finished_fraction", "response_tokens_mean"]
+        names += [f"avg@{own.samples}"] * (own.samples > 1) + [f"pass@{k}" for k in own.pass_at]
+        yield from (f"eval/{own.name}/{name}" for name in names)

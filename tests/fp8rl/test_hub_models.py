@@ -1,0 +1,74 @@
+"""Commands on models of the hub, which are known by a name and a commit and lie in the cache."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8rl.diagnose.doctor.conditions import data_found
+from fp8rl.diagnose.subject import read_subject
+from fp8rl.evaluating import read_evaluated
+from fp8rl.rl.experiment import Experiment, load_experiment
+from fp8rl.rl.experiment.contents import fetched
+from fp8rl.rl.guard.capsule import read_capsule
+from fp8rl.rl.record.run_dir import RunDir, open_run_dir
+from tests.support.hub_cache import COMMIT, NAME, cache_model
+from tests.support.paths import EXAMPLES
+from tests.support.scored_batches import CapsuleRun, scored_batch
+
+MODEL = EXAMPLES / "models/tiny_qwen3_moe"
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return cache_model(MODEL, tmp_path / "cache", monkeypatch)
+
+
+@pytest.fixture
+def experiment(snapshot: Path) -> Experiment:
+    found = fetched(load_experiment(EXAMPLES / "arithmetic.yaml", [f"model.path={NAME}"]))
+    assert (found.model.path, found.model.revision, found.model.directory) == (NAME, COMMIT, snapshot)
+    return found
+
+
+@pytest.mark.slow
+def test_doctor_reads_its_tokenizer(experiment: Experiment) -> None:
+    assert next(each.problems for each in data_found(experiment)) > 0
+
+
+def test_an_attribution_of_a_run_takes_the_model_that_it_left(experiment: Experiment, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    run.path.mkdir()
+    run.write_experiment(experiment.to_yaml())
+    shutil.copytree(MODEL, run.model)
+    assert read_subject(run.path, "attribute").experiment.model.directory == run.model
+
+
+def test_a_capsule_begins_with_its_own_weights(experiment: Experiment, tmp_path: Path) -> None:
+    capsule = read_capsule(CapsuleRun.make(tmp_path).write(4, [], scored_batch([0.0]), [0]))
+    capsule = replace(capsule, experiment=experiment)
+    assert capsule.weights is not None
+    assert capsule.beginning(capsule.weights).model.directory == capsule.weights
+
+
+def test_evaluation_renders_with_its_tokenizer(snapshot: Path) -> None:
+    served, experiment = read_evaluated(Path(NAME), [str(EXAMPLES / "data/arithmetic_eval.jsonl")], [])
+    assert served.path == snapshot and experiment.model.directory == snapshot
+
+
+def test_a_finished_run_is_replaced_with_the_files_that_it_copied(
+    experiment: Experiment, snapshot: Path, tmp_path: Path
+) -> None:
+    (snapshot / "all_results.json").write_text("{}")
+    with open_run_dir(tmp_path, "demo") as run:
+        run.write_experiment(experiment.to_yaml())
+        shutil.copytree(snapshot, run.model)
+    assert run.strangers() == []
+    (run.model / "all_results.json").write_text("mine")
+    assert run.strangers() == [run.model / "all_results.json"]
+    shutil.copy(snapshot / "all_results.json", run.model)
+    shutil.rmtree(snapshot)
+    assert run.strangers() == [run.model / "all_results.json"], "nobody knows what the run copied"

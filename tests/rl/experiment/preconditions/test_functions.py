@@ -1,0 +1,72 @@
+"""Values of `kwargs` that our own rewards and environments cannot use are refused before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+
+from fp8rl.rl.experiment import parse_experiment
+from fp8rl.rl.experiment.preconditions import check
+from fp8rl.rollout.environments.functions import BUILT_IN as ENVIRONMENTS
+from fp8rl.rollout.environments.verifiers import Verifiers
+from fp8rl.rollout.named_functions import named_object
+from fp8rl.rollout.rewards.builtin import BUILT_IN
+from tests.support.preconditions import merged, refusal
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "expected"),
+    [
+        ("length", {"free": 0}, "free: found 0, expected a number greater than or equal to 1"),
+        ("length", {"free": "many"}, "free: found 'many', expected a valid integer"),
+        ("length", {"free": None}, "free: found None, expected a valid integer"),
+        ("format", {"pattern": "("}, "pattern: found '(', expected a regular expression; this one has missing ), unt"),
+        ("format", {"pattern": 12}, "pattern: found 12, expected a valid string"),
+        ("format", {"pattern": None}, "pattern: found None, expected a valid string"),
+        ("http", {"url": 5}, "url: found 5, expected a valid string"),
+        ("http", {"url": "localhost:80"}, "url: found 'localhost:80', expected text that matches ^https?://"),
+        ("model", {"url": "http://a", "tokenizer": 3}, "tokenizer: found 3, expected a valid string"),
+        ("model", {"url": "http://a", "tokenizer": "t", "label": -1}, "label: found -1, expected a number greater"),
+    ],
+)
+def test_values_that_a_reward_of_ours_cannot_use(values: Any, function: str, kwargs: Any, expected: str) -> None:
+    functions = [{"function": "integer"}, {"function": function, "kwargs": kwargs}]
+    text = refusal(values, rewards={"functions": functions})
+    assert text.startswith(f"rewards.functions.1.kwargs.{expected}")
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "expected"),
+    [
+        ("guess", {"tries": "many"}, "tries: found 'many', expected a valid integer"),
+        ("guess", {"tries": 0}, "tries: found 0, expected a number greater"),
+        ("python", {"timeout_s": "soon"}, "timeout_s: found 'soon', expected a valid number"),
+        ("python", {"memory_mib": 0}, "memory_mib: found 0, expected a number greater"),
+        ("calculator", {"calls": None}, "calls: found None, expected a valid integer"),
+        ("openenv", {"url": "http://a", "steps": 0}, "steps: found 0, expected a number greater"),
+        ("openenv", {"url": "http://a", "reset": 3}, "reset: found 3, expected "),
+    ],
+)
+def test_values_that_an_environment_of_ours_cannot_use(values: Any, function: str, kwargs: Any, expected: str) -> None:
+    text = refusal(values, environment={"function": function, "kwargs": kwargs})
+    assert text.startswith(f"environment.kwargs.{expected}")
+
+
+def test_values_that_they_can_use(values: Any) -> None:
+    rewards = [
+        {"function": "integer"},
+        {"function": "length", "kwargs": {"free": 40}},
+        {"function": "format", "kwargs": {"pattern": ".*#### -?[0-9]+"}},
+        {"function": "http", "kwargs": {"url": "https://service/judge"}},
+    ]
+    environment = {"function": "python", "kwargs": {"calls": 0, "timeout_s": 3, "role": "tool"}}
+    check(parse_experiment(merged(values, rewards={"functions": rewards}, environment=environment)))
+
+
+def test_every_parameter_of_ours_has_a_type() -> None:
+    ours = [named_object(name, "", {name: each.function}) for name, each in BUILT_IN.items()]
+    ours += [named_object(name, "", ENVIRONMENTS) for name in ENVIRONMENTS] + [Verifiers.__init__]
+    for function in ours:
+        assert get_type_hints(function).keys() >= inspect.signature(function).parameters.keys() - {"self"}
