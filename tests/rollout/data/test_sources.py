@@ -168,7 +168,7 @@ def test_dates_that_a_directory_of_json_would_change_are_refused(tmp_path, data_
     [
         ("x.csv", b"question,answer\n1+1=?,2\n"),
         ("x.json", b'[\n{"question": "1+1=?", "answer": "2"}\n]\n'),
-        ("x.jsonl.gz", gzip.compress(b'{"question": "1+1=?", "answer": "2"}\n')),
+        ("x.jsonl.gz", gzip.compress(b'{"question": "1+1=?", "answer": "2"}\n', mtime=0)),
     ],
 )
 def test_files_that_only_a_directory_takes_are_named_with_it(tmp_path, data_cache, name, content):
