@@ -246,7 +246,7 @@ class PolicyGradient(AlgorithmConfig):
         tis_cap = None if self.ratio == "bypass" else self.tis_cap
         return Correction.of(tis_cap, self.tis_level, self.rejection, self.veto)
 
-    def keeps(self, rewards: Tensor) -> bool:
+    def keeps_group(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
 
     @property
@@ -269,8 +269,8 @@ class PolicyGradient(AlgorithmConfig):
         outcomes = self.shaped(outcomes, batch)
         return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
 
-    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        return super().lesson(outcomes, batch) | self.filtered(outcomes, batch)
+    def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        return super().training_fields(outcomes, batch) | self.filtered(outcomes, batch)
 
     def filtered(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
         """The field that takes truncated answers out of the loss, if that is asked for."""
@@ -318,7 +318,7 @@ class PolicyGradient(AlgorithmConfig):
         aggregate = Aggregation.of(used, self.loss_aggregation, self.loss_length or 1)
         return PolicyObjective(self, self.correction, aggregate, self.kl, self.entropy, bypass)
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         said = []
         if self.loss_aggregation == "token_mean":
             said.append("loss_aggregation: token_mean, as in verl and NeMo-RL; slime and miles: seq_mean_token_mean")

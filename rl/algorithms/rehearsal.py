@@ -33,7 +33,9 @@ def rehearse(algorithm: AlgorithmConfig, group_size: int) -> None:
     for rewards in REWARDS if algorithm.samples else REWARDS[:1]:
         batch, logprobs = _scored(algorithm)
         if algorithm.samples:
-            batch = batch.with_fields(**algorithm.lesson(Outcomes(torch.tensor(rewards), groups, finished), batch))
+            batch = batch.with_fields(
+                **algorithm.training_fields(Outcomes(torch.tensor(rewards), groups, finished), batch)
+            )
             _check("advantages", batch.fields["advantages"], batch.tokens.shape)
         for rows in algorithm.mini_batches(groups):
             part = batch.select(rows)

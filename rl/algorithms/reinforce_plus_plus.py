@@ -36,7 +36,7 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     standard deviation of the prompt."""
 
     name: Literal["reinforce++-baseline"]
-    compares: ClassVar[bool] = True
+    compares_in_group: ClassVar[bool] = True
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group"
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True

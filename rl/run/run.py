@@ -282,7 +282,7 @@ def _greet(
         f"run {files.path}",
         f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
         experiment.formula,
-        *(f"note: {remark}" for remark in experiment.algorithm.remarks()),
+        *(f"note: {note}" for note in experiment.algorithm.notes()),
         *changed,
     ):
         console.note(line)

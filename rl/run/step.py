@@ -213,7 +213,7 @@ def plan_updates(
     batch = batch.with_fields(**scores)
     if outcomes is None:
         return UpdatePlan(algorithm, batch, algorithm.mini_batches(torch.arange(batch.rows)), scored)
-    batch = batch.with_fields(**algorithm.lesson(outcomes, batch))
+    batch = batch.with_fields(**algorithm.training_fields(outcomes, batch))
     parts = [rows for rows in algorithm.mini_batches(outcomes.groups) if bool(used[rows].any())]
     return UpdatePlan(algorithm, batch, parts, scored)
 

@@ -168,7 +168,7 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
     assert (advantages[~batch.loss_mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares))
+@pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares_in_group))
 def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: str) -> None:
     rewards, groups = torch.tensor([0.5, 0.25]), torch.tensor([3, 1])
     found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name})
@@ -367,7 +367,7 @@ def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_eith
     terms = {"entropy": 0.01, "kl": {"loss": {"coefficient": 0.1}}, "tis_cap": None}
     gradients = []
     for chosen in (algorithm(name, **terms), algorithm(name, **terms, **left_out)):
-        given = batch.with_fields(**chosen.lesson(outcomes(), batch))
+        given = batch.with_fields(**chosen.training_fields(outcomes(), batch))
         scores, entropy = logprobs.clone().requires_grad_(), torch.ones_like(logprobs).requires_grad_()
         chosen.objective(given)(scores, entropy, given).loss.backward()
         assert scores.grad is not None and entropy.grad is not None
@@ -383,13 +383,15 @@ def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_eith
 def test_a_filtered_answer_hides_no_logprob_that_is_not_finite() -> None:
     batch, logprobs = sampled(fresh=True)
     chosen = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})
-    batch = batch.with_fields(**chosen.lesson(outcomes(), batch))
+    batch = batch.with_fields(**chosen.training_fields(outcomes(), batch))
     logprobs[1, PROMPT + 2] = math.nan
     assert computed(chosen, batch, logprobs)[0].isnan()
 
 
 def test_groups_are_judged_by_the_rewards_before_a_price_on_length() -> None:
-    assert algorithm("dapo").keeps(torch.tensor([0.0, 1.0])) and not algorithm("dapo").keeps(torch.tensor([1.0, 1.0]))
+    assert algorithm("dapo").keeps_group(torch.tensor([0.0, 1.0])) and not algorithm("dapo").keeps_group(
+        torch.tensor([1.0, 1.0])
+    )
 
 
 def test_maxrl_refuses_rewards_below_zero() -> None:
@@ -462,10 +464,10 @@ def test_maxrl_refuses_a_price_on_length_and_takes_the_filter() -> None:
     assert algorithm("maxrl", overlong={"penalty": 0.0, "filter": True}).overlong is not None
 
 
-def test_a_wide_clip_of_a_sequence_ratio_is_remarked_on() -> None:
-    (remark,) = [line for line in algorithm("gspo", clip_high=0.2).remarks() if "clip_high" in line]
-    assert remark.startswith("algorithm.clip_high: found 0.2, expected about 0.0004 with gspo")
-    assert not any("expected about" in line for line in algorithm("gspo").remarks())
+def test_a_wide_clip_of_a_sequence_ratio_is_noted() -> None:
+    (note,) = [line for line in algorithm("gspo", clip_high=0.2).notes() if "clip_high" in line]
+    assert note.startswith("algorithm.clip_high: found 0.2, expected about 0.0004 with gspo")
+    assert not any("expected about" in line for line in algorithm("gspo").notes())
 
 
 @pytest.mark.parametrize(

@@ -480,5 +480,5 @@ def test_what_teaches_nothing_is_refused_with_the_reason() -> None:
                 algorithm(name, reward=0.1)
 
 
-def test_k3_as_a_loss_is_remarked_on() -> None:
-    assert any("k2 has" in remark for remark in algorithm("grpo", loss=0.01, estimator="k3").remarks())
+def test_k3_as_a_loss_is_noted() -> None:
+    assert any("k2 has" in note for note in algorithm("grpo", loss=0.01, estimator="k3").notes())
