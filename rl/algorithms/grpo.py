@@ -108,7 +108,7 @@ class MaxRl(PolicyGradient):
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = (R - mean of the group) / mean, 0 where the mean is 0"
 
     @model_validator(mode="after")
-    def _no_price_makes_rewards_negative(self) -> Self:
+    def _no_penalty_makes_rewards_negative(self) -> Self:
         if self.overlong is not None and self.overlong.penalty:
             raise ValueError(
                 f"found overlong.penalty={self.overlong.penalty:g} with maxrl, expected 0: it divides by the mean "

@@ -219,7 +219,7 @@ class PolicyGradient(AlgorithmConfig):
             f"clip to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]": "clip(" in self.formula,
             f"at most {dual or 0:g} |A| where A < 0": dual is not None,
             "A whitened over the batch": self.whiten_advantages,
-            "R less a price on length": overlong is not None and overlong.penalty > 0,
+            "R less a length penalty": overlong is not None and overlong.penalty > 0,
             "truncated answers left out": overlong is not None and overlong.filter,
             f"R less {kl.reward.coefficient:g} KL to the reference": kl.reward.coefficient > 0,
             f"plus {kl.loss.coefficient:g} {kl.loss.estimator} of the KL to the reference": kl.loss.coefficient > 0,
@@ -262,8 +262,8 @@ class PolicyGradient(AlgorithmConfig):
 
     @property
     def needs(self) -> Needs:
-        priced = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
-        return Needs(old_logprobs=self.updates > 1 or priced, reference=self.kl.needs_reference)
+        penalized = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
+        return Needs(old_logprobs=self.updates > 1 or penalized, reference=self.kl.needs_reference)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         outcomes = self.shaped(outcomes, batch)
@@ -298,9 +298,10 @@ class PolicyGradient(AlgorithmConfig):
         """The advantage of each trajectory, float32 [N]; arguments as of `Outcomes`."""
         raise UnwrittenMethodError(self, "trajectory_advantages")
 
-    def kl_price(self, batch: TokenBatch) -> Tensor:
-        """Return what each token pays for being likelier than with the reference, at the weights that the batch was
-        scored with (under `bypass`, sampled with): float64 [B, S], 0 on tokens that are not used."""
+    def kl_penalty(self, batch: TokenBatch) -> Tensor:
+        """The KL penalty (`kl.reward`) of each token: coefficient times (logprob - reference logprob), at the weights
+        that the batch was scored with (under `bypass`, sampled with); float64 [B, S], 0 on tokens that are not used.
+        """
         old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
         x = old.double() - batch.fields["reference_logprobs"].double()
         return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)

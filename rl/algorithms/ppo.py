@@ -69,7 +69,7 @@ class Ppo(PolicyGradient):
         used = used_tokens(batch)
         rewards = torch.where(last_of_each_row(used), outcomes.rewards.double()[:, None], 0.0)
         if self.kl.reward.coefficient:
-            rewards = rewards - self.kl_price(batch)
+            rewards = rewards - self.kl_penalty(batch)
         values = batch.fields["values"]
         return generalised_advantages(rewards, values, used, self.gamma, self.gae_lambda).float()
 

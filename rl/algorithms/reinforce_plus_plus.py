@@ -25,7 +25,7 @@ class ReinforcePlusPlus(PolicyGradient):
         advantages = super().token_advantages(outcomes, batch)
         if not self.kl.reward.coefficient:
             return advantages
-        return torch.where(batch.loss_mask, advantages - to_go(self.kl_price(batch)), 0.0).float()
+        return torch.where(batch.loss_mask, advantages - to_go(self.kl_penalty(batch)), 0.0).float()
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return rewards.float()
@@ -43,7 +43,7 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         advantages = super().token_advantages(outcomes, batch)
-        return (advantages - self.kl_price(batch)).float() if self.kl.reward.coefficient else advantages
+        return (advantages - self.kl_penalty(batch)).float() if self.kl.reward.coefficient else advantages
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=False, group_size=self._group_size)

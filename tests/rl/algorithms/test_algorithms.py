@@ -334,7 +334,7 @@ def test_an_overlong_answer_loses_reward_with_each_token_of_the_buffer(length: i
     assert shaped.rewards.tolist() == [1.0 - lost]
 
 
-def test_the_price_on_length_counts_an_environment_s_tokens_as_the_limit_does() -> None:
+def test_the_length_penalty_counts_an_environment_s_tokens_as_the_limit_does() -> None:
     """Rows of 10 and 8 tokens after the prompt, of which an environment wrote none, 6 and 2; and an empty one."""
     mask = torch.ones(4, 12, dtype=torch.bool)
     mask[:, :2] = mask[1, 4:10] = mask[2, 3:5] = mask[2, 10:] = mask[3] = False
@@ -388,7 +388,7 @@ def test_a_filtered_answer_hides_no_logprob_that_is_not_finite() -> None:
     assert computed(chosen, batch, logprobs)[0].isnan()
 
 
-def test_groups_are_judged_by_the_rewards_before_a_price_on_length() -> None:
+def test_groups_are_judged_by_the_rewards_before_the_length_penalty() -> None:
     assert algorithm("dapo").keeps_group(torch.tensor([0.0, 1.0])) and not algorithm("dapo").keeps_group(
         torch.tensor([1.0, 1.0])
     )
@@ -431,7 +431,7 @@ def test_every_algorithm_says_its_loss_in_one_line() -> None:
         ({"name": "reinforce++", "whiten_advantages": False}, ["A = R;"], ["whiten", "KL"]),
         ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"], []),
         ({"name": "gspo"}, ["clip to [0.9997, 1.0004]", "seq_mean_token_mean"], []),
-        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "price on length"], ["left out"]),
+        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "length penalty"], ["left out"]),
         ({"name": "grpo", "ratio": "bypass", "entropy": 0.01}, ["less 0.01 entropy"], ["w ="]),
         (
             {"name": "grpo", "rejection": {"name": "icepop"}, "kl": {"loss": {"coefficient": 0.01}}, "veto": 1e-4},
@@ -458,7 +458,7 @@ def test_a_group_of_one_is_refused_where_it_would_teach_nothing(settings: dict[s
         parse_experiment(spec)
 
 
-def test_maxrl_refuses_a_price_on_length_and_takes_the_filter() -> None:
+def test_maxrl_refuses_a_length_penalty_and_takes_the_filter() -> None:
     with pytest.raises(ValidationError, match=r"found overlong.penalty=1 with maxrl, expected 0"):
         algorithm("maxrl", overlong={})
     assert algorithm("maxrl", overlong={"penalty": 0.0, "filter": True}).overlong is not None

@@ -116,7 +116,7 @@ def test_returns_are_advantages_before_whitening_and_values() -> None:
     assert torch.allclose(white, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
 
 
-def test_a_price_on_length_and_one_on_distance_compose() -> None:
+def test_the_length_penalty_and_the_kl_penalty_compose() -> None:
     batch, outcomes, own = with_spans(cut=False)
     overlong = {"limit": 7, "buffer": 4, "penalty": 1.0}
     kl = {"reward": {"coefficient": 0.5}}
@@ -124,7 +124,7 @@ def test_a_price_on_length_and_one_on_distance_compose() -> None:
     x = (batch.fields["old_logprobs"] - batch.fields["reference_logprobs"]).double()
     for row, reward in enumerate(
         (1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)
-    ):  # 7, 4 and 4 tokens, the tool's too, priced from the 4th
+    ):  # 7, 4 and 4 tokens, the tool's too, penalized from the 4th
         places = own[row].nonzero().flatten().tolist()
         for index, t in enumerate(places):
             expected = reward - 0.5 * sum(float(x[row, s]) for s in places[index:])
