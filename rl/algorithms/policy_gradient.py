@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
-from fp8rl.rl.algorithms.parts.advantages import spread, whitened
+from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
 from fp8rl.rl.algorithms.parts.surrogates import (
     ESTIMATORS,
@@ -276,7 +276,7 @@ class PolicyGradient(AlgorithmConfig):
         """The field that takes truncated answers out of the loss, if that is asked for."""
         if self.overlong is None or not self.overlong.filter:
             return {}
-        return {LEARNT_FROM: spread(outcomes.finished, batch.loss_mask)}
+        return {LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """The outcomes with the rewards from which advantages are computed."""
@@ -287,12 +287,12 @@ class PolicyGradient(AlgorithmConfig):
         if self.whiten_advantages:
             advantages = whitened(advantages, used_tokens(batch))
         if self.overlong is not None and self.overlong.filter:
-            advantages = spread(outcomes.finished, batch.loss_mask) * advantages
+            advantages = per_token(outcomes.finished, batch.loss_mask) * advantages
         return advantages
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantage of each token, float32 [B, S]: that of its trajectory."""
-        return spread(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
+        return per_token(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """The advantage of each trajectory, float32 [N]; arguments as of `Outcomes`."""

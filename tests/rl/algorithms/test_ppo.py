@@ -48,10 +48,10 @@ def random_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return rewards, values, used
 
 
-@pytest.mark.parametrize(("gamma", "trace"), [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0)])
-def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, trace: float) -> None:
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0)])
+def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, gae_lambda: float) -> None:
     rewards, values, used = random_rows()
-    found = generalised_advantages(rewards, values, used, gamma, trace)
+    found = generalised_advantages(rewards, values, used, gamma, gae_lambda)
     for row in range(6):
         kept = [(float(rewards[row, t]), float(values[row, t])) for t in range(30) if used[row, t]]
         expected = []
@@ -59,7 +59,7 @@ def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, tra
             total = 0.0
             for ahead, (reward, value) in enumerate(kept[start:]):
                 after = kept[start + ahead + 1][1] if start + ahead + 1 < len(kept) else 0.0
-                total += (gamma * trace) ** ahead * (reward + gamma * after - value)
+                total += (gamma * gae_lambda) ** ahead * (reward + gamma * after - value)
             expected.append(total)
         assert found[row, used[row]].tolist() == pytest.approx(expected, abs=1e-12)
     assert (found[~used] == 0).all()
