@@ -240,7 +240,7 @@ class Engines:
         await self._all_up()
 
     @waited
-    async def figures(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """`perf/engine_...`, and of engines that draft how many tokens a forward pass brought, since this was last
         asked; nothing without engines."""
         now = time.monotonic()
