@@ -77,7 +77,7 @@ def train(run: LiveRun) -> str:
         if saves:
             with clock.phase("checkpoint"):
                 run.checkpoints.begin(trainer, run.gate_state, step, feed.state())
-        metrics |= run.mendings() | stack.metrics() | clock.lap()
+        metrics |= run.recovery_metrics() | stack.metrics() | clock.lap()
         metrics |= throughput(metrics, rollouts.batch)
         last_row = run.record(metrics, partial(step_records, first, passed.batch), saves)
         if verdict.stop:

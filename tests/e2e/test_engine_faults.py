@@ -59,7 +59,7 @@ def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
 
 @pytest.fixture
 def told(stack: Stack) -> Iterator[list[str]]:
-    """What the stack says that it has mended; afterwards both engines serve again."""
+    """What the stack says of its recoveries; afterwards both engines serve again."""
     said: list[str] = []
     stack.events.subscribe(lambda metric, count, text: said.append(text))
     yield said

@@ -260,7 +260,7 @@ class Engines:
             await self._change.wait()
 
     async def _live(self, slot: EngineSlot) -> None:
-        """Keep an engine in a slot. Whatever cannot be mended is raised by all who wait."""
+        """Keep an engine in a slot. An error that another engine cannot repair is raised by all who wait."""
         try:
             await self._follow(slot)
         except Exception as error:
