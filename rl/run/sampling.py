@@ -191,7 +191,7 @@ class Sampling:
         self.events.tell_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
         if self.conversations is not None:
             self.conversations.check()
-        self.syncing.welcome()
+        self.syncing.sync_new_engines()
         for future in answers:
             if future.done() and not _is_stale(future):
                 future.result()

@@ -119,21 +119,20 @@ class Syncing:
         """
         with self._turns.turn("rollout"):
             self._engines.expect(self.version)
-            report = self._sent(self._engines.up, manifest)
+            report = self._sync_with_retry(self._engines.up, manifest)
         self._events.deliver()
         assert report is not None, "`up` waits for an engine"
         return report
 
-    def welcome(self) -> None:
+    def sync_new_engines(self) -> None:
         """Bring the trainer's weights into engines that have come up, or gone to sleep, since the last sync."""
-        self._sent(self._engines.waiting)
+        self._sync_with_retry(self._engines.waiting)
 
-    def _sent(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
-        """Sync the engines that `to` names, verified; None if there is none.
+    def _sync_with_retry(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
+        """Sync the engines that `to` names, and verify them. Return None if there are none.
 
-        The retry policy: if an engine proves to be lost, sync the others anew. If a sync fails although all engines
-        live, retry it once, with all weights: its cause may have passed, or an engine did not hold what a change was
-        made to.
+        If an engine is lost meanwhile, sync the others again. If a sync fails while all engines live, retry once with
+        all weights: the cause may have passed, or an engine did not hold the weights that a delta changes.
         """
         failed = False
         while endpoints := to():

@@ -85,7 +85,7 @@ def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sy
     assert side.syncs == [([FIRST, SECOND], False), ([FIRST], False)] and side.serving == [FIRST] and side.said == []
     newcomer = Side(failures=1, lost=SECOND)
     newcomer.serving = [FIRST]
-    newcomer.syncing.welcome()
+    newcomer.syncing.sync_new_engines()
     assert newcomer.syncs == [([SECOND], False)] and newcomer.serving == [FIRST], "nobody else waits for weights"
 
 
