@@ -149,7 +149,7 @@ class Syncing:
             else:
                 if self.canary is not None:
                     scored = self.bridge.trainer.begin_score(self.canary.batch)
-                    self._engines.prove(endpoints, Expected(self.canary, self.version, scored))
+                    self._engines.run_canaries(endpoints, Expected(self.canary, self.version, scored))
                 self._engines.verified(endpoints)
                 return report
         return None

@@ -147,14 +147,14 @@ class Engines:
         self._changed()
 
     @waited
-    async def prove(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
-        """Have these engines, which a sync has just verified, answer a canary; no answer of theirs counts before."""
+    async def run_canaries(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
+        """Have these engines, which a sync has just verified, answer a canary; no answer of theirs is used before."""
         scored = asyncio.create_task(asyncio.to_thread(expected.scored))
-        # A proof hears of its error. Where a run ends there may be no proof left, and asyncio would print a traceback.
+        # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
         for slot in self.slots:
             if slot.endpoint in endpoints and slot.is_up:
-                slot.proof = asyncio.create_task(slot.prove(expected, scored, self._differences))
+                slot.canary_task = asyncio.create_task(slot.run_canary(expected, scored, self._differences))
 
     @waited
     async def canaries(self) -> dict[str, float]:
@@ -283,7 +283,7 @@ class Engines:
             slot.engines += 1
             actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
             slot.endpoint, slot.serving, slot.load = None, False, None
-            slot.lost, slot.proof = asyncio.get_running_loop().create_future(), None
+            slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
             if reason and self._failure is None:
                 self._note_loss(slot, reason)
             self._changed()
@@ -354,17 +354,17 @@ class Engines:
         self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
     ) -> tuple[EngineSlot, Any]:
         """Return what an engine answers to a request for `count` sequences, and which one: another if the first is
-        lost, or its canary no good.
+        lost, or fails its canary.
 
         longest: tokens that one of them may have in the end. near: see `admit`.
         """
         while True:
             slot = await self._chosen(count, longest, near)
             actor = slot.actor
-            slot.give(count)
+            slot.add_answers(count)
             try:
                 answer = await call(ask(actor))
-                if await slot.is_sound(actor):
+                if await slot.passes_canary(actor):
                     return slot, answer
             except EngineDiedError as died:
                 slot.lose(actor, str(died))
@@ -373,7 +373,7 @@ class Engines:
                     raise
                 # else it was ended while it worked
             finally:
-                slot.take(count)
+                slot.remove_answers(count)
                 self._changed()
 
     async def _chosen(self, count: int, longest: int, near: object) -> EngineSlot:
