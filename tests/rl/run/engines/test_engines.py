@@ -376,7 +376,7 @@ def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.M
             for _ in range(turns):
                 await asyncio.sleep(0)
             await engines._close()
-            assert actor.ended and all(life.done() for life in engines._lives)
+            assert actor.ended and all(task.done() for task in engines._slot_tasks)
 
         engines._background.run(answered_and_closed(), 5)
         engines._background.close()
