@@ -20,18 +20,17 @@ Side = Literal["rollout", "train"]
 
 
 class DeviceTurns:
-    """The owner of the device's turn: that of the engines, whose answers are waited for, or that of the trainer.
+    """Says which side, engines or trainer, may use the device now.
 
-    Where both are on the same GPUs, engines sleep while the trainer works, and its optimizer lies in the host's memory
-    while they sample. Engines that sleep hold no weights: the next sync brings them all of it, and wakes them. Until
-    then they get no groups, and no other engine starts in place of a lost one.
+    On shared GPUs the engines sleep while the trainer works, and the optimizer's state is in host memory while they
+    sample. Sleeping engines hold no weights: they get no groups until the next sync brings all weights and wakes them,
+    and no lost engine is replaced meanwhile.
 
-    Elsewhere both hold what they need side by side, so that nothing moves when the turn does, and engines that sample
-    ahead go on while the trainer trains.
+    On separate GPUs nothing moves, and engines that sample ahead continue while the trainer trains.
     """
 
     def __init__(self, sharing: tuple[Engines, TrainerGroup] | None = None) -> None:
-        """sharing: the sides, where they are on the same GPUs. The trainer is there first."""
+        """sharing: both sides, if they share GPUs. The first turn is the trainer's."""
         self._sharing = sharing
         self._there: Side = "train"
         self._holder: Side | None = None
