@@ -52,7 +52,7 @@ class Stack:
     """The nodes and GPUs of both sides."""
     trainer: TrainerGroup
     engines: Engines
-    """None in a run that samples nothing."""
+    """Empty (`Engines.none()`) in a run that samples nothing."""
     teacher: Teacher | None
     """The model that the policy learns from, if there is one."""
     syncing: Syncing
