@@ -46,7 +46,7 @@ class StepPass:
     @cached_property
     def monitored(self) -> ScoredBatch | None:
         """The tokens that show whether both sides agree: the batch, and answers to later steps."""
-        return self.scored if self.scored is None or self.ahead is None else self.scored.beside(self.ahead)
+        return self.scored if self.scored is None or self.ahead is None else self.scored.followed_by(self.ahead)
 
     @property
     def train_metrics(self) -> dict[str, float]:

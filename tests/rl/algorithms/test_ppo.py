@@ -122,9 +122,8 @@ def test_the_length_penalty_and_the_kl_penalty_compose() -> None:
     kl = {"reward": {"coefficient": 0.5}}
     fields = ppo(overlong=overlong, kl=kl).training_fields(outcomes, batch)
     x = (batch.fields["old_logprobs"] - batch.fields["reference_logprobs"]).double()
-    for row, reward in enumerate(
-        (1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)
-    ):  # 7, 4 and 4 tokens, the tool's too, penalized from the 4th
+    # 7, 4 and 4 tokens, the tool's too, penalized from the 4th
+    for row, reward in enumerate((1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)):
         places = own[row].nonzero().flatten().tolist()
         for index, t in enumerate(places):
             expected = reward - 0.5 * sum(float(x[row, s]) for s in places[index:])

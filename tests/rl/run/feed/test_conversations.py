@@ -198,9 +198,8 @@ def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(m
     begun(conversations, 1, 2).result(timeout=20)
     assert [bool(text) for text in conversations.failures.new_messages(only_if_explained=True)] == [True, False]
     begun(conversations, 3).result(timeout=20)
-    assert conversations.failures.new_messages(
-        only_if_explained=True
-    ) == [] and conversations.failures.new_messages() == [""]
+    assert conversations.failures.new_messages(only_if_explained=True) == []
+    assert conversations.failures.new_messages() == [""]
 
 
 @pytest.mark.parametrize("function", ["talks", "swallows"])
