@@ -132,7 +132,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
             if (cut := sum(not one.finished for one in answers_given)) * 2 > len(answers_given):
                 say(no_room(cut, len(answers_given), f"max_new_tokens={each.sampling.max_new_tokens}"))
             for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
-                for text in filter(None, failures.news()):
+                for text in filter(None, failures.new_messages()):
                     say(text)
     return metrics
 

@@ -77,7 +77,7 @@ def train(run: LiveRun) -> str:
         if saves:
             with clock.phase("checkpoint"):
                 run.checkpoints.begin(trainer, run.gate_state, step, feed.state())
-        metrics |= run.mendings() | stack.figures() | clock.lap()
+        metrics |= run.recovery_metrics() | stack.metrics() | clock.lap()
         metrics |= throughput(metrics, rollouts.batch)
         last_row = run.record(metrics, partial(step_records, first, passed.batch), saves)
         if verdict.stop:
@@ -96,7 +96,7 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
     """
     first, stack = run.sync(), run.stack
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
-    stack.figures()  # from here on they count
+    stack.metrics()  # reset: what came before step 1 belongs to no row
     if run.step == 0:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()

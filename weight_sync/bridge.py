@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class SyncReport:
-    """The figures of one sync."""
+    """The metrics of one sync."""
 
     version: int
     bytes: int

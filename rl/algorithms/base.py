@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     formula: ClassVar[str] = ""
     """What is minimised, in one line, with r = e^(logprob - old) and R the reward, whatever the settings."""
 
-    compares: ClassVar[bool] = False
+    compares_in_group: ClassVar[bool] = False
     """True if an answer is compared with the others of its prompt; in a group of one, with 0."""
 
     @property
@@ -111,11 +111,11 @@ class AlgorithmConfig(Section):
         """The advantage of each token, float32 [B, S], 0 where the loss has no target."""
         raise UnwrittenMethodError(self, "advantages")
 
-    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        """The fields that the objective learns from, float32 [B, S] each, made of a scored batch."""
+    def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        """The fields of the batch that the objective reads beside the scores, each float32 [B, S]."""
         return {"advantages": self.advantages(outcomes, batch)}
 
-    def keeps(self, rewards: Tensor) -> bool:
+    def keeps_group(self, rewards: Tensor) -> bool:
         """Return whether to train on a group with these rewards, float [G]; otherwise another group is sampled."""
         return True
 
@@ -127,7 +127,7 @@ class AlgorithmConfig(Section):
         """The critic's loss, likewise."""
         raise UnwrittenMethodError(self, "critic_objective")
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Differences from other frameworks that a user should know, one sentence each."""
         return []
 

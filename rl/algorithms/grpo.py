@@ -23,7 +23,7 @@ from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 class GroupRelative(PolicyGradient):
     """An answer is measured by the others of its prompt."""
 
-    compares: ClassVar[bool] = True
+    compares_in_group: ClassVar[bool] = True
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group, over its std with group_norm_std"
 
     group_norm_std: bool = True
@@ -74,9 +74,9 @@ class Gspo(GroupRelative):
         ratio = sequence_ratio(logprobs, old, used)
         return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         wide = {key: getattr(self, key) for key in ("clip_low", "clip_high") if getattr(self, key) >= WIDE_CLIP}
-        return super().remarks() + [
+        return super().notes() + [
             f"algorithm.{key}: found {value:g}, expected about {type(self).model_fields[key].default:g} with gspo: the "
             "ratio of a sequence is a geometric mean, which so wide a clip never touches"
             for key, value in wide.items()
@@ -108,7 +108,7 @@ class MaxRl(PolicyGradient):
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = (R - mean of the group) / mean, 0 where the mean is 0"
 
     @model_validator(mode="after")
-    def _no_price_makes_rewards_negative(self) -> Self:
+    def _no_penalty_makes_rewards_negative(self) -> Self:
         if self.overlong is not None and self.overlong.penalty:
             raise ValueError(
                 f"found overlong.penalty={self.overlong.penalty:g} with maxrl, expected 0: it divides by the mean "

@@ -20,7 +20,7 @@ class Opd(GroupRelative):
     Distillation of Language Models"; as an advantage of each token: Thinking Machines 2025, slime and miles)."""
 
     name: Literal["opd"]
-    compares: ClassVar[bool] = False
+    compares_in_group: ClassVar[bool] = False
     formula: ClassVar[str] = (
         "max(-A r, -A clip(r)); A = teacher_weight (teacher's logprob - sg(logprob)) + reward_weight A of grpo"
     )
@@ -58,9 +58,9 @@ class Opd(GroupRelative):
     def objective(self, batch: TokenBatch) -> Distillation:
         return Distillation(super().objective(batch), self.teacher_weight, int(used_tokens(batch).sum()))
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         said = "teacher_weight: 1, as slime's and miles' opd-kl-coef; verl and NeMo-RL can take the teacher's most "
-        return [*super().remarks(), said + "probable tokens instead of the sampled one"]
+        return [*super().notes(), said + "probable tokens instead of the sampled one"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
-from fp8rl.rl.algorithms.parts.advantages import spread, whitened
+from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
 from fp8rl.rl.algorithms.parts.surrogates import (
     ESTIMATORS,
@@ -219,7 +219,7 @@ class PolicyGradient(AlgorithmConfig):
             f"clip to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]": "clip(" in self.formula,
             f"at most {dual or 0:g} |A| where A < 0": dual is not None,
             "A whitened over the batch": self.whiten_advantages,
-            "R less a price on length": overlong is not None and overlong.penalty > 0,
+            "R less a length penalty": overlong is not None and overlong.penalty > 0,
             "truncated answers left out": overlong is not None and overlong.filter,
             f"R less {kl.reward.coefficient:g} KL to the reference": kl.reward.coefficient > 0,
             f"plus {kl.loss.coefficient:g} {kl.loss.estimator} of the KL to the reference": kl.loss.coefficient > 0,
@@ -246,7 +246,7 @@ class PolicyGradient(AlgorithmConfig):
         tis_cap = None if self.ratio == "bypass" else self.tis_cap
         return Correction.of(tis_cap, self.tis_level, self.rejection, self.veto)
 
-    def keeps(self, rewards: Tensor) -> bool:
+    def keeps_group(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
 
     @property
@@ -262,21 +262,21 @@ class PolicyGradient(AlgorithmConfig):
 
     @property
     def needs(self) -> Needs:
-        priced = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
-        return Needs(old_logprobs=self.updates > 1 or priced, reference=self.kl.needs_reference)
+        penalized = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
+        return Needs(old_logprobs=self.updates > 1 or penalized, reference=self.kl.needs_reference)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         outcomes = self.shaped(outcomes, batch)
         return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
 
-    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        return super().lesson(outcomes, batch) | self.filtered(outcomes, batch)
+    def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        return super().training_fields(outcomes, batch) | self.filtered(outcomes, batch)
 
     def filtered(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
         """The field that takes truncated answers out of the loss, if that is asked for."""
         if self.overlong is None or not self.overlong.filter:
             return {}
-        return {LEARNT_FROM: spread(outcomes.finished, batch.loss_mask)}
+        return {LEARNT_FROM: per_token(outcomes.finished, batch.loss_mask)}
 
     def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
         """The outcomes with the rewards from which advantages are computed."""
@@ -287,20 +287,21 @@ class PolicyGradient(AlgorithmConfig):
         if self.whiten_advantages:
             advantages = whitened(advantages, used_tokens(batch))
         if self.overlong is not None and self.overlong.filter:
-            advantages = spread(outcomes.finished, batch.loss_mask) * advantages
+            advantages = per_token(outcomes.finished, batch.loss_mask) * advantages
         return advantages
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         """The advantage of each token, float32 [B, S]: that of its trajectory."""
-        return spread(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
+        return per_token(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """The advantage of each trajectory, float32 [N]; arguments as of `Outcomes`."""
         raise UnwrittenMethodError(self, "trajectory_advantages")
 
-    def kl_price(self, batch: TokenBatch) -> Tensor:
-        """Return what each token pays for being likelier than with the reference, at the weights that the batch was
-        scored with (under `bypass`, sampled with): float64 [B, S], 0 on tokens that are not used."""
+    def kl_penalty(self, batch: TokenBatch) -> Tensor:
+        """The KL penalty (`kl.reward`) of each token: coefficient times (logprob - reference logprob), at the weights
+        that the batch was scored with (under `bypass`, sampled with); float64 [B, S], 0 on tokens that are not used.
+        """
         old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
         x = old.double() - batch.fields["reference_logprobs"].double()
         return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)
@@ -318,7 +319,7 @@ class PolicyGradient(AlgorithmConfig):
         aggregate = Aggregation.of(used, self.loss_aggregation, self.loss_length or 1)
         return PolicyObjective(self, self.correction, aggregate, self.kl, self.entropy, bypass)
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         said = []
         if self.loss_aggregation == "token_mean":
             said.append("loss_aggregation: token_mean, as in verl and NeMo-RL; slime and miles: seq_mean_token_mean")

@@ -58,28 +58,28 @@ class Ppo(PolicyGradient):
     def learns(self, step: int) -> bool:
         return step > self.critic_warmup
 
-    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+    def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
         outcomes = self.shaped(outcomes, batch)
         advantages = self.token_advantages(outcomes, batch)
         returns = torch.where(used_tokens(batch), advantages + batch.fields["values"], 0.0)
-        lesson = {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
-        return lesson | self.filtered(outcomes, batch)
+        fields = {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
+        return fields | self.filtered(outcomes, batch)
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         used = used_tokens(batch)
         rewards = torch.where(last_of_each_row(used), outcomes.rewards.double()[:, None], 0.0)
         if self.kl.reward.coefficient:
-            rewards = rewards - self.kl_price(batch)
+            rewards = rewards - self.kl_penalty(batch)
         values = batch.fields["values"]
         return generalised_advantages(rewards, values, used, self.gamma, self.gae_lambda).float()
 
     def critic_objective(self, batch: TokenBatch) -> Objective:
         return ValueObjective(int(used_tokens(batch).sum()), self.value_clip)
 
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         alone = f"critic_warmup: the critic learns alone in the first {self.critic_warmup} steps, the policy does not"
         return [
-            *super().remarks(),
+            *super().notes(),
             *[alone] * (self.critic_warmup > 0),
             "value_clip: 0.2 as in slime and miles, 0.5 in verl, OpenRLHF and AReaL; the factor 1/2 of the critic's "
             "loss is verl's and OpenRLHF's, not slime's",

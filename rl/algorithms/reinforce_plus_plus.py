@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.advantages import group_advantages, to_go
+from fp8rl.rl.algorithms.parts.advantages import group_advantages, rewards_to_go
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.trainer.step.batch import TokenBatch
 
@@ -25,7 +25,7 @@ class ReinforcePlusPlus(PolicyGradient):
         advantages = super().token_advantages(outcomes, batch)
         if not self.kl.reward.coefficient:
             return advantages
-        return torch.where(batch.loss_mask, advantages - to_go(self.kl_price(batch)), 0.0).float()
+        return torch.where(batch.loss_mask, advantages - rewards_to_go(self.kl_penalty(batch)), 0.0).float()
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return rewards.float()
@@ -36,14 +36,14 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     standard deviation of the prompt."""
 
     name: Literal["reinforce++-baseline"]
-    compares: ClassVar[bool] = True
+    compares_in_group: ClassVar[bool] = True
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group"
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         advantages = super().token_advantages(outcomes, batch)
-        return (advantages - self.kl_price(batch)).float() if self.kl.reward.coefficient else advantages
+        return (advantages - self.kl_penalty(batch)).float() if self.kl.reward.coefficient else advantages
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=False, group_size=self._group_size)

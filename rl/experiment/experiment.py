@@ -117,7 +117,7 @@ class Experiment(Section):
     @property
     def formula(self) -> str:
         """The loss of a token, in one line."""
-        alone = self.algorithm.compares and self.rollout.group_size == 1
+        alone = self.algorithm.compares_in_group and self.rollout.group_size == 1
         said = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
         return f"loss: {self.algorithm.loss_summary}{said * alone}"
 

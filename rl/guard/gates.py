@@ -283,7 +283,7 @@ class Guard:
         return values if tis_cap is None else values | {"gates/tis_cap": tis_cap}
 
     def _decide(self, step: int, firings: Sequence[Firing], fault: Fault | None, capsule: str | None) -> Verdict:
-        """Take the actions that last."""
+        """Apply lasting actions, and return the verdict on these firings and this fault."""
         events = [firing.event(step) for firing in firings]
         if fault is not None:
             action = "skip_step" if self._settings.nonfinite_loss == "skip" else "checkpoint_and_stop"
@@ -308,7 +308,7 @@ class Guard:
         )
 
     def _apply(self, firing: Firing) -> bool:
-        """Take the actions that last; whether the objective or the routes are others now."""
+        """Apply a gate's lasting action; return whether it changed the objective or the routes."""
         before = self.algorithm.correction.tis_cap, self.replays
         gate_state, rule = self._gate_state, firing.rule
         if rule.action == "tighten_tis":

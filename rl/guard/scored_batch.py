@@ -58,8 +58,8 @@ class ScoredBatch:
         d = self.logprobs.double() - self.batch.fields["rollout_logprobs"].double()
         return torch.where(self.fresh, d.abs().nan_to_num(torch.inf, torch.inf), 0.0)
 
-    def beside(self, other: ScoredBatch) -> ScoredBatch:
-        """The rows of this one, then those of the other, scored at the same version and without routes."""
+    def followed_by(self, other: ScoredBatch) -> ScoredBatch:
+        """Append the rows of `other`, which was scored at the same version. Neither may have routes."""
         width = max(self.batch.width, other.batch.width)
 
         def both(mine: Tensor, theirs: Tensor, value: float = 0) -> Tensor:

@@ -103,7 +103,7 @@ class Checkpoints:
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
-    """Check that `spec` can go on from the newest checkpoint of `run`.
+    """Check that `experiment` can go on from the newest checkpoint of `run`.
 
     Damage inside its tensors is found when they load.
 
@@ -203,7 +203,7 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
 
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
-    """The settings in which `spec` differs from the one that `run` was last started with, in words."""
+    """The settings in which `experiment` differs from the one that `run` was last started with, in words."""
     before, after = (_flat(values.to_dict()) for values in (read_resolved(run.experiment), experiment))
     changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
     said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]

@@ -52,9 +52,9 @@ class Events:
         self.deliver()
 
     def tell_failures(self, *failures: Failures, only_if_explained: bool = False) -> None:
-        """Deliver the failures of the user's functions since the last call; see `Failures.news`."""
+        """Deliver the failures of the user's functions since the last call; see `Failures.new_messages`."""
         for each in failures:
-            if texts := each.news(only_if_explained):
+            if texts := each.new_messages(only_if_explained):
                 text = "\n".join(filter(None, texts)) or f"{len(texts)} more {each.what}s failed"
                 self.tell(each.metric, len(texts), text)
 
@@ -65,10 +65,15 @@ class Events:
 
 
 class Failures:
-    """The failures of one kind of the user's functions in a run: counted, explained once a function, and bounded.
+    """Counts, explains and limits the failures of one kind of user function in a run.
 
-    what: it in words, as in "the reward math". meaning: of a failure for the answer. metric: counts them. key: of the
-    spec, that bounds their number by `limit`. at_once: a run whose first calls all fail in the same way ends.
+    Args:
+        what: its name in messages, as "reward" in "the reward math has failed".
+        meaning: what a failure does to the answer.
+        metric: the metric that counts failures.
+        key: the spec's key of the limit.
+        limit: the most failures in a run.
+        at_once: stop the run if its first calls all fail in the same way.
     """
 
     def __init__(self, what: str, meaning: str, metric: str, key: str, limit: int, at_once: bool = False) -> None:
@@ -77,7 +82,7 @@ class Failures:
         self._count = 0
         self._same: list[str] | None = [] if at_once else None
         self._explained: set[str] = set()
-        self._news: list[str] = []
+        self._new: list[str] = []
 
     def succeeded(self) -> None:
         """Note that a call has not failed."""
@@ -96,17 +101,19 @@ class Failures:
                 )
         first = label not in self._explained
         self._explained.add(label)
-        self._news.append(f"the {self.what} {label} has failed, {self._meaning}: {why.rstrip()}" if first else "")
+        self._new.append(f"the {self.what} {label} has failed, {self._meaning}: {why.rstrip()}" if first else "")
         if self._count > self._limit:
             raise TooManyFailuresError(
                 f"found {self._count} failures of {self.what}s, expected at most {self._limit} ({self._key}). "
                 f"The last one, of {label}: {why.rstrip()}"
             )
 
-    def news(self, only_if_explained: bool = False) -> list[str]:
-        """A text for each that was added since this was last asked: why, for a function's first one, and nothing for
-        its others. only_if_explained: none at all unless one of them is a function's first."""
-        if only_if_explained and not any(self._news):
+    def new_messages(self, only_if_explained: bool = False) -> list[str]:
+        """Return one text per failure since the last call: the reason for a function's first failure, else empty.
+
+        only_if_explained: return nothing unless one has a reason.
+        """
+        if only_if_explained and not any(self._new):
             return []
-        said, self._news = self._news, []
+        said, self._new = self._new, []
         return said

@@ -82,8 +82,8 @@ class LiveRun:
     """Digests of the weights that the engines hold, as the last sync verified them."""
     feed: FeedState | None = None
     """The feed's state in the checkpoint that the run goes on from."""
-    mended: Counter[str] = field(default_factory=Counter)
-    """Counts of what was mended in this step, by metric."""
+    recoveries: Counter[str] = field(default_factory=Counter)
+    """Counts of recoveries in this step, by metric: engines replaced, syncs repeated, failed user functions."""
     _began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -237,19 +237,19 @@ class LiveRun:
     def note(self, metric: str, count: int, text: str) -> None:
         """Announce an event of the stream, and count it for the step's row, as far as the tracker does not."""
         if metric not in (WANDB_LOST, TRACKER_LOST):
-            self.mended[metric] += count
+            self.recoveries[metric] += count
         action = _ACTIONS[metric] if count else "go_on"
         self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
-    def mendings(self) -> dict[str, float]:
-        """Return the counts of what was mended since the last call, as metrics."""
+    def recovery_metrics(self) -> dict[str, float]:
+        """Return the counts of recoveries since the last call, as metrics."""
         counts: dict[str, int] = {}
         if self.stack.engines:
             counts = dict.fromkeys((ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES), 0)
         if self.stack.sampling.conversations is not None:
             counts[ENVIRONMENT_FAILURES] = 0
-        counts |= self.mended
-        self.mended.clear()
+        counts |= self.recoveries
+        self.recoveries.clear()
         return {name: float(count) for name, count in counts.items()}
 
     def announce(self, event: Event) -> None:
@@ -282,7 +282,7 @@ def _greet(
         f"run {files.path}",
         f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}",
         experiment.formula,
-        *(f"note: {remark}" for remark in experiment.algorithm.remarks()),
+        *(f"note: {note}" for note in experiment.algorithm.notes()),
         *changed,
     ):
         console.note(line)

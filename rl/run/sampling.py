@@ -73,7 +73,7 @@ class PendingGroup:
 
 @dataclass
 class Sampling:
-    """Has groups answered, and looks after the engines while it waits: new ones get the trainer's weights."""
+    """Has groups answered. While it waits, it brings the trainer's weights into new engines."""
 
     rollout: RolloutSection
     """The section of the spec: how answers are drawn and counted."""
@@ -138,7 +138,7 @@ class Sampling:
             while (answered := sum(item.answered for item in asked)) < wanted:
                 self.events.progress(answered, wanted)
                 self._ask_again(asked)
-                self._look_after([item.answers for item in asked if not item.answered], FIRST_COMPLETED)
+                self._wait_briefly([item.answers for item in asked if not item.answered], FIRST_COMPLETED)
         self.events.deliver()
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
@@ -152,7 +152,7 @@ class Sampling:
 
         with self.turns.turn("rollout"):
             while not any(map(fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
-                self._look_after([item.answers for item in under_way], FIRST_COMPLETED)
+                self._wait_briefly([item.answers for item in under_way], FIRST_COMPLETED)
         self.events.deliver()
 
     def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
@@ -180,18 +180,19 @@ class Sampling:
         with self.turns.turn("rollout"):
             while not all(item.answers.done() for item in asked):
                 self.events.progress(sum(item.answered for item in asked), len(asked))
-                self._look_after([item.answers for item in asked], FIRST_EXCEPTION)
+                self._wait_briefly([item.answers for item in asked], FIRST_EXCEPTION)
         self.events.progress(len(asked), len(asked))
         self.events.deliver()
 
-    def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
-        """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
+    def _wait_briefly(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
+        """Wait a moment for answers; meanwhile sync new engines, report failures, and raise errors that a sync cannot
+        repair."""
         wait([future for future in answers if not future.done()], timeout=_LOOK_SECONDS, return_when=until)
         self.events.deliver()
         self.events.tell_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
         if self.conversations is not None:
             self.conversations.check()
-        self.syncing.welcome()
+        self.syncing.sync_new_engines()
         for future in answers:
             if future.done() and not _is_stale(future):
                 future.result()

@@ -52,7 +52,7 @@ class Stack:
     """The nodes and GPUs of both sides."""
     trainer: TrainerGroup
     engines: Engines
-    """None in a run that samples nothing."""
+    """Empty (`Engines.none()`) in a run that samples nothing."""
     teacher: Teacher | None
     """The model that the policy learns from, if there is one."""
     syncing: Syncing
@@ -174,9 +174,9 @@ class Stack:
         """Give the device to one side for a block; see `DeviceTurns.turn`."""
         return self.turns.turn(side)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """`perf/...` of the engines, and `memory/...` of turns, since the last call."""
-        return self.engines.figures() | self.turns.metrics()
+        return self.engines.metrics() | self.turns.metrics()
 
     def _renew_bridge(self) -> None:
         bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)

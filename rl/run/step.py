@@ -46,7 +46,7 @@ class StepPass:
     @cached_property
     def monitored(self) -> ScoredBatch | None:
         """The tokens that show whether both sides agree: the batch, and answers to later steps."""
-        return self.scored if self.scored is None or self.ahead is None else self.scored.beside(self.ahead)
+        return self.scored if self.scored is None or self.ahead is None else self.scored.followed_by(self.ahead)
 
     @property
     def train_metrics(self) -> dict[str, float]:
@@ -213,7 +213,7 @@ def plan_updates(
     batch = batch.with_fields(**scores)
     if outcomes is None:
         return UpdatePlan(algorithm, batch, algorithm.mini_batches(torch.arange(batch.rows)), scored)
-    batch = batch.with_fields(**algorithm.lesson(outcomes, batch))
+    batch = batch.with_fields(**algorithm.training_fields(outcomes, batch))
     parts = [rows for rows in algorithm.mini_batches(outcomes.groups) if bool(used[rows].any())]
     return UpdatePlan(algorithm, batch, parts, scored)
 

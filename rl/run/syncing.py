@@ -20,18 +20,17 @@ Side = Literal["rollout", "train"]
 
 
 class DeviceTurns:
-    """The owner of the device's turn: that of the engines, whose answers are waited for, or that of the trainer.
+    """Says which side, engines or trainer, may use the device now.
 
-    Where both are on the same GPUs, engines sleep while the trainer works, and its optimizer lies in the host's memory
-    while they sample. Engines that sleep hold no weights: the next sync brings them all of it, and wakes them. Until
-    then they get no groups, and no other engine starts in place of a lost one.
+    On shared GPUs the engines sleep while the trainer works, and the optimizer's state is in host memory while they
+    sample. Sleeping engines hold no weights: they get no groups until the next sync brings all weights and wakes them,
+    and no lost engine is replaced meanwhile.
 
-    Elsewhere both hold what they need side by side, so that nothing moves when the turn does, and engines that sample
-    ahead go on while the trainer trains.
+    On separate GPUs nothing moves, and engines that sample ahead continue while the trainer trains.
     """
 
     def __init__(self, sharing: tuple[Engines, TrainerGroup] | None = None) -> None:
-        """sharing: the sides, where they are on the same GPUs. The trainer is there first."""
+        """sharing: both sides, if they share GPUs. The first turn is the trainer's."""
         self._sharing = sharing
         self._there: Side = "train"
         self._holder: Side | None = None
@@ -119,21 +118,20 @@ class Syncing:
         """
         with self._turns.turn("rollout"):
             self._engines.expect(self.version)
-            report = self._sent(self._engines.up, manifest)
+            report = self._sync_with_retry(self._engines.up, manifest)
         self._events.deliver()
         assert report is not None, "`up` waits for an engine"
         return report
 
-    def welcome(self) -> None:
+    def sync_new_engines(self) -> None:
         """Bring the trainer's weights into engines that have come up, or gone to sleep, since the last sync."""
-        self._sent(self._engines.waiting)
+        self._sync_with_retry(self._engines.waiting)
 
-    def _sent(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
-        """Sync the engines that `to` names, verified; None if there is none.
+    def _sync_with_retry(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
+        """Sync the engines that `to` names, and verify them. Return None if there are none.
 
-        The retry policy: if an engine proves to be lost, sync the others anew. If a sync fails although all engines
-        live, retry it once, with all weights: its cause may have passed, or an engine did not hold what a change was
-        made to.
+        If an engine is lost meanwhile, sync the others again. If a sync fails while all engines live, retry once with
+        all weights: the cause may have passed, or an engine did not hold the weights that a delta changes.
         """
         failed = False
         while endpoints := to():
@@ -150,7 +148,7 @@ class Syncing:
             else:
                 if self.canary is not None:
                     scored = self.bridge.trainer.begin_score(self.canary.batch)
-                    self._engines.prove(endpoints, Expected(self.canary, self.version, scored))
+                    self._engines.run_canaries(endpoints, Expected(self.canary, self.version, scored))
                 self._engines.verified(endpoints)
                 return report
         return None

@@ -125,7 +125,7 @@ def sampled(run: Path) -> list[bytes]:
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without time, and without what was mended."""
+    """A row without time, and without its recoveries."""
     beside = ("perf/", "sync/seconds", "sync/send_seconds", "sync/verify_seconds", "tracking/resumed")
-    beside += ("rollout/engines_replaced", "sync/repeated")  # how often something was mended
+    beside += ("rollout/engines_replaced", "sync/repeated")  # recoveries
     return {key: value for key, value in row.items() if not key.startswith(beside)}

@@ -59,7 +59,7 @@ def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
 
 @pytest.fixture
 def told(stack: Stack) -> Iterator[list[str]]:
-    """What the stack says that it has mended; afterwards both engines serve again."""
+    """What the stack says of its recoveries; afterwards both engines serve again."""
     said: list[str] = []
     stack.events.subscribe(lambda metric, count, text: said.append(text))
     yield said
@@ -157,17 +157,17 @@ def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_the
     state = state_bytes(shape, stack.experiment.trainer, stack.numerics, "torch", 0)
     moved = sum(part.gradients + part.masters + part.moments for part in state.values())
     cache = shape.kv_bytes() * (stack.experiment.rollout.cache_tokens + 1)
-    stack.figures()
+    stack.metrics()
     with stack.turn("train"):
-        figures = stack.figures()
+        metrics = stack.metrics()
         server_of(stack, 1).kill()
         assert wait_until(lambda: stack.engines.slots[1].endpoint is None, START_S)
-        assert figures["memory/engine_released_bytes"] > cache + served_bytes(shape, stack.numerics.rollout_spec)
+        assert metrics["memory/engine_released_bytes"] > cache + served_bytes(shape, stack.numerics.rollout_spec)
         assert not stack.engines.slots[0].serving
     assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
     assert len(told) == 1 and told[0].startswith("engine 1 is lost and replaced")
-    figures = stack.figures()
-    assert figures["memory/trainer_moved_bytes"] == moved
+    metrics = stack.metrics()
+    assert metrics["memory/trainer_moved_bytes"] == moved
 
 
 def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(

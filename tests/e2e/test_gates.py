@@ -159,8 +159,8 @@ class Faults:
             self._note_passes(stack)
         self.step += 1
         self.passes[self.step] = []
-        proofs = [slot.proof for slot in stack.engines.slots]
-        assert wait_until(lambda: all(proof is None or proof.done() for proof in proofs), 60), "faults come after these"
+        canaries = [slot.canary_task for slot in stack.engines.slots]
+        assert wait_until(lambda: all(task is None or task.done() for task in canaries), 60), "faults come after these"
         self._before.get(self.step, lambda _: None)(stack)
         return work()
 

@@ -58,7 +58,7 @@ def test_after_a_lost_trainer_nothing_is_asked_of_engines_that_still_hold_its_we
         engines=[sampling.engines],
         closing=Closing(),
         replays=False,
-        figures=dict,
+        metrics=dict,
         turn=sampling.turns.turn,
     )
     run = SimpleNamespace(

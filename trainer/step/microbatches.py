@@ -46,8 +46,8 @@ class MicroBatch:
         """Undo `to_model`. padding: the value for padded places, where it matters."""
         return values
 
-    def figures(self) -> dict[str, Tensor]:
-        """Return metrics of the layout, which are added up over the micro-batches of a pass."""
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the metrics of the layout, which are added up over the micro-batches of a pass."""
         return {}
 
     # A target is a token that the head predicts, from the hidden state of the token before it. Here every token has a

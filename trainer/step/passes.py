@@ -164,7 +164,7 @@ def _loss(
     else:
         share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
         loss = share.loss
-        metrics = {name: value.detach() for name, value in (share.metrics | micro.figures()).items()}
+        metrics = {name: value.detach() for name, value in (share.metrics | micro.metrics()).items()}
     kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 

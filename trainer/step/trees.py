@@ -95,7 +95,7 @@ class TreeMicroBatch(PackedMicroBatch):
     def from_targets(self, values: Tensor, padding: int = 0) -> Tensor:
         return self._placed(self.asked, gathered(values, self.target_of), padding)[:, 1:]
 
-    def figures(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         batch, own = self.batch, self.index[: self.real]
         sampled = batch.loss_mask.sum() - batch.loss_mask.flatten()[own].sum()
         return {SAVED_SAMPLED: sampled, SAVED_OTHER: batch.lengths.sum() - self.real - sampled}

@@ -43,4 +43,4 @@ def turned(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 def with_advantages(sample: live.Sample) -> TokenBatch:
     """A sample's batch with the field from which GRPO learns."""
-    return sample.batch.with_fields(**Grpo().lesson(sample.outcomes, sample.batch))
+    return sample.batch.with_fields(**Grpo().training_fields(sample.outcomes, sample.batch))

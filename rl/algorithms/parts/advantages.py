@@ -74,7 +74,7 @@ def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     return torch.where(group.means > 0, group.centred / group.means, 0.0).float()
 
 
-def spread(values: Tensor, batch_mask: Tensor) -> Tensor:
+def per_token(values: Tensor, batch_mask: Tensor) -> Tensor:
     """float32 [B, S]: the value [B] of each row at each of its target tokens, bool [B, S]; 0 elsewhere."""
     return torch.where(batch_mask, values.float()[:, None], 0.0)
 
@@ -133,20 +133,22 @@ def last_of_each_row(used: Tensor) -> Tensor:
     return used & (seen == 1)
 
 
-def to_go(values: Tensor) -> Tensor:
+def rewards_to_go(values: Tensor) -> Tensor:
     """[B, S], the sum over each token and all that follow it in its row."""
     return values.flip(1).cumsum(dim=1).flip(1)
 
 
-def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma: float, trace: float) -> Tensor:
-    """A_t = d_t + gamma · trace · A_next with d_t = reward_t + gamma · V_next - V_t; next is the next *used* token, so
-    that what lies between them (a tool's answer) changes nothing. After the last one A and V are 0.
+def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation (GAE): A_t = d_t + gamma · lambda · A_next.
+
+    d_t = reward_t + gamma · V_next - V_t. "next" is the next used token, so a tool's answer in between changes nothing;
+    after the last one A and V are 0.
 
     Args:
         rewards: [B, S] of each token.
         values: [B, S], what was expected before the token.
         used: bool [B, S].
-        trace: lambda. 1 sums up rewards, 0 looks at the next value alone.
+        gae_lambda: 1 sums up rewards, 0 looks at the next value alone.
 
     Returns:
         float64 [B, S], 0 on tokens that are not used.
@@ -156,8 +158,8 @@ def generalised_advantages(rewards: Tensor, values: Tensor, used: Tensor, gamma:
     next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         here = used[:, t]
-        surprise = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = surprise + gamma * trace * next_advantage
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = td_error + gamma * gae_lambda * next_advantage
         advantages[:, t] = torch.where(here, advantage, 0.0)
         next_value = torch.where(here, values[:, t], next_value)
         next_advantage = torch.where(here, advantage, next_advantage)

@@ -190,7 +190,7 @@ class KlLossSection(Section):
 
 
 class KlRewardSection(Section):
-    """A price on each token's reward, k1 of the weights that sampled it, before advantages are made."""
+    """A penalty on each token's reward, k1 of the weights that sampled it, subtracted before advantages are made."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """The penalty on a token's reward per nat. 0: none."""

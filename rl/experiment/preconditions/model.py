@@ -17,7 +17,7 @@ from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.core.section import RELATIVE
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.base import UnwrittenMethodError
-from fp8rl.rl.algorithms.rehearsal import rehearse
+from fp8rl.rl.algorithms.dry_run import dry_run
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
@@ -166,7 +166,7 @@ def check_algorithm(experiment: Experiment) -> None:
         return
     try:
         with time_limit(STEP_SECONDS):
-            rehearse(algorithm, min(experiment.rollout.group_size, 3))
+            dry_run(algorithm, min(experiment.rollout.group_size, 3))
     except UnwrittenMethodError as error:
         remedy = "Write it so; docs/api.md has all signatures."
         raise user_error("algorithm.name", found=error.found, expected=error.expected, remedy=remedy) from error

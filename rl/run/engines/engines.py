@@ -107,10 +107,10 @@ class Engines:
             self._awake.set()
         loop = asyncio.get_running_loop()
         self.slots = [EngineSlot(index, loop.create_future()) for index in range(count)]
-        self._lives = [asyncio.create_task(self._live(slot)) for slot in self.slots]
+        self._slot_tasks = [asyncio.create_task(self._run_slot(slot)) for slot in self.slots]
 
     async def _close(self) -> None:
-        await end(*self._lives)
+        await end(*self._slot_tasks)
         self._maker.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(end_engine(slot.actor, self._name, GRACE_S) for slot in self.slots))
 
@@ -147,14 +147,14 @@ class Engines:
         self._changed()
 
     @waited
-    async def prove(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
-        """Have these engines, which a sync has just verified, answer a canary; no answer of theirs counts before."""
+    async def run_canaries(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
+        """Have these engines, which a sync has just verified, answer a canary; no answer of theirs is used before."""
         scored = asyncio.create_task(asyncio.to_thread(expected.scored))
-        # A proof hears of its error. Where a run ends there may be no proof left, and asyncio would print a traceback.
+        # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
         for slot in self.slots:
             if slot.endpoint in endpoints and slot.is_up:
-                slot.proof = asyncio.create_task(slot.prove(expected, scored, self._differences))
+                slot.canary_task = asyncio.create_task(slot.run_canary(expected, scored, self._differences))
 
     @waited
     async def canaries(self) -> dict[str, float]:
@@ -193,7 +193,7 @@ class Engines:
         """
         longest = len(group.prompt.token_ids) + sampling.max_new_tokens
         answers: list[Trajectory]
-        slot, answers = await self._asked(
+        slot, answers = await self._request(
             len(group.seeds), longest, lambda actor: actor.generate.remote([group], sampling), near
         )
         slot.tokens += sum(len(answer.token_ids) for answer in answers)
@@ -206,7 +206,7 @@ class Engines:
         """Have sequences scored, see `EngineClient.score`, by the engine with the least to do."""
         longest = max(map(len, sequences))
         scores: list[list[float]]
-        _, scores = await self._asked(len(sequences), longest, lambda actor: actor.score.remote(sequences))
+        _, scores = await self._request(len(sequences), longest, lambda actor: actor.score.remote(sequences))
         return scores
 
     @waited_with_events
@@ -232,7 +232,7 @@ class Engines:
 
     @waited_with_events
     async def switch(self, serving: Serving) -> None:
-        """Replace all engines by others; groups under way are answered by these."""
+        """Replace all engines by ones of `serving`. The new engines answer the groups that are under way."""
         self._serving, self._newest = serving, serving.version
         for slot in self.slots:
             slot.endpoint = None
@@ -240,7 +240,7 @@ class Engines:
         await self._all_up()
 
     @waited
-    async def figures(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """`perf/engine_...`, and of engines that draft how many tokens a forward pass brought, since this was last
         asked; nothing without engines."""
         now = time.monotonic()
@@ -259,21 +259,21 @@ class Engines:
             self._raise_failure()
             await self._change.wait()
 
-    async def _live(self, slot: EngineSlot) -> None:
-        """Keep an engine in a slot. Whatever cannot be mended is raised by all who wait."""
+    async def _run_slot(self, slot: EngineSlot) -> None:
+        """Keep an engine running in this slot. An error that another engine cannot repair is raised by all who wait."""
         try:
-            await self._follow(slot)
+            await self._keep_engine_running(slot)
         except Exception as error:
             self._failure = self._failure or error
             self._changed()
 
-    async def _follow(self, slot: EngineSlot) -> None:
-        """One engine after another. An error of the first start ends the fleet."""
+    async def _keep_engine_running(self, slot: EngineSlot) -> None:
+        """Run one engine after another in this slot. An error at the first start ends all engines."""
         failures = 0
         while self._failure is None:
             first = slot.engines == 0
             try:
-                reason = await self._life(slot, first)
+                reason = await self._run_one_engine(slot, first)
                 failures = 0
             except (EngineError, NoRoomError, UserError, ray.exceptions.RayError) as error:
                 if first:
@@ -283,17 +283,17 @@ class Engines:
             slot.engines += 1
             actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
             slot.endpoint, slot.serving, slot.load = None, False, None
-            slot.lost, slot.proof = asyncio.get_running_loop().create_future(), None
+            slot.lost, slot.canary_task = asyncio.get_running_loop().create_future(), None
             if reason and self._failure is None:
                 self._note_loss(slot, reason)
             self._changed()
             await end_engine(actor, self._name)
             await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
 
-    async def _life(self, slot: EngineSlot, first: bool) -> str:
-        """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
+    async def _run_one_engine(self, slot: EngineSlot, first: bool) -> str:
+        """Run one engine until it has to be replaced. Return why; empty if `switch` has replaced it."""
         serving = self._serving
-        actor = slot.actor = await self._made(serving, slot, patient=not first)
+        actor = slot.actor = await self._make_actor(serving, slot, patient=not first)
         await self._awake.wait()
         slot.starts = True
         try:
@@ -301,7 +301,7 @@ class Engines:
         finally:
             slot.starts = False
         if serving is not self._serving:
-            return ""  # the pool was switched meanwhile
+            return ""  # `switch` has replaced all engines meanwhile
         if serving.manifest is not None:
             differing = serving.manifest.differences(await call(actor.held.remote()))
             if differing:
@@ -322,8 +322,8 @@ class Engines:
             except EngineError as error:
                 return str(error)
 
-    async def _made(self, serving: Serving, slot: EngineSlot, patient: bool) -> Any:
-        """The actor of an engine; patient: once a node has room for it, which is said to be waited for."""
+    async def _make_actor(self, serving: Serving, slot: EngineSlot, patient: bool) -> Any:
+        """Make the actor of an engine. patient: wait until a node has room, and say so once."""
         waits = False
         while True:
             try:
@@ -350,21 +350,21 @@ class Engines:
         else:
             self._events.add(ENGINES_REPLACED, 1, f"{self._name} {slot.index} is lost and replaced: {first_line}")
 
-    async def _asked(
+    async def _request(
         self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
     ) -> tuple[EngineSlot, Any]:
-        """Return what an engine answers to a request for `count` sequences, and which one: another if the first is
-        lost, or its canary no good.
+        """Return the slot of the engine that answers a request for `count` sequences, and its answer. If an engine is
+        lost or fails its canary, another one is asked.
 
         longest: tokens that one of them may have in the end. near: see `admit`.
         """
         while True:
-            slot = await self._chosen(count, longest, near)
+            slot = await self._choose_slot(count, longest, near)
             actor = slot.actor
-            slot.give(count)
+            slot.add_answers(count)
             try:
                 answer = await call(ask(actor))
-                if await slot.is_sound(actor):
+                if await slot.passes_canary(actor):
                     return slot, answer
             except EngineDiedError as died:
                 slot.lose(actor, str(died))
@@ -373,12 +373,12 @@ class Engines:
                     raise
                 # else it was ended while it worked
             finally:
-                slot.take(count)
+                slot.remove_answers(count)
                 self._changed()
 
-    async def _chosen(self, count: int, longest: int, near: object) -> EngineSlot:
-        """The serving engine that `near` has been at; else the one with the fewest answers under way, and among equals
-        with the fewest tokens.
+    async def _choose_slot(self, count: int, longest: int, near: object) -> EngineSlot:
+        """Return the slot of a serving engine: the one that `near` has been at; else the one with the fewest answers
+        under way, and among equals with the fewest tokens.
 
         No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
         """

@@ -69,23 +69,23 @@ class EngineSlot:
     """Seconds that it had nothing to do."""
     idle_since: float = field(default_factory=time.monotonic)
     """Monotonic seconds, of its last answer."""
-    proof: asyncio.Task[None] | None = None
-    """The canary of its last sync, on its way or answered."""
-    condemned: Any = None
-    """The last actor here whose canary was no good."""
+    canary_task: asyncio.Task[None] | None = None
+    """The comparison after the last sync, running or done."""
+    rejected_actor: Any = None
+    """The last actor whose canary failed."""
 
     @property
     def is_up(self) -> bool:
         """Return whether an engine is there that can be sent weights."""
         return self.endpoint is not None and not self.lost.done()
 
-    def give(self, answers: int) -> None:
+    def add_answers(self, answers: int) -> None:
         """Count so many more answers as under way."""
         if not self.answers:
             self.idle += time.monotonic() - self.idle_since
         self.answers += answers
 
-    def take(self, answers: int) -> None:
+    def remove_answers(self, answers: int) -> None:
         """Count so many answers as no longer under way."""
         self.answers -= answers
         if not self.answers:
@@ -97,18 +97,17 @@ class EngineSlot:
             self.serving = False
             self.lost.set_result(reason)
 
-    async def is_sound(self, actor: Any) -> bool:
-        """Wait for the canary of its last sync; whether this actor's answers count."""
-        proven: asyncio.Task[None] | None = None
-        while actor is self.actor and self.proof is not proven and self.proof is not None:
-            proven = self.proof
-            await asyncio.shield(proven)
-        return actor is not self.condemned
+    async def passes_canary(self, actor: Any) -> bool:
+        """Wait for the canary of the last sync. Return whether this actor's answers may be used."""
+        done: asyncio.Task[None] | None = None
+        while actor is self.actor and self.canary_task is not done and self.canary_task is not None:
+            done = self.canary_task
+            await asyncio.shield(done)
+        return actor is not self.rejected_actor
 
-    async def prove(self, expected: Expected, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
-        """Compare its canary with the trainer's, note the difference, and condemn the engine if it is no good.
-
-        No answer that a condemned actor has given since its last sync counts.
+    async def run_canary(self, expected: Expected, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
+        """Score the canary on this engine and on the trainer, note the difference, and reject the engine if it is too
+        large. No answer of a rejected actor since its last sync is used.
         """
         actor, canary = self.actor, expected.canary
         try:
@@ -124,7 +123,7 @@ class EngineSlot:
             differences.append(difference)
             fault = expected.fault(difference)
         if fault:
-            self.condemned = actor
+            self.rejected_actor = actor
             self.lose(actor, fault)
 
     async def sleep(self, config: RolloutSection, name: str) -> Slept | None:
@@ -206,7 +205,7 @@ def decoding_metrics(decoding: Decoding) -> dict[str, float]:
     }
 
 
-# The canary: proves after a sync what an engine computes with, as its digests prove what it holds.
+# The canary: it checks after a sync what an engine computes with, as digests check what it holds.
 #
 # Digests are of parameters. Operands that were made of former parameters, or a captured CUDA graph that reads memory
 # which has been freed, leave them as they should be. So each engine answers a few tokens behind a fixed prompt, by
@@ -275,7 +274,7 @@ class Expected:
     """Waits for the trainer's side and returns it."""
 
     def fault(self, difference: float) -> str:
-        """Return why an engine whose canary differs so much is no good; empty if it is."""
+        """Return why an engine whose canary differs so much is rejected; empty if it passes."""
         if difference == 0 or not self.canary.exact:
             return ""
         return (

@@ -128,7 +128,7 @@ class SampledFeed(Feed):
                 for item in answered:
                     group = [answer for answer in item.judged() if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
-                    (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
+                    (kept if group and self._experiment.algorithm.keeps_group(rewards) else dropped).append(group)
         self._sampling.events.tell_failures(*self._sampling.failures)
         rollouts = self._rollouts(kept, version)
         rollouts.metrics.update(dropped_metrics(dropped), **self._figures())

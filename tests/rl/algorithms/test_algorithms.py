@@ -168,7 +168,7 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
     assert (advantages[~batch.loss_mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares))
+@pytest.mark.parametrize("name", sorted(name for name, kind in ALGORITHMS.items() if kind.compares_in_group))
 def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: str) -> None:
     rewards, groups = torch.tensor([0.5, 0.25]), torch.tensor([3, 1])
     found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name})
@@ -334,7 +334,7 @@ def test_an_overlong_answer_loses_reward_with_each_token_of_the_buffer(length: i
     assert shaped.rewards.tolist() == [1.0 - lost]
 
 
-def test_the_price_on_length_counts_an_environment_s_tokens_as_the_limit_does() -> None:
+def test_the_length_penalty_counts_an_environment_s_tokens_as_the_limit_does() -> None:
     """Rows of 10 and 8 tokens after the prompt, of which an environment wrote none, 6 and 2; and an empty one."""
     mask = torch.ones(4, 12, dtype=torch.bool)
     mask[:, :2] = mask[1, 4:10] = mask[2, 3:5] = mask[2, 10:] = mask[3] = False
@@ -367,7 +367,7 @@ def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_eith
     terms = {"entropy": 0.01, "kl": {"loss": {"coefficient": 0.1}}, "tis_cap": None}
     gradients = []
     for chosen in (algorithm(name, **terms), algorithm(name, **terms, **left_out)):
-        given = batch.with_fields(**chosen.lesson(outcomes(), batch))
+        given = batch.with_fields(**chosen.training_fields(outcomes(), batch))
         scores, entropy = logprobs.clone().requires_grad_(), torch.ones_like(logprobs).requires_grad_()
         chosen.objective(given)(scores, entropy, given).loss.backward()
         assert scores.grad is not None and entropy.grad is not None
@@ -383,13 +383,14 @@ def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_eith
 def test_a_filtered_answer_hides_no_logprob_that_is_not_finite() -> None:
     batch, logprobs = sampled(fresh=True)
     chosen = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})
-    batch = batch.with_fields(**chosen.lesson(outcomes(), batch))
+    batch = batch.with_fields(**chosen.training_fields(outcomes(), batch))
     logprobs[1, PROMPT + 2] = math.nan
     assert computed(chosen, batch, logprobs)[0].isnan()
 
 
-def test_groups_are_judged_by_the_rewards_before_a_price_on_length() -> None:
-    assert algorithm("dapo").keeps(torch.tensor([0.0, 1.0])) and not algorithm("dapo").keeps(torch.tensor([1.0, 1.0]))
+def test_groups_are_judged_by_the_rewards_before_the_length_penalty() -> None:
+    assert algorithm("dapo").keeps_group(torch.tensor([0.0, 1.0]))
+    assert not algorithm("dapo").keeps_group(torch.tensor([1.0, 1.0]))
 
 
 def test_maxrl_refuses_rewards_below_zero() -> None:
@@ -429,7 +430,7 @@ def test_every_algorithm_says_its_loss_in_one_line() -> None:
         ({"name": "reinforce++", "whiten_advantages": False}, ["A = R;"], ["whiten", "KL"]),
         ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"], []),
         ({"name": "gspo"}, ["clip to [0.9997, 1.0004]", "seq_mean_token_mean"], []),
-        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "price on length"], ["left out"]),
+        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "length penalty"], ["left out"]),
         ({"name": "grpo", "ratio": "bypass", "entropy": 0.01}, ["less 0.01 entropy"], ["w ="]),
         (
             {"name": "grpo", "rejection": {"name": "icepop"}, "kl": {"loss": {"coefficient": 0.01}}, "veto": 1e-4},
@@ -456,16 +457,16 @@ def test_a_group_of_one_is_refused_where_it_would_teach_nothing(settings: dict[s
         parse_experiment(spec)
 
 
-def test_maxrl_refuses_a_price_on_length_and_takes_the_filter() -> None:
+def test_maxrl_refuses_a_length_penalty_and_takes_the_filter() -> None:
     with pytest.raises(ValidationError, match=r"found overlong.penalty=1 with maxrl, expected 0"):
         algorithm("maxrl", overlong={})
     assert algorithm("maxrl", overlong={"penalty": 0.0, "filter": True}).overlong is not None
 
 
-def test_a_wide_clip_of_a_sequence_ratio_is_remarked_on() -> None:
-    (remark,) = [line for line in algorithm("gspo", clip_high=0.2).remarks() if "clip_high" in line]
-    assert remark.startswith("algorithm.clip_high: found 0.2, expected about 0.0004 with gspo")
-    assert not any("expected about" in line for line in algorithm("gspo").remarks())
+def test_a_wide_clip_of_a_sequence_ratio_is_noted() -> None:
+    (note,) = [line for line in algorithm("gspo", clip_high=0.2).notes() if "clip_high" in line]
+    assert note.startswith("algorithm.clip_high: found 0.2, expected about 0.0004 with gspo")
+    assert not any("expected about" in line for line in algorithm("gspo").notes())
 
 
 @pytest.mark.parametrize(

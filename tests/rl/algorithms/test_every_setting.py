@@ -8,7 +8,7 @@ import pytest
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rl.algorithms.rehearsal import CUT, rehearse
+from fp8rl.rl.algorithms.dry_run import CUT, dry_run
 from fp8rl.rl.experiment import parse_experiment
 
 SETTINGS: dict[str, list[Any]] = {
@@ -70,7 +70,7 @@ def test_every_algorithm_runs_a_step_with_every_setting_or_refuses_it(name: str)
             assert "found" in str(error) and "expected" in str(error), said
             continue
         try:
-            rehearse(algorithm, sampling.get("group_size", 3))
+            dry_run(algorithm, sampling.get("group_size", 3))
         except Exception as error:
             raise AssertionError(said) from error
         ran += 1

@@ -78,7 +78,7 @@ def test_the_gradient_is_that_of_the_divergence_from_the_teacher(ratio: str, ste
         mask = torch.tensor([[False, True]])
         one = TokenBatch(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]), mask, 1.0, fields)
         outcome = Outcomes(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
-        one = one.with_fields(**opd().lesson(outcome, one))
+        one = one.with_fields(**opd().training_fields(outcome, one))
         loss = opd(ratio=ratio).objective(one)(row, torch.zeros(1, 2), one).loss
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
         found += probability * gradient
@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_the_divergence_from_the_teacher(ratio: str, ste
 
 def test_on_fresh_tokens_the_loss_is_that_of_the_engine_s_logprobs_bit_for_bit() -> None:
     given = batch()
-    given = given.with_fields(**opd(teacher_weight=0.3).lesson(OUTCOMES, given))
+    given = given.with_fields(**opd(teacher_weight=0.3).training_fields(OUTCOMES, given))
     logprobs = given.fields["rollout_logprobs"].nan_to_num().requires_grad_()
     found = opd(teacher_weight=0.3).objective(given)
     losses = [each(logprobs, torch.zeros(2, 4), given).loss for each in (found, found.policy)]

@@ -48,10 +48,10 @@ def random_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return rewards, values, used
 
 
-@pytest.mark.parametrize(("gamma", "trace"), [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0)])
-def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, trace: float) -> None:
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0)])
+def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, gae_lambda: float) -> None:
     rewards, values, used = random_rows()
-    found = generalised_advantages(rewards, values, used, gamma, trace)
+    found = generalised_advantages(rewards, values, used, gamma, gae_lambda)
     for row in range(6):
         kept = [(float(rewards[row, t]), float(values[row, t])) for t in range(30) if used[row, t]]
         expected = []
@@ -59,7 +59,7 @@ def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, tra
             total = 0.0
             for ahead, (reward, value) in enumerate(kept[start:]):
                 after = kept[start + ahead + 1][1] if start + ahead + 1 < len(kept) else 0.0
-                total += (gamma * trace) ** ahead * (reward + gamma * after - value)
+                total += (gamma * gae_lambda) ** ahead * (reward + gamma * after - value)
             expected.append(total)
         assert found[row, used[row]].tolist() == pytest.approx(expected, abs=1e-12)
     assert (found[~used] == 0).all()
@@ -99,36 +99,35 @@ def test_advantages_and_returns_are_those_of_the_answer_with_the_tool_s_tokens_c
     chosen = ppo(gae_lambda=0.9, gamma=0.99, kl={"reward": {"coefficient": reward_kl}})
     whole, outcomes, own = with_spans(cut=False)
     cut, _, kept = with_spans(cut=True)
-    lessons = [chosen.lesson(outcomes, batch) for batch in (whole, cut)]
+    fields = [chosen.training_fields(outcomes, batch) for batch in (whole, cut)]
     for name in ("advantages", "returns"):
-        assert torch.equal(lessons[0][name][own], lessons[1][name][kept])
-        assert (lessons[0][name][~own] == 0).all()
+        assert torch.equal(fields[0][name][own], fields[1][name][kept])
+        assert (fields[0][name][~own] == 0).all()
 
 
 def test_returns_are_advantages_before_whitening_and_values() -> None:
     batch, outcomes, own = with_spans(cut=False)
-    lesson = ppo().lesson(outcomes, batch)
+    fields = ppo().training_fields(outcomes, batch)
     # With gamma and lambda 1 what is still to come is the reward, whatever was expected.
-    assert torch.allclose(lesson["returns"][own], outcomes.rewards.repeat_interleave(own.sum(1)), atol=1e-6)
-    white = lesson["advantages"][own].double()
+    assert torch.allclose(fields["returns"][own], outcomes.rewards.repeat_interleave(own.sum(1)), atol=1e-6)
+    white = fields["advantages"][own].double()
     assert white.mean().item() == pytest.approx(0, abs=1e-6) and white.var(correction=0).item() == pytest.approx(1)
-    raw = lesson["returns"][own].double() - batch.fields["values"][own].double()
+    raw = fields["returns"][own].double() - batch.fields["values"][own].double()
     assert torch.allclose(white, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
 
 
-def test_a_price_on_length_and_one_on_distance_compose() -> None:
+def test_the_length_penalty_and_the_kl_penalty_compose() -> None:
     batch, outcomes, own = with_spans(cut=False)
     overlong = {"limit": 7, "buffer": 4, "penalty": 1.0}
     kl = {"reward": {"coefficient": 0.5}}
-    lesson = ppo(overlong=overlong, kl=kl).lesson(outcomes, batch)
+    fields = ppo(overlong=overlong, kl=kl).training_fields(outcomes, batch)
     x = (batch.fields["old_logprobs"] - batch.fields["reference_logprobs"]).double()
-    for row, reward in enumerate(
-        (1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)
-    ):  # 7, 4 and 4 tokens, the tool's too, priced from the 4th
+    # 7, 4 and 4 tokens, the tool's too, penalized from the 4th
+    for row, reward in enumerate((1.0 - 1.0, 0.0 - 0.25, 0.5 - 0.25)):
         places = own[row].nonzero().flatten().tolist()
         for index, t in enumerate(places):
             expected = reward - 0.5 * sum(float(x[row, s]) for s in places[index:])
-            assert lesson["returns"][row, t].item() == pytest.approx(expected, abs=1e-6)
+            assert fields["returns"][row, t].item() == pytest.approx(expected, abs=1e-6)
 
 
 def value_batch(old: list[list[float]], returns: list[list[float]], mask: list[list[int]]) -> TokenBatch:

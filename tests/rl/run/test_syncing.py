@@ -63,9 +63,9 @@ class Side:
         self.steps.append("scored")
         return lambda: batch
 
-    def prove(self, endpoints: list[Endpoint], expected: Expected) -> None:
+    def run_canaries(self, endpoints: list[Endpoint], expected: Expected) -> None:
         assert cast(Any, expected.scored()).tokens.tolist() == [CANARY.prompt_ids + CANARY.answer_ids]
-        self.steps.append(f"proven at {expected.version}: {[endpoint.url for endpoint in endpoints]}")
+        self.steps.append(f"canary at {expected.version}: {[endpoint.url for endpoint in endpoints]}")
 
 
 def test_a_sync_that_fails_although_all_engines_live_is_done_once_more_and_whole() -> None:
@@ -85,7 +85,7 @@ def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sy
     assert side.syncs == [([FIRST, SECOND], False), ([FIRST], False)] and side.serving == [FIRST] and side.said == []
     newcomer = Side(failures=1, lost=SECOND)
     newcomer.serving = [FIRST]
-    newcomer.syncing.welcome()
+    newcomer.syncing.sync_new_engines()
     assert newcomer.syncs == [([SECOND], False)] and newcomer.serving == [FIRST], "nobody else waits for weights"
 
 
@@ -93,7 +93,7 @@ def test_the_canary_is_asked_of_the_engines_of_a_sync_before_they_get_groups() -
     side = Side(failures=1, lost=SECOND)
     side.syncing.renew(cast(Any, side), CANARY)
     side.syncing.sync()
-    assert side.steps == ["scored", "proven at 7: ['first']", "verified"]
+    assert side.steps == ["scored", "canary at 7: ['first']", "verified"]
     without = Side()
     without.syncing.sync()
     assert without.steps == ["verified"]

@@ -441,7 +441,7 @@ def spans() -> tuple[TokenBatch, Outcomes]:
 
 @pytest.mark.parametrize("ratio", ["recompute", "bypass"])
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
-def test_each_token_pays_for_its_distance_in_the_reward(name: str, ratio: str) -> None:
+def test_each_token_s_reward_has_its_kl_penalty(name: str, ratio: str) -> None:
     batch, outcomes = spans()
     chosen = algorithm(name, reward=0.1, ratio=ratio, whiten_advantages=False)
     found = chosen.advantages(outcomes, batch)
@@ -449,11 +449,11 @@ def test_each_token_pays_for_its_distance_in_the_reward(name: str, ratio: str) -
     assert chosen.needs == Needs(old_logprobs=ratio == "recompute", reference=True)
     for row, start in ((0, 1.0), (1, 0.0)):
         used = [t for t in range(8) if batch.loss_mask[row, t]]
-        price = [0.1 * float(old[row, t] - batch.fields["reference_logprobs"][row, t]) for t in used]
+        penalty = [0.1 * float(old[row, t] - batch.fields["reference_logprobs"][row, t]) for t in used]
         baseline = 0.5 if name == "reinforce++-baseline" else 0.0
         for place, t in enumerate(used):
-            paid = sum(price[place:]) if name == "reinforce++" else price[place]
-            assert found[row, t].item() == pytest.approx(start - baseline - paid, abs=1e-6)
+            lost = sum(penalty[place:]) if name == "reinforce++" else penalty[place]
+            assert found[row, t].item() == pytest.approx(start - baseline - lost, abs=1e-6)
     assert (found[~batch.loss_mask] == 0).all()
 
 
@@ -480,5 +480,5 @@ def test_what_teaches_nothing_is_refused_with_the_reason() -> None:
                 algorithm(name, reward=0.1)
 
 
-def test_k3_as_a_loss_is_remarked_on() -> None:
-    assert any("k2 has" in remark for remark in algorithm("grpo", loss=0.01, estimator="k3").remarks())
+def test_k3_as_a_loss_is_noted() -> None:
+    assert any("k2 has" in note for note in algorithm("grpo", loss=0.01, estimator="k3").notes())

@@ -376,7 +376,7 @@ def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.M
             for _ in range(turns):
                 await asyncio.sleep(0)
             await engines._close()
-            assert actor.ended and all(life.done() for life in engines._lives)
+            assert actor.ended and all(task.done() for task in engines._slot_tasks)
 
         engines._background.run(answered_and_closed(), 5)
         engines._background.close()
@@ -586,7 +586,7 @@ def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage)
         assert known.wait(30)
         return torch.tensor([[0.0, -1.0]])
 
-    engines.prove(engines.up(), expected(scored=scored))
+    engines.run_canaries(engines.up(), expected(scored=scored))
     stage.serve()
     (answer,) = stage.admit(1)
     assert wait_until(lambda: len(stage.made[0].got) == 2, 5), "it works meanwhile"
@@ -601,7 +601,7 @@ def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_aske
     engines = stage.open(2)
     stage.made[0].logprob = -1.25
     synced = engines.up()
-    engines.prove(synced, expected())
+    engines.run_canaries(synced, expected())
     engines.verified(synced)  # not what may already stand in the place of the one with the other canary
     answers = [answer.result(5) for answer in stage.admit(2)]
     assert {t.logprobs[0] for answer in answers for t in answer} == {-1.0}
@@ -620,11 +620,11 @@ def test_a_canary_differs_by_its_worst_token_whichever_side_is_surer(engine: lis
 
 
 @pytest.mark.parametrize("spoilt", ["other tokens", "not a number"])
-def test_a_canary_of_other_tokens_or_without_numbers_is_no_good(stage: Stage, spoilt: str) -> None:
+def test_a_canary_of_other_tokens_or_without_numbers_fails(stage: Stage, spoilt: str) -> None:
     engines = stage.open(1)
     canary = Canary([5], [2 if spoilt == "other tokens" else 1], seed=-7, exact=True)
     stage.made[0].logprob = math.nan if spoilt == "not a number" else -1.0
-    engines.prove(engines.up(), Expected(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
+    engines.run_canaries(engines.up(), Expected(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
     assert wait_until(lambda: len(stage.made) == 2, 10) and engines.canaries() == {}
     assert "differs by inf nats" in stage.news()[0][1]
 
@@ -632,7 +632,7 @@ def test_a_canary_of_other_tokens_or_without_numbers_is_no_good(stage: Stage, sp
 def test_in_native_mode_a_canary_is_a_number_and_the_engine_stays(stage: Stage) -> None:
     engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    engines.prove(engines.up(), expected(exact=False))
+    engines.run_canaries(engines.up(), expected(exact=False))
     stage.serve()
     assert stage.admit(1)[0].result(5)[0].logprobs == [-1.25]
     assert engines.canaries() == {"sync/canary_diff": 0.25} and stage.news() == [] and len(stage.made) == 1
@@ -641,7 +641,7 @@ def test_in_native_mode_a_canary_is_a_number_and_the_engine_stays(stage: Stage) 
 def test_a_canary_that_another_sync_has_overtaken_says_nothing(stage: Stage) -> None:
     engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    engines.prove(engines.up(), expected(version=2))
+    engines.run_canaries(engines.up(), expected(version=2))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2
     assert engines.canaries() == {} and stage.news() == []
@@ -655,9 +655,9 @@ def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(st
         return scored
 
     engines = stage.open(1)
-    engines.prove(engines.up(), expected(scored=raises(TrainerDiedError("gone"))))
+    engines.run_canaries(engines.up(), expected(scored=raises(TrainerDiedError("gone"))))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2 and stage.news() == []
-    engines.prove(engines.up(), expected(scored=raises(ZeroDivisionError("a bug"))))
+    engines.run_canaries(engines.up(), expected(scored=raises(ZeroDivisionError("a bug"))))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         stage.admit(1)[0].result(5)

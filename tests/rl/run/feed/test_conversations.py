@@ -167,7 +167,7 @@ def test_an_environment_that_fails_is_counted_explained_once_and_nothing_is_lear
     conversations = make(function, timeout_s=0.5)
     answers = begun(conversations, 1, 2).result(timeout=20)
     assert [answer.failed for answer in answers] == [True, True]
-    first, second = conversations.failures.news()
+    first, second = conversations.failures.new_messages()
     assert f"the environment {function} has failed, so that nothing is learnt" in first and expected in first
     assert second == ""
 
@@ -194,11 +194,12 @@ def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: M
 
 def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make) -> None:
     conversations = make("raises")
-    assert conversations.failures.news(only_if_explained=True) == []
+    assert conversations.failures.new_messages(only_if_explained=True) == []
     begun(conversations, 1, 2).result(timeout=20)
-    assert [bool(text) for text in conversations.failures.news(only_if_explained=True)] == [True, False]
+    assert [bool(text) for text in conversations.failures.new_messages(only_if_explained=True)] == [True, False]
     begun(conversations, 3).result(timeout=20)
-    assert conversations.failures.news(only_if_explained=True) == [] and conversations.failures.news() == [""]
+    assert conversations.failures.new_messages(only_if_explained=True) == []
+    assert conversations.failures.new_messages() == [""]
 
 
 @pytest.mark.parametrize("function", ["talks", "swallows"])
@@ -207,7 +208,7 @@ def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: En
     conversations = make(function)
     with pytest.raises(EngineError, match="all engines are lost"):
         begun(conversations, 1).result(timeout=20)
-    assert conversations.failures.news() == []
+    assert conversations.failures.new_messages() == []
 
 
 @pytest.mark.slow
@@ -231,7 +232,7 @@ def test_an_environment_that_swallows_its_cancellation_keeps_nobody(
     monkeypatch.setattr(conversation_module, "end", partial(end, seconds=0.2))
     conversations = make("stubborn", timeout_s=0.3)
     (answer,) = begun(conversations, 1).result(timeout=2.5)
-    assert answer.failed and "it took more than 0.3 s between two turns" in conversations.failures.news()[0]
+    assert answer.failed and "it took more than 0.3 s between two turns" in conversations.failures.new_messages()[0]
 
 
 @pytest.mark.slow

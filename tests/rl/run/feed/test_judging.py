@@ -156,16 +156,17 @@ def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, toke
     assert right.parts == {"integer": 1.0, "letters/letters": 8.0, "letters/digits": 2.0, "ranked": 1.0}
     assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
     assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
-    assert wrong.reward == 2.0 and not judge.failures.news()
+    assert wrong.reward == 2.0 and not judge.failures.new_messages()
 
 
 def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: Any) -> None:
     judge = make("mine:large", {"function": "mine:large", "name": "again", "weight": 0.5})
     (answer,) = judged(judge, tokenizer, "3")
     assert answer.reward == 0.0 and answer.parts == {"large": 3e38, "again": 3e38}
-    (news,) = judge.failures.news()
+    (message,) = judge.failures.new_messages()
     assert (
-        "the reward sum has failed, which counts as 0: found 4.5" in news and "expected a finite number in FP32" in news
+        "the reward sum has failed, which counts as 0: found 4.5" in message
+        and "expected a finite number in FP32" in message
     )
 
 
@@ -178,7 +179,7 @@ def test_a_function_that_swallows_its_cancellation_keeps_nobody(
     began = time.monotonic()
     (answer,) = judged(judge, tokenizer, "3")
     assert answer.reward == 0.0 and time.monotonic() - began < 2.5
-    assert "it took more than 0.2 s" in judge.failures.news()[0]
+    assert "it took more than 0.2 s" in judge.failures.new_messages()[0]
 
 
 def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer: Any) -> None:
@@ -216,7 +217,7 @@ def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
         (answer,) = judge.begin(*group(tokenizer, "1,2", level=7)).result(timeout=60)
         assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0, "http/level": 7.0}
     (answer,) = judged(judge, tokenizer, "1")
-    assert answer.reward == 0.0 and "ConnectError" in judge.failures.news()[0]
+    assert answer.reward == 0.0 and "ConnectError" in judge.failures.new_messages()[0]
 
 
 class Pool:
@@ -282,10 +283,10 @@ def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
     judge = make({"function": f"mine:{function}", "timeout_s": 3.0}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
     assert [answer.reward for answer in answers] == [1.0, 0.0]
-    first, *others = judge.failures.news()
+    first, *others = judge.failures.new_messages()
     assert f"the reward {function} has failed, which counts as 0" in first and expected in first
     assert others == [""] * (0 if function == "whole" else 1)
-    assert not judge.failures.news()
+    assert not judge.failures.new_messages()
 
 
 @pytest.mark.slow
@@ -293,7 +294,7 @@ def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make
     judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
     rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
     assert rewards == [1.0, 0.0, 1.0, 1.0]
-    assert len(judge.failures.news()) == 1
+    assert len(judge.failures.new_messages()) == 1
 
 
 @pytest.mark.slow

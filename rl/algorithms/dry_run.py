@@ -1,4 +1,4 @@
-"""A step of an algorithm over a handful of made-up answers: what it would do wrong in a run, it does here at once."""
+"""A step of an algorithm on made-up answers before a run starts, so that a faulty algorithm fails at once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ REWARDS = ((1.0, 0.0, 0.5, 1.0, 0.0, 0.0), (0.0,) * 6, (1.0,) * 6)
 _PROMPT = 2
 
 
-class RehearsalError(Exception):
-    """A step came to what no run could go on with."""
+class DryRunError(Exception):
+    """A value of the step is not finite, or has another shape than expected."""
 
 
-def rehearse(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Take a step for each of `REWARDS`: what a batch is to teach, and the loss of each update with its gradient.
+def dry_run(algorithm: AlgorithmConfig, group_size: int) -> None:
+    """Take a step for each of `REWARDS`: compute the training fields, and the loss of each update with its gradient.
 
     Raises:
-        RehearsalError: something that must be finite is not, or has another shape than expected.
+        DryRunError: something that must be finite is not, or has another shape than expected.
         Exception: whatever the algorithm raises.
     """
     groups = torch.arange(len(LENGTHS)) // group_size
@@ -33,7 +33,9 @@ def rehearse(algorithm: AlgorithmConfig, group_size: int) -> None:
     for rewards in REWARDS if algorithm.samples else REWARDS[:1]:
         batch, logprobs = _scored(algorithm)
         if algorithm.samples:
-            batch = batch.with_fields(**algorithm.lesson(Outcomes(torch.tensor(rewards), groups, finished), batch))
+            batch = batch.with_fields(
+                **algorithm.training_fields(Outcomes(torch.tensor(rewards), groups, finished), batch)
+            )
             _check("advantages", batch.fields["advantages"], batch.tokens.shape)
         for rows in algorithm.mini_batches(groups):
             part = batch.select(rows)
@@ -72,6 +74,6 @@ def _scored(algorithm: AlgorithmConfig) -> tuple[TokenBatch, Tensor]:
 
 def _check(name: str, values: Tensor, shape: torch.Size | None = None) -> None:
     if shape is not None and values.shape != shape:
-        raise RehearsalError(f"{name}: found shape {list(values.shape)}, expected {list(shape)}")
+        raise DryRunError(f"{name}: found shape {list(values.shape)}, expected {list(shape)}")
     if not bool(values.isfinite().all()):
-        raise RehearsalError(f"{name}: found values that are not finite, expected numbers")
+        raise DryRunError(f"{name}: found values that are not finite, expected numbers")
