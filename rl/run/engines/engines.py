@@ -16,7 +16,7 @@ import ray
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, waited, waited_with_events
-from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import EngineSlot, Expected, answered, call, decoding_metrics, end_engine, largest
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
