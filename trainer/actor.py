@@ -22,7 +22,7 @@ from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.placement import ActorPlacement
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.objective import MovedAside, Objective, PassResult, Scored
+from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, Scored
 
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role
@@ -322,12 +322,12 @@ class TrainerGroup:
         """Write the current adapters as a directory in PEFT's format; see :meth:`trainer.trainer.Trainer`."""
         self._all("apply", "policy", "export_adapter", Path(path).absolute(), base)
 
-    def offload(self) -> list[MovedAside]:
+    def offload(self) -> list[OffloadReport]:
         """Have each rank move masters and moments to the host and forget the gradients, until `onload`.
 
         Meanwhile it scores, sends and saves, and does not train.
         """
-        moved: list[MovedAside] = self._all("apply", None, "offload")
+        moved: list[OffloadReport] = self._all("apply", None, "offload")
         return moved
 
     def onload(self) -> None:

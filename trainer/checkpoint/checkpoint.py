@@ -200,7 +200,7 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
     """
     path = Path(path).absolute()
     for part in parts.values():
-        part.optimizer.aside.check_here()
+        part.optimizer.host_copy.check_onloaded()
     about = read_about(path)
     _check_adapter(path, about.extra.get(ADAPTER), _adapter_of(parts))
     if (found := about.extra.get(JOINED, 1)) != (expected := _joined(parts)):
