@@ -14,8 +14,8 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
-    Held,
     Memory,
+    MemoryClass,
     activation_bytes,
     cache_bytes,
     colocated_memory,
@@ -113,7 +113,7 @@ class Cure:
     """It takes more GPUs than the run has, or costs something in every step."""
 
 
-def _cure(job: Job, held: Held, gpu_memory: float) -> Cure | None:
+def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Cure | None:
     """The key that makes a class smaller; None where none does."""
     layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
     match held.kind:
