@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LOOPBACK = "127.0.0.1"
+from fp8rl.numerics.core.process import LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.placement import (
     SEES_ALL_GPUS,
@@ -27,7 +28,7 @@ from fp8rl.rl.run.cluster.placement import (
     place_ranks,
     views,
 )
-from fp8rl.trainer.placement import LOOPBACK, ActorPlacement
+from fp8rl.trainer.placement import ActorPlacement
 
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray reserves what a node has said to be free."""
