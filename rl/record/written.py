@@ -81,8 +81,8 @@ def remove_written(folder: Path, tree: Tree = RUN, source: Path | None = None, k
 
 
 def unfinished(name: str, pattern: str) -> bool:
-    """Return whether this is the name under which something is written, or goes, that `pattern` is the whole name
-    of."""
+    """Return whether `name` is the temporary name of a file whose final name matches `pattern`, while it is written or
+    removed."""
     return _UNFINISHED.fullmatch(name) is not None and re.fullmatch(pattern, _whole(name)) is not None
 
 
