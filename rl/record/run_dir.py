@@ -81,7 +81,8 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         """One JSON object per step."""
         self.events = path / "events.jsonl"
-        """What gates did, one JSON object per line; absent while none has fired."""
+        """What the run did by itself: gates, resumes, replaced engines, repeated syncs, failed user functions, lost
+        trackers. One JSON object per line; absent while there is none."""
         self.sessions = path / "sessions.jsonl"
         """Two JSON objects for each time that the run was started: at its start, and at its end."""
         self.report, self.log = path / "report.html", path / "log.txt"
@@ -160,7 +161,7 @@ class RunDir:
         return _steps(self.capsules, r"step_(\d+)")
 
     def rollouts(self, step: int) -> Path:
-        """Sample rollouts of `step`, one JSON object per line."""
+        """Trajectories of `step`, one JSON object per line."""
         return self.path / "rollouts" / f"step_{step}.jsonl"
 
     def ahead(self, step: int) -> Path:
@@ -168,7 +169,7 @@ class RunDir:
         return self.path / "rollouts" / f"ahead_{step}.jsonl"
 
     def rollout_steps(self) -> list[int]:
-        """Steps with sample rollouts, ascending."""
+        """Steps with trajectories, ascending."""
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
     def cut(self, step: int) -> None:
