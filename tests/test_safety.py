@@ -95,7 +95,7 @@ CODE = {
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
-    "trainer/checkpoint/checkpoint.py": {"Unpickler"},  # which knows a few classes
+    "trainer/checkpoint/pickles.py": {"Unpickler"},  # which knows a few classes
     "trainer/megatron/patches.py": {"import_module"},  # our own modules
 }
 """Each file that could make code of data, by calls that could; what they are given."""
