@@ -90,7 +90,7 @@ CODE = {
     "rollout/plugin/families/__init__.py": {"import_module"},  # files in rollout/plugin/families
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
+    "numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
