@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.section import dotted
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report import page
@@ -92,7 +92,7 @@ def _line(run: Run) -> list[str]:
 
 def specs_compared(one: Run, other: Run) -> Listing:
     """The keys whose values differ."""
-    before, after = dict(_flat(one.spec.to_dict())), dict(_flat(other.spec.to_dict()))
+    before, after = dict(dotted(one.spec.to_dict())), dict(dotted(other.spec.to_dict()))
     rows = [
         [key, str(before.get(key, "")), str(after.get(key, ""))]
         for key in sorted(before.keys() | after.keys())
@@ -157,11 +157,3 @@ def _last(rows: Sequence[Row], name: str) -> float | None:
 
 def _brief(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield before + key, value

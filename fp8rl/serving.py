@@ -23,6 +23,7 @@ from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.hub import model_directory
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import check_writable, writing
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
@@ -34,7 +35,7 @@ from fp8rl.rollout.protocol import check_report
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.server.server import SGLangServer
-from fp8rl.rollout.types import LOOPBACK, Endpoint
+from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout
 from fp8rl.weight_sync.bridge import send_and_verify

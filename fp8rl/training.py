@@ -54,7 +54,7 @@ def train(
     try:
         path, _ = run_experiment(
             spec,
-            list(_dotted(overrides)),
+            list(_as_overrides(overrides)),
             resume=resume,
             overwrite=overwrite,
             accept_changed_data=accept_changed_data,
@@ -138,15 +138,13 @@ def run_experiment(
             raise RunFailedError(str(error)) from error
 
 
-def _dotted(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Each value as an override of the command line, `key.sub=value`; JSON is YAML."""
+def _as_overrides(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each value as an override of the command line, `key.sub=value`; JSON is YAML."""
+    from fp8rl.numerics.core.section import dotted
     from fp8rl.rl.experiment.loading import plain
 
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _dotted(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}={json.dumps(value, default=plain, ensure_ascii=False)}"
+    for key, value in dotted(values):
+        yield f"{key}={json.dumps(value, default=plain, ensure_ascii=False)}"
 
 
 def _paths_in(values: Any) -> Iterator[Path]:

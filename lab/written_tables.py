@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8rl.diagnose.plan import Plan, make_plan
 from fp8rl.diagnose.plan.efficiency import assumed
-from fp8rl.diagnose.plan.subject import read_subject
+from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.rl.experiment.budget.job import gpu_named
 from fp8rl.rl.experiment.budget.memory import PHASES
@@ -58,7 +58,7 @@ def _formats(formats: str) -> str:
 
 
 def plan_of(spec: str, *, gpu: str) -> Plan:
-    subject = read_subject(spec)
+    subject = read_plan_subject(spec)
     return make_plan(subject, gpu_named(gpu), assumed(subject.experiment.numerics.mode))
 
 

@@ -68,9 +68,9 @@ def train(run: LiveRun) -> str:
             if verdict.resync or (updated and (experiment.algorithm.samples or evaluation.is_due(step))):
                 metrics |= run.sync().metrics()
         metrics |= guard.metrics(verdict) | evaluated
-        if evaluation.is_due(step) and not (verdict.stop and evaluation.goes_beside(step)):
+        if evaluation.is_due(step) and not (verdict.stop and evaluation.runs_in_background(step)):
             evaluation.begin(step)
-            if not evaluation.goes_beside(step):
+            if not evaluation.runs_in_background(step):
                 with clock.phase("eval"):
                     metrics |= evaluation.finish()[0]
         saves = is_due(experiment, step) or bool(verdict.stop)
@@ -104,5 +104,5 @@ def _first_sync(run: LiveRun, evaluation: Evaluation, guard: Guard) -> None:
             agreed = agreement_on(greedy, stack.trainer, replay=guard.replays, tis_cap=guard.tis_cap)
         metrics = first.metrics() | evaluated | agreed | stack.engines.canaries()
         run.console.step(0, run.tracker.log(0, metrics))
-    elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):
+    elif evaluation.is_due(run.step) and evaluation.runs_in_background(run.step):
         evaluation.begin(run.step)

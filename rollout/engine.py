@@ -17,13 +17,13 @@ import torch
 from pydantic import ValidationError
 
 from fp8rl.models import load_architecture, read_model
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.protocol import EngineReport, Memory, check_report, failed_plugin, missing_report
 from fp8rl.rollout.server.answers import route_shape
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.server.server import GRACE_S, SGLangServer
+from fp8rl.rollout.server.server import SERVER_GRACE_S, SGLangServer
 from fp8rl.rollout.types import (
-    LOOPBACK,
     Completion,
     Endpoint,
     EngineDiedError,
@@ -181,7 +181,7 @@ class Engine:
         alive = self._server is not None and self._server.alive()
         return Health(alive, self._server.pid if self._server else None)
 
-    async def stop(self, grace_s: float = GRACE_S) -> None:
+    async def stop(self, grace_s: float = SERVER_GRACE_S) -> None:
         """Stop the server, if there is one; after `grace_s` by force."""
         server, client = self._server, self._client
         self._server = self._client = None

@@ -20,8 +20,8 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
+from fp8rl.numerics.core.code import module_of_file
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.files import module_of_file
 
 IMPORT_SECONDS = 60.0
 """Seconds in which a large library is imported on a busy machine with cold caches."""

@@ -34,8 +34,8 @@ class Commit(Message):
 
 
 class MapBase(Message):
-    """Read the weights of a base (`models.base`) at this address (`numerics.core.memory`), not in the engine's own
-    memory.
+    """Read the weights of a base (`models.base`) at this address (`numerics.core.shared_memory`), not in the engine's
+    own memory.
 
     They have no version until a commit. Answer: Mapped.
     """
@@ -119,7 +119,7 @@ class EngineReport(Message):
     versions: dict[str, str]
     """Versions of libraries, by name."""
     code: str
-    """Digest of the packages that the engine imports (`numerics.core.files.code_digest`)."""
+    """Digest of the packages that the engine imports (`numerics.core.code.code_digest`)."""
     weight_version: str | None
     """Of the loaded weights; None within an update."""
     row_variant_ops: tuple[str, ...] | None

@@ -238,7 +238,6 @@ class Load:
 
 
 _FINITE = (1 << 30) - 1
-LOOPBACK = "127.0.0.1"
 NO_WEIGHTS = -1
 """The version of an engine that has been sent no weights yet: its directory describes the model, and the first sync,
 which is whole as no trainer ever has this version, brings every parameter."""

@@ -90,12 +90,12 @@ CODE = {
     "rollout/plugin/families/__init__.py": {"import_module"},  # files in rollout/plugin/families
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "numerics/core/files.py": {"exec_module"},  # files of Python that a spec names
+    "numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
     "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
-    "trainer/checkpoint/checkpoint.py": {"Unpickler"},  # which knows a few classes
+    "trainer/checkpoint/pickles.py": {"Unpickler"},  # which knows a few classes
     "trainer/megatron/patches.py": {"import_module"},  # our own modules
 }
 """Each file that could make code of data, by calls that could; what they are given."""

@@ -20,9 +20,9 @@ from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.device import Seat
+from fp8rl.trainer.placement import ActorPlacement
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
-from fp8rl.trainer.step.objective import MovedAside, Objective, PassResult, Scored
+from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, Scored
 
 if TYPE_CHECKING:
     from fp8rl.models.architecture import Role
@@ -170,7 +170,7 @@ class TrainerGroup:
         seed: int,
         total_steps: int,
         max_sequence_length: int,
-        seats: Sequence[Seat] | None = None,
+        placements: Sequence[ActorPlacement] | None = None,
         reference: bool = False,
         critic: TrainerSection | None = None,
         critic_steps: int | None = None,
@@ -180,10 +180,10 @@ class TrainerGroup:
     ) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
-        seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
-        as it is. critic: how a critic is trained, if there is one. critic_steps: its optimizer steps; None: as many as
-        the policy's `total_steps`. adapter: what is trained in place of the weights. shared_base: these come from a
-        base that the policy is to adopt before it computes (`weight_sync.frozen`).
+        placements: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that
+        stays as it is. critic: how a critic is trained, if there is one. critic_steps: its optimizer steps; None: as
+        many as the policy's `total_steps`. adapter: what is trained in place of the weights. shared_base: these come
+        from a base that the policy is to adopt before it computes (`weight_sync.frozen`).
         architecture: a user's file with that of the model; None: it is one of ours.
 
         Raises:
@@ -201,22 +201,23 @@ class TrainerGroup:
         }
         group = cls([], trainer.hung_after_s, adapter is not None and adapter.mode == "merged")
         group._begin = _Start(Path(model_path).absolute(), trainer, numerics, architecture, options)
-        group.restart(seats)
+        group.restart(placements)
         return group
 
-    def restart(self, seats: Sequence[Seat] | None = None) -> None:
+    def restart(self, placements: Sequence[ActorPlacement] | None = None) -> None:
         """Start other ranks in place of those that are there, at the weights that the first ones began with and in the
         numerics of now."""
         self.shutdown()
         begin = self._begin
         assert begin is not None, "a group of given actors cannot make others"
-        seats = seats or [Seat()] * begin.config.world_size
+        placements = placements or [ActorPlacement()] * begin.config.world_size
         remote = ray.remote(num_cpus=_CPUS_PER_RANK, concurrency_groups={_WATCH: 1, _WRITER: 1})(TrainerActor)
         self._actors = [
-            remote.options(**seat.actor(RANK_ENVIRONMENT)).remote(rank, begin.config) for rank, seat in enumerate(seats)
+            remote.options(**placement.actor_options(RANK_ENVIRONMENT)).remote(rank, begin.config)
+            for rank, placement in enumerate(placements)
         ]
         try:
-            host = seats[0].host
+            host = placements[0].host
             port = self._one(0, "open_rendezvous", host) if begin.config.world_size > 1 else 0
             self._all("start", host, port, begin.model_path, begin.numerics, begin.architecture, **begin.options)
         except BaseException:
@@ -321,12 +322,12 @@ class TrainerGroup:
         """Write the current adapters as a directory in PEFT's format; see :meth:`trainer.trainer.Trainer`."""
         self._all("apply", "policy", "export_adapter", Path(path).absolute(), base)
 
-    def offload(self) -> list[MovedAside]:
+    def offload(self) -> list[OffloadReport]:
         """Have each rank move masters and moments to the host and forget the gradients, until `onload`.
 
         Meanwhile it scores, sends and saves, and does not train.
         """
-        moved: list[MovedAside] = self._all("apply", None, "offload")
+        moved: list[OffloadReport] = self._all("apply", None, "offload")
         return moved
 
     def onload(self) -> None:

@@ -26,7 +26,7 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.distributed.layout import CHUNKS
+from fp8rl.trainer.distributed.context_parallel import CHUNKS
 from fp8rl.trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:

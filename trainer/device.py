@@ -7,9 +7,6 @@ It is chosen once, and with it all that depends on it. After that everything ask
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -60,24 +57,3 @@ def has_transformer_engine() -> bool:
     """Return True if native mode's layers are TransformerEngine's: it is installed (not imported), and there is a
     GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-# Where one process of a run is put: a rank of the trainer, or an engine.
-
-LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A place on a node. By default this machine, without a GPU, among processes that all are on loopback."""
-
-    host: str = LOOPBACK
-    """Address at which the run's other processes reach a process here."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Of that process."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Ray's, of its actor."""
-
-    def actor(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Return Ray's options of the actor that sits here, with more variables of its environment."""
-        return {**self.options, "runtime_env": {"env_vars": {**(environment or {}), **self.environment}}}

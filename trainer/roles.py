@@ -24,7 +24,7 @@ from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.head import Head, HeadOutput
 from fp8rl.trainer.step.microbatches import MicroBatch
-from fp8rl.trainer.step.objective import MovedAside, Scored
+from fp8rl.trainer.step.objective import OffloadReport, Scored
 from fp8rl.trainer.trainer import Trainer
 
 # One rank of a critic: a model that says what reward is still to come, in place of what token comes next.
@@ -149,7 +149,7 @@ class Roles:
             options |= {} if critic_steps is None else {"total_steps": critic_steps}
             self.models["critic"] = Critic(model_path, critic, numerics, layout, adapter=adapter, **options)
 
-    def offload(self) -> MovedAside:
+    def offload(self) -> OffloadReport:
         """Make room on the device, for engines that sample on it; see :func:`offload`."""
         held = sum(
             holding.bytes
@@ -157,13 +157,13 @@ class Roles:
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
         moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
-        return MovedAside(moved, held - moved)
+        return OffloadReport(moved, held - moved)
 
     def onload(self) -> None:
         """Bring back what was offloaded, but for the gradients."""
         for model in self.models.values():
             if isinstance(model, Trainer):
-                model.optimizer.aside.come_back()
+                model.optimizer.host_copy.onload()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""
@@ -199,6 +199,6 @@ def offload(trainer: Trainer) -> int:
     trainer.forget_gradients()
     here = device.current().type
     state = (tensor for kind, tensor in optimizer_tensors(trainer) if kind in ("masters", "moments"))
-    return trainer.optimizer.aside.leave(
+    return trainer.optimizer.host_copy.offload(
         [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(trainer)]
     )

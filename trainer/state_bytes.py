@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from fp8rl.models.shape import Shape, WeightGroup, overlap
+from fp8rl.models.shape import BF16_BYTES, FP32_BYTES, Shape, WeightGroup, overlap
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import scale_shape
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
@@ -24,7 +24,6 @@ Storage = Literal["torch", "kernels", "transformer_engine"]
 """The library of FP8 products, and so the form of quantized weights: `torch`: beside the BF16 weight, what it
 dequantizes to; `kernels`: beside it, codes and their transpose; `transformer_engine`: these in its place."""
 
-BF16, FP32 = 2, 4
 _BUCKET, _PARAMETER = 128, 64
 """Elements that a buffer's end, shared by the ranks, and a parameter's start in it are a multiple of."""
 
@@ -79,20 +78,20 @@ def state_bytes(
     """
     at, memory = Layout.of(rank, config), config.optimizer
     gpu = storage != "torch"  # where there is none, the host's memory is all there is
-    moment_bytes = None if gpu and memory.offload else BF16 if gpu and memory.moments == "bf16" else FP32
+    moment_bytes = None if gpu and memory.offload else BF16_BYTES if gpu and memory.moments == "bf16" else FP32_BYTES
     found = {"dense": StateBytes(), "experts": StateBytes()}
     trained = list(buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank))
     if shape.adapters:
         if base:
             frozen_ones = _of_stage(shape, config, numerics.trainer_spec, at.pp_rank)
             kept = sum(
-                each.elements * each.count * (FP32 if each.weight.fp32 else BF16)
+                each.elements * each.count * (FP32_BYTES if each.weight.fp32 else BF16_BYTES)
                 for each in frozen_ones
                 if each.stands_otherwise(config.tp)
             )
             found["dense"] += StateBytes(parameters=kept)
         for buffer in () if base else trained:
-            each = FP32 if buffer.fp32 else BF16
+            each = FP32_BYTES if buffer.fp32 else BF16_BYTES
             frozen = StateBytes(parameters=buffer.elements * each + buffer.scales, operands=buffer.operands)
             found["experts" if buffer.experts else "dense"] += frozen
         trained = list(_of_adapters(shape, config, at.pp_rank))
@@ -225,12 +224,12 @@ def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) ->
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))
-    each = FP32 if buffer.fp32 else 2 if buffer.fp8 else BF16  # codes and their transpose, or BF16
+    each = FP32_BYTES if buffer.fp32 else 2 if buffer.fp8 else BF16_BYTES  # codes and their transpose, or BF16
     return StateBytes(
         parameters=buffer.elements * each + buffer.scales,
         operands=buffer.operands,
-        gradients=buffer.elements * FP32,
-        masters=0 if moment_bytes is None or buffer.fp32 else mine * FP32,
+        gradients=buffer.elements * FP32_BYTES,
+        masters=0 if moment_bytes is None or buffer.fp32 else mine * FP32_BYTES,
         moments=mine * 2 * (moment_bytes or 0),
-        padding=(padded - buffer.elements) * (each + FP32),
+        padding=(padded - buffer.elements) * (each + FP32_BYTES),
     )

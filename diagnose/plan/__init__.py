@@ -11,7 +11,7 @@ from fp8rl.diagnose.plan import layouts, verdict
 from fp8rl.diagnose.plan.decode import Decode, decode_step
 from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
-from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on, read_subject
+from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time
 from fp8rl.diagnose.plan.verdict import Bracket, Pays
 from fp8rl.diagnose.report import Remark, Report
@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def make_plan(
-    subject: Subject,
+    subject: PlanSubject,
     gpu: Gpu,
     efficiency: Efficiency,
     gpus: int | None = None,
@@ -171,14 +171,14 @@ def fitted_plan(
     where none do.
 
     Raises:
-        UserError: as `read_subject` and `make_plan`.
+        UserError: as `read_plan_subject` and `make_plan`.
     """
-    subject = read_subject(name, overrides)
+    subject = read_plan_subject(name, overrides)
     check_has_fp8(subject.experiment, gpu)
     keys = keys_that_fit(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
     shown = dense_layers_in_bf16(subject, gpu) if keys is None else keys
     kept = [each for each in overrides if each.partition("=")[0] not in shown]
-    subject = read_subject(name, [*kept, *written(shown)])
+    subject = read_plan_subject(name, [*kept, *written(shown)])
     gpus = gpus if keys is None else None
     plan = make_plan(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
     return replace(plan, searched=True, keys=None if keys is None else tuple(written(keys)))
@@ -197,7 +197,7 @@ def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
         )
 
 
-def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) -> Plan:
+def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, efficiency: Efficiency) -> Plan:
     corners = {"slow": efficiency.slow, "fast": efficiency.fast}
     apart = is_apart(subject.experiment, job)
     job = with_cache(job, subject.experiment, gpu.memory, apart)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.efficiency import Efficiency, assumed
-from fp8rl.diagnose.plan.subject import Subject, is_apart, job_on
+from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on
 from fp8rl.diagnose.plan.time import step_time
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
@@ -53,7 +53,7 @@ class Way:
 
 
 def keys_that_fit(
-    subject: Subject, gpu: Gpu, efficiency: Efficiency, gpus: int | None = None, length: int | None = None
+    subject: PlanSubject, gpu: Gpu, efficiency: Efficiency, gpus: int | None = None, length: int | None = None
 ) -> dict[str, Any] | None:
     """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
 
@@ -76,7 +76,7 @@ def keys_that_fit(
     return None
 
 
-def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
+def _cheapest(subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
     """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does."""
     base = with_keys(subject.experiment, first)
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
@@ -111,7 +111,7 @@ def _of_optimizer(keys: Keys) -> frozenset[str]:
 
 
 def _way(
-    subject: Subject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
+    subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
 ) -> Way | None:
     """The job under these keys in this layout, if it leaves the slack and no rule stands against it."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
@@ -136,7 +136,7 @@ def _loads(experiment: Experiment) -> bool:
     return True
 
 
-def _savings(base: Experiment, subject: Subject, length: int | None) -> Iterator[tuple[float, dict[str, Any]]]:
+def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iterator[tuple[float, dict[str, Any]]]:
     """Sets of keys that save memory, with their prices; the empty one among them."""
     trainer, rollout, row = base.trainer, base.rollout, length or base.rollout.context_length
     colocated = base.needs_engines and not (rollout.staleness or base.sync.delta or base.sync.engines_own_gpus)
@@ -162,13 +162,13 @@ def _savings(base: Experiment, subject: Subject, length: int | None) -> Iterator
         yield sum(PRICES.get(key, PRICES.get(f"{key}={value}", 0.0)) for key, value in keys.items()), keys
 
 
-def dense_layers_in_bf16(subject: Subject, gpu: Gpu) -> Keys:
+def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
     """The key that a spec's mixture cannot be planned without, whatever fits; nothing for most."""
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     return _dense_layers_in_bf16(subject.experiment, subject, target)
 
 
-def _dense_layers_in_bf16(base: Experiment, subject: Subject, target: Target) -> dict[str, Any]:
+def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target) -> dict[str, Any]:
     """The key that leaves a mixture's dense first layers in BF16, where their width is not one of whole blocks."""
     sizes = subject.shape.sizes
     dense = sizes.layers - sizes.moe_layers
@@ -179,7 +179,7 @@ def _dense_layers_in_bf16(base: Experiment, subject: Subject, target: Target) ->
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
 
-def _engine_ranks(base: Experiment, subject: Subject, gpu: Gpu) -> list[int]:
+def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu) -> list[int]:
     """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
     if not base.needs_engines:
         return [1]
@@ -203,7 +203,7 @@ def _seconds(job: Job, gpu: Gpu, rates: Efficiency) -> tuple[int, float]:
     return job.engine_tp, step_time(job, gpu, rates.slow).total + step_time(job, gpu, rates.fast).total
 
 
-def _differing(subject: Subject, way: Way) -> dict[str, Any]:
+def _differing(subject: PlanSubject, way: Way) -> dict[str, Any]:
     """The keys of a way that differ from the spec's; of a model without a layout, the whole layout."""
 
     def differs(key: str, value: Any) -> bool:

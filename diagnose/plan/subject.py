@@ -24,7 +24,7 @@ LONGEST = 8192
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanSubject:
     """A model, and the experiment that it is planned in."""
 
     name: str
@@ -43,7 +43,7 @@ class Subject:
     """Of the spec's teacher; the policy's where nobody has made it yet."""
 
 
-def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
+def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> PlanSubject:
     """Read the spec or model that is to be planned.
 
     Raises:
@@ -61,7 +61,7 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
                 raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
         shape = read_shape(CONFIGS / stands_in if stands_in else directory, adapter=experiment.adapter)
         teacher = _teacher(experiment, shape)
-        return Subject(subject, shape, experiment, chosen=True, stands_in=stands_in, teacher=teacher)
+        return PlanSubject(subject, shape, experiment, chosen=True, stands_in=stands_in, teacher=teacher)
     packaged = "" if path.exists() else _packaged(subject) or _packaged(path.name)
     if not packaged:
         path = model_directory(subject, None, "SPEC|MODEL", config_only=True)
@@ -82,7 +82,7 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
     experiment = compose_experiment(values, overrides, directory)
-    return Subject(subject, shape, experiment, chosen, engines_chosen, assumed=_assumed(experiment))
+    return PlanSubject(subject, shape, experiment, chosen, engines_chosen, assumed=_assumed(experiment))
 
 
 def _assumed(experiment: Experiment) -> str:
@@ -95,7 +95,7 @@ def _assumed(experiment: Experiment) -> str:
     )
 
 
-def job_on(subject: Subject, gpu: Gpu, length: int | None = None) -> Job:
+def job_on(subject: PlanSubject, gpu: Gpu, length: int | None = None) -> Job:
     """The subject's job on such GPUs, with the teacher that its engines' GPUs hold. length: of a row."""
     experiment = subject.experiment
     storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fp8rl.diagnose.plan import layouts
 from fp8rl.diagnose.plan.efficiency import Efficiency, Rates
-from fp8rl.diagnose.plan.subject import Subject
+from fp8rl.diagnose.plan.subject import PlanSubject
 from fp8rl.diagnose.plan.time import step_time
 from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.core.errors import UserError
@@ -65,7 +65,7 @@ def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, 
     return _break_even(job, gpu, efficiency.slow), _break_even(job, gpu, efficiency.fast)
 
 
-def stand_in(subject: Subject) -> Iterator[Remark]:
+def stand_in(subject: PlanSubject) -> Iterator[Remark]:
     """Remark that a spec's model is not there yet, and name the config that stands in its place."""
     if subject.stands_in:
         yield Remark(
@@ -77,7 +77,7 @@ def stand_in(subject: Subject) -> Iterator[Remark]:
         )
 
 
-def refusals(subject: Subject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
+def refusals(subject: PlanSubject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
     """Yield what `train` would refuse, by its own rules. memory: of the fullest GPU."""
     experiment = planned_experiment(subject.experiment, job)
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)

@@ -138,7 +138,7 @@ def plan(
         from fp8rl.diagnose.plan import fitted_plan, make_plan
         from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
         from fp8rl.diagnose.plan.plan_report import rendered
-        from fp8rl.diagnose.plan.subject import read_subject
+        from fp8rl.diagnose.plan.subject import read_plan_subject
         from fp8rl.rl.experiment.budget.job import gpu_named
 
         kind = gpu_named(gpu)
@@ -149,7 +149,7 @@ def plan(
         if fit:
             made = fitted_plan(subject, overrides or [], kind, efficiency, gpus, length)
         else:
-            found = read_subject(subject, overrides or [])
+            found = read_plan_subject(subject, overrides or [])
             made = make_plan(found, kind, efficiency(found.experiment.numerics.mode), gpus, length)
     print(made.to_json()) if as_json else show(rendered(made))
     end(made.ok)

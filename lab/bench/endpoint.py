@@ -16,10 +16,11 @@ import aiohttp
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.endpoint import ProgramEndpoint
 from fp8rl.rollout.environments.recording import Recording
-from fp8rl.rollout.types import LOOPBACK, Group, Problem, Prompt, SamplingParams, Trajectory, prompt_ids
+from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory, prompt_ids
 from lab.bench.measure import DEMO, Result
 
 CONVERSATIONS, TURNS = 64, 3

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+"""The address at which processes of one machine reach each other."""
 
 
 def rank() -> int:

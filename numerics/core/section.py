@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -65,6 +65,15 @@ class Section(BaseModel):
             fields = cls.model_fields
             return {key: _at(fields.get(key), value, directory) for key, value in values.items()}
         return _at(cls.model_fields.get(cls.shorthand), values, directory)
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value that is no mapping; an empty mapping is a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:

@@ -8,12 +8,12 @@ that of the other: a resolved spec writes all of them out.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.numerics.core.errors import UserError, shown
-from fp8rl.numerics.core.section import Section, sections_in
+from fp8rl.numerics.core.section import Section, dotted, sections_in
 from fp8rl.rl.algorithms import algorithm_class
 from fp8rl.rl.algorithms.parts.corrections import BOUNDS
 from fp8rl.rl.experiment.experiment import Experiment
@@ -45,8 +45,8 @@ def of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[s
     except UserError:
         return settings
     kept = _kept(found, has)
-    staying = dict(leaves(kept))
-    for part, value in leaves(found):
+    staying = dict(dotted(kept))
+    for part, value in dotted(found):
         if part not in staying:
             say(f"{key}.{part}={shown(value)} is left out: {name} has no such key")
     for part in [part for part in kept if was(part) not in (_NONE, now(part))]:
@@ -55,15 +55,6 @@ def of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[s
         else:
             say(f"{key}.{part}={shown(kept[part])} stays; the default of {name} is {now(part)}")
     return kept
-
-
-def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of each setting that is no section itself."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def _kept(values: dict[str, Any], has: Callable[[str], bool], above: str = "") -> dict[str, Any]:
@@ -161,7 +152,7 @@ def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type
         if isinstance(before, dict) and isinstance(after, dict):
             inner = f"{key}.{name}".lstrip(".")
             if after is not value and kind is not None and issubclass(kind, DataSource):
-                for part, each in leaves(before):
+                for part, each in dotted(before):
                     if part != kind.shorthand:
                         say(f"{inner}.{part}={shown(each)} is left out with its path; {inner}.path=PATH would keep it")
             else:
@@ -169,7 +160,7 @@ def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type
         elif isinstance(before, list) and isinstance(after, dict) and kind is not None and issubclass(kind, DataSource):
             inner = f"{key}.{name}".lstrip(".")
             for index, source in enumerate(before):
-                for part, each in leaves(source) if isinstance(source, dict) else ():
+                for part, each in dotted(source) if isinstance(source, dict) else ():
                     if part != kind.shorthand:
                         say(
                             f"{inner}.{index}.{part}={shown(each)} is left out: {inner} names one source now, in place "

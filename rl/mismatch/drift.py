@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.mismatch.buckets import OLDEST
-from fp8rl.rl.mismatch.logprobs import bounded, effective_sample_size
+from fp8rl.rl.mismatch.logprobs import clamp_exponent, effective_sample_size
 
 
 def drift_metrics(
@@ -35,8 +35,8 @@ def drift_metrics(
         "drift/logprob_abs_diff_mean": d.abs().mean().item(),
         "drift/logprob_abs_diff_max": d.abs().max().item(),
         "drift/k1_kl": -d.mean().item() + 0.0,
-        "drift/k3_kl": (bounded(d).expm1() - d).mean().item(),
-        "drift/ess": effective_sample_size(bounded(d).exp()).item(),
+        "drift/k3_kl": (clamp_exponent(d).expm1() - d).mean().item(),
+        "drift/ess": effective_sample_size(clamp_exponent(d).exp()).item(),
     }
     for age in ages.unique().tolist():
         here = d[ages == age]

@@ -29,12 +29,12 @@ def sequence_metrics(d: Tensor, used: Tensor) -> dict[str, float]:
     """`mismatch/...` over sequences. d: float64 [B, S], 0 where not used; used: bool [B, S] with at least one True."""
     rows = used.any(dim=1)
     total = d.sum(dim=1)[rows]
-    log_geometric = bounded(total / used.sum(dim=1)[rows])
+    log_geometric = clamp_exponent(total / used.sum(dim=1)[rows])
     return {
         **_ratios("mismatch/ppl_ratio", -log_geometric),
         **_ratios("mismatch/geometric_ratio", log_geometric),
-        "mismatch/chi2_sequence": bounded(2 * total).expm1().mean().item(),
-        "mismatch/ess_sequence": effective_sample_size(bounded(total).exp()).item(),
+        "mismatch/chi2_sequence": clamp_exponent(2 * total).expm1().mean().item(),
+        "mismatch/ess_sequence": effective_sample_size(clamp_exponent(total).exp()).item(),
     }
 
 
@@ -52,16 +52,16 @@ NEARLY = 1e-6
 
 def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> dict[str, float]:
     """`mismatch/...` over single tokens; d, train, rollout: float64 [N], finite, with d = train - rollout."""
-    abs_d, rho = d.abs(), bounded(d).exp()
-    abs_order, rho_order = order_statistics(abs_d), bounded(order_statistics(d)).exp()
+    abs_d, rho = d.abs(), clamp_exponent(d).exp()
+    abs_order, rho_order = order_statistics(abs_d), clamp_exponent(order_statistics(d)).exp()
     above, below = rho > tis_cap, rho < 1.0 / tis_cap
     values = {
         "mismatch/tis_clipfrac": _fraction(above),
         "mismatch/tis_clipfrac_two_sided": _fraction(above | below),
         "mismatch/k1_kl": -d.mean() + 0.0,  # + 0.0 turns -0.0 into 0.0
         "mismatch/k2_kl": (d**2).mean() / 2,
-        "mismatch/k3_kl": (bounded(d).expm1() - d).mean(),  # rho - 1 - d without its cancellation
-        "mismatch/chi2_token": bounded(2 * d).expm1().mean(),
+        "mismatch/k3_kl": (clamp_exponent(d).expm1() - d).mean(),  # rho - 1 - d without its cancellation
+        "mismatch/chi2_token": clamp_exponent(2 * d).expm1().mean(),
         "mismatch/ess": effective_sample_size(rho),
         "mismatch/exact_frac": _fraction(d == 0),
         "mismatch/near_exact_frac": _fraction(abs_d <= NEARLY),
@@ -69,7 +69,9 @@ def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> 
     }
     metrics = {name: value.item() for name, value in values.items()}
     metrics |= distribution("mismatch/train_rollout_logprob_abs_diff", abs_d.mean(), abs_order)
-    metrics |= distribution("mismatch/token_mult_prob_error", bounded(abs_d).exp().mean(), bounded(abs_order).exp())
+    metrics |= distribution(
+        "mismatch/token_mult_prob_error", clamp_exponent(abs_d).exp().mean(), clamp_exponent(abs_order).exp()
+    )
     metrics |= distribution("mismatch/rho", rho.mean(), rho_order)
     metrics |= distribution("mismatch/tis_weight", rho.clamp(max=tis_cap).mean(), rho_order.clamp(max=tis_cap))
     correlation = pearson(_probability(train), _probability(rollout))
@@ -157,16 +159,16 @@ def row_abs_diff_means(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: T
     return [total / count if count else None for total, count in zip(sums.tolist(), used.sum(dim=1).tolist())]
 
 
-# Statistics that the metrics of tokens and of sequences share: bounded exponents, percentiles and the effective sample
+# Statistics that the metrics of tokens and of sequences share: clamped exponents, percentiles and the effective sample
 # size.
 
 
 MAX_EXPONENT = 20.0
-"""Exponents are clamped to ±20 before exp; beyond, a ratio says nothing more, and it must not overflow."""
+"""Exponents are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
 
 
-def bounded(exponent: Tensor) -> Tensor:
-    """The exponent clamped to ±20."""
+def clamp_exponent(exponent: Tensor) -> Tensor:
+    """Return the exponent clamped to ±20."""
     return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 

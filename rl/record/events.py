@@ -24,8 +24,8 @@ from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A firing of a gate, a loss that was not finite, engines that were replaced or synced anew, a resume, or the
-    loss of wandb.
+    """One thing that the run did by itself: a gate fired, a loss was not finite, the run was resumed, engines were
+    replaced, a sync was repeated, functions of the user failed, or a tracker was lost.
     """
 
     step: int
@@ -36,7 +36,8 @@ class Event:
     bound: str
     """The bound that it broke, in words."""
     action: str
-    """A gate's action (`rl.experiment.gates`), `replace_engine`, `resume`, or `go_on` without what was lost."""
+    """A gate's action (`rl.experiment.gates`), `replace_engine`, `resync`, `resume`, or `go_on`, without what was lost
+    or has failed."""
     capsule: str | None
     """Its directory below the run's, None if there is none."""
     text: str

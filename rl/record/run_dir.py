@@ -17,7 +17,7 @@ import yaml
 from fp8rl.models.hub import cached_directory
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import write_atomically
-from fp8rl.rl.record.written import FILE, MODEL, RUN, Tree, remove_written, strangers
+from fp8rl.rl.record.written import FILE, MODEL, RUN, Tree, foreign_files, remove_written
 
 # One driver per run: a lock beside the run's directory, which the kernel releases with the driver that holds it.
 
@@ -82,7 +82,8 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         """One JSON object per step."""
         self.events = path / "events.jsonl"
-        """What gates did, one JSON object per line; absent while none has fired."""
+        """What the run did by itself: gates, resumes, replaced engines, repeated syncs, failed user functions, lost
+        trackers. One JSON object per line; absent while there is none."""
         self.sessions = path / "sessions.jsonl"
         """Two JSON objects for each time that the run was started: at its start, and at its end."""
         self.report, self.log = path / "report.html", path / "log.txt"
@@ -116,9 +117,9 @@ class RunDir:
             return False
         return hashlib.sha256(self.experiment.read_bytes()).hexdigest() != self.mark.read_text().strip()
 
-    def strangers(self, folder: Path | None = None, tree: Tree = RUN) -> list[Path]:
-        """Return what lies in the run's directory, or in `folder` of it, and was written by no run."""
-        return strangers(folder or self.path, tree, self._model_before)
+    def foreign_files(self, folder: Path | None = None, tree: Tree = RUN) -> list[Path]:
+        """Return the files in the run's directory, or in `folder` of it, that no run wrote."""
+        return foreign_files(folder or self.path, tree, self._model_before)
 
     def remove(self, folder: Path | None = None, tree: Tree = RUN, keep: Collection[Path] = ()) -> None:
         """Remove what the run wrote into its directory, or `folder` of it, and that too if it is empty then."""
@@ -162,7 +163,7 @@ class RunDir:
         return _steps(self.capsules, r"step_(\d+)")
 
     def rollouts(self, step: int) -> Path:
-        """Sample rollouts of `step`, one JSON object per line."""
+        """Trajectories of `step`, one JSON object per line."""
         return self.path / "rollouts" / f"step_{step}.jsonl"
 
     def ahead(self, step: int) -> Path:
@@ -170,7 +171,7 @@ class RunDir:
         return self.path / "rollouts" / f"ahead_{step}.jsonl"
 
     def rollout_steps(self) -> list[int]:
-        """Steps with sample rollouts, ascending."""
+        """Steps with trajectories, ascending."""
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
     def cut(self, step: int) -> None:
@@ -253,7 +254,7 @@ def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]
                 f"--resume: found no run at {run.path}, expected its spec.yaml. Correct run.name or run.dir."
             )
         exported = [path for path in (run.model, run.adapter) if path.is_dir()]
-        _refuse(run, [found for path in exported for found in run.strangers(path, MODEL)])
+        _refuse(run, [found for path in exported for found in run.foreign_files(path, MODEL)])
     elif run.path.is_dir() and any(run.path.iterdir()):
         _check_removable(run, overwrite, reads)
         kept = {run.experiment} if _among(run.experiment, reads) else set()
@@ -272,7 +273,7 @@ def _check_removable(run: RunDir, overwrite: bool, reads: Collection[Path]) -> N
             f"run.name: found an existing run at {run.path}, expected a new directory. "
             "Choose another run.name=..., or continue it with --resume, or delete it with --overwrite."
         )
-    found = run.strangers()
+    found = run.foreign_files()
     if not run.written or (run.edited and not _among(run.experiment, reads)):
         found.insert(0, run.experiment)
     _refuse(run, found)

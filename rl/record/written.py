@@ -58,8 +58,8 @@ RUN: Tree = {
 _UNFINISHED = re.compile(r"\.(.+)\.(partial|pending|retired)")
 
 
-def strangers(folder: Path, tree: Tree = RUN, source: Path | None = None) -> list[Path]:
-    """Return what lies in `folder` and was not written by a run: other names, links, and other disks.
+def foreign_files(folder: Path, tree: Tree = RUN, source: Path | None = None) -> list[Path]:
+    """Return the files in `folder` that no run wrote: other names, links, and other disks.
 
     source: directory of the model that the run began with, whose files it copies.
     """
@@ -69,7 +69,7 @@ def strangers(folder: Path, tree: Tree = RUN, source: Path | None = None) -> lis
 def remove_written(folder: Path, tree: Tree = RUN, source: Path | None = None, keep: Collection[Path] = ()) -> None:
     """Remove what a run wrote into `folder`, but for `keep`, and the folder if that leaves it empty.
 
-    source: as for `strangers`.
+    source: as for `foreign_files`.
     """
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -81,8 +81,8 @@ def remove_written(folder: Path, tree: Tree = RUN, source: Path | None = None, k
 
 
 def unfinished(name: str, pattern: str) -> bool:
-    """Return whether this is the name under which something is written, or goes, that `pattern` is the whole name
-    of."""
+    """Return whether `name` is the temporary name of a file whose final name matches `pattern`, while it is written or
+    removed."""
     return _UNFINISHED.fullmatch(name) is not None and re.fullmatch(pattern, _whole(name)) is not None
 
 

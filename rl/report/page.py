@@ -21,6 +21,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.report.summary import Tone
 from fp8rl.rollout.data.sources import load_problems
 
 Column = tuple[str, Literal["", "n", "text", "code"]]
@@ -88,12 +89,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Tile:
-    """A headline number. standing: good, bad or neutral, which colours it."""
+    """A headline number. tone: colours it."""
 
     label: str
     value: str
     below: str
-    standing: str = "neutral"
+    tone: Tone = "neutral"
 
 
 def write_page(

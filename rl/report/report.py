@@ -168,14 +168,14 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         share = "all" if summary.exact_fraction == 1.0 else f"{format_percent(summary.exact_fraction)} of"
         below = f"{share} {summary.compared_tokens:,} tokens of the trainer's version exact"
         value = "0" if summary.largest_abs_diff == 0 else f"{summary.largest_abs_diff:.3g} nats"
-        tiles.append(Tile("Largest mismatch |d|", value, below, summary.agreement_standing))
+        tiles.append(Tile("Largest mismatch |d|", value, below, summary.agreement_tone))
     if summary.largest_drift is not None:
         below = f"at most {summary.largest_drift:.3g}, over {summary.older_tokens:,} trained tokens"
         tiles.append(Tile("Mean drift of older tokens", f"{summary.mean_drift:.3g} nats", below))
     if summary.syncs:
         below = f"{summary.mismatched_tensors} mismatched tensors"
         tiles.append(
-            Tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_standing)
+            Tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_tone)
         )
     if summary.equal_reward_groups is not None:
         share = f"{summary.equal_reward_groups:.0%}"

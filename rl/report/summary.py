@@ -101,7 +101,7 @@ class RunSummary:
         return complete and self.largest_abs_diff == 0.0 and self.exact_fraction == 1.0
 
     @property
-    def agreement_standing(self) -> Tone:
+    def agreement_tone(self) -> Tone:
         if self.compared_steps == 0 and self.nonfinite_tokens == 0:
             return "neutral"
         if self.bitwise_equal:
@@ -109,7 +109,7 @@ class RunSummary:
         return "bad" if self.nonfinite_tokens or self.compared_steps < self.steps else "neutral"
 
     @property
-    def sync_standing(self) -> Tone:
+    def sync_tone(self) -> Tone:
         if self.syncs == 0:
             return "neutral"
         return "good" if self.verified_syncs == self.syncs else "bad"

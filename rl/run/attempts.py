@@ -16,7 +16,7 @@ from fp8rl.rl.record.trackers.to_wandb import latest, leet
 from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize
 from fp8rl.rl.report.verdict import verdict
-from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.events import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import EnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError

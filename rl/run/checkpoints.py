@@ -15,7 +15,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.files import flush_to_disk
 from fp8rl.numerics.core.reading import RESTORE
-from fp8rl.numerics.core.section import validated
+from fp8rl.numerics.core.section import dotted, validated
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import GateState
@@ -204,7 +204,10 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
     """The settings in which `experiment` differs from the one that `run` was last started with, in words."""
-    before, after = (_flat(values.to_dict()) for values in (read_resolved(run.experiment), experiment))
+    before, after = (
+        {key: value for key, value in dotted(each.to_dict()) if value != {}}
+        for each in (read_resolved(run.experiment), experiment)
+    )
     changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
     said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]
     if _LAYOUT.intersection(changed):
@@ -231,10 +234,3 @@ def _kept(experiment: Experiment) -> dict[str, Any]:
 def _kv(numerics: NumericsConfig) -> str | None:
     """Return the format of keys and values; None for BF16, the one that checkpoints without this key have."""
     return None if numerics.kv == "bf16" else f"fp8, scales {numerics.key_scale:g} and {numerics.value_scale:g}"
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

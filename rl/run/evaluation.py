@@ -100,11 +100,10 @@ class Evaluation:
         """Return whether `step` ends with an evaluation. None goes on beside the last step, whose row has its own."""
         every, last = self._experiment.eval.every, self._experiment.run.steps
         due = step == last or bool(every and step % every == 0)
-        return bool(self._sets) and due and not (step == last - 1 and self.goes_beside(step))
+        return bool(self._sets) and due and not (step == last - 1 and self.runs_in_background(step))
 
-    def goes_beside(self, step: int) -> bool:
-        """Return whether that of `step` goes on beside the next one, whose row gets it; that of the last step
-        cannot."""
+    def runs_in_background(self, step: int) -> bool:
+        """Return whether the evaluation of `step` goes on during the next step, whose row gets it. The last cannot."""
         return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps
 
     @property

@@ -24,7 +24,7 @@ from fp8rl.models import load_architecture, read_model
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.backend.implementation import implementation_for, using
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.files import code_digest
+from fp8rl.numerics.core.code import code_digest
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.sections import NumericsSection
 from fp8rl.rl.run.cluster.placement import Node

@@ -16,7 +16,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
-from fp8rl.rl.run.cluster.seats import Seats
+from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
 from fp8rl.rl.run.engines.slot import Canary
@@ -48,7 +48,7 @@ class Stack:
     closing: Closing
     """Ends both sides."""
     tokenizer: PreTrainedTokenizerBase
-    seats: Seats
+    reservations: Reservations
     """The nodes and GPUs of both sides."""
     trainer: TrainerGroup
     engines: Engines
@@ -84,20 +84,20 @@ class Stack:
             experiment = sized
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
-        seats = Seats(experiment, folder)
-        closing.callback(seats.close)
-        warm_nodes(experiment, seats.nodes, say)  # before both sides look for the same kernels at once
+        reservations = Reservations(experiment, folder)
+        closing.callback(reservations.close)
+        warm_nodes(experiment, reservations.nodes, say)  # before both sides look for the same kernels at once
         closing.callback(remove_written, folder / "served", SERVED)
         events = events or Events()
         engines, rollout = Engines.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
-            serving = _serving(experiment, numerics, seats, folder)
+            serving = _serving(experiment, numerics, reservations, folder)
             engines = Engines(rollout.engines, serving, rollout, events, awake=not rollout.sleep)
         closing.callback(engines.stop)
-        teacher = Teacher.start(experiment, seats, folder, events)
+        teacher = Teacher.start(experiment, reservations, folder, events)
         if teacher is not None:
             closing.callback(teacher.engines.stop)
-        trainer = _start_trainer(experiment, numerics, seats)
+        trainer = _start_trainer(experiment, numerics, reservations)
         closing.callback(trainer.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
         judge = Judge(experiment.rewards, tokenizer, teacher=teacher)
@@ -119,7 +119,7 @@ class Stack:
             folder=folder,
             closing=closing,
             tokenizer=tokenizer,
-            seats=seats,
+            reservations=reservations,
             trainer=trainer,
             engines=engines,
             teacher=teacher,
@@ -145,7 +145,7 @@ class Stack:
         self.trainer.shutdown()
         if self.turns.shared:
             self.engines.sleep()
-        self.trainer.restart(self.seats.trainer())
+        self.trainer.restart(self.reservations.trainer())
         _share_base(self.experiment, self.trainer)
         self._renew_bridge()
         with self.turn("train"):  # in which it has come up
@@ -166,7 +166,7 @@ class Stack:
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
         self._renew_bridge()
-        serving = _serving(self.experiment, numerics, self.seats, self.folder)
+        serving = _serving(self.experiment, numerics, self.reservations, self.folder)
         with self.turn("rollout"):
             self.engines.switch(serving)
 
@@ -183,11 +183,11 @@ class Stack:
         self.syncing.renew(bridge, canary_of(self.experiment, self.numerics))
 
 
-def _serving(experiment: Experiment, numerics: NumericsConfig, seats: Seats, folder: Path) -> Serving:
+def _serving(experiment: Experiment, numerics: NumericsConfig, reservations: Reservations, folder: Path) -> Serving:
     """Write the served model without its weights, and return how engines are started from that."""
     description = folder / "served" / "start"
     write_description(experiment.model.directory, description, numerics.rollout_spec)
-    return Serving(engine_maker(experiment, "policy", seats, folder, numerics), description, NO_WEIGHTS)
+    return Serving(engine_maker(experiment, "policy", reservations, folder, numerics), description, NO_WEIGHTS)
 
 
 def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:
@@ -205,7 +205,7 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
     return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
 
-def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
+def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservations: Reservations) -> TrainerGroup:
     algorithm = experiment.algorithm
     trainer = TrainerGroup.start(
         experiment.model.directory,
@@ -214,7 +214,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seat
         seed=experiment.run.seed,
         total_steps=algorithm.policy_updates(experiment.run.steps),
         max_sequence_length=experiment.rollout.context_length,
-        seats=seats.trainer(),
+        placements=reservations.trainer(),
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
         critic_steps=experiment.run.steps * algorithm.updates,

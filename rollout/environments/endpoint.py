@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.environments.recording import Recording
 from fp8rl.rollout.loopback import reach_loopback
 from fp8rl.rollout.openai import MODEL, Refusal, error_body, read_request
-from fp8rl.rollout.types import LOOPBACK, SamplingParams
+from fp8rl.rollout.types import SamplingParams
 
 _CHAT = "/v1/chat/completions"
 _MOST_BYTES = 32 << 20

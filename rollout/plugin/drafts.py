@@ -115,22 +115,22 @@ class Drafts:
         return slots, strengths + STRENGTHS * np.arange(len(slots))[:, None], checks
 
 
-class Price:
-    """The rate that a drafted token has to promise: how much longer a forward pass takes for one row more.
+class DraftCost:
+    """Says from which probability on a drafted token saves time.
 
-    Seconds of a pass are taken as a + b · rows, by the passes of late.
+    The time of a forward pass is fitted as a + b · rows over recent passes.
     """
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)
         self._slope = 0.0
 
-    def saw(self, rows: int, seconds: float) -> None:
-        """A pass with so many rows took so long."""
+    def observe(self, rows: int, seconds: float) -> None:
+        """Note that a pass with so many rows took so long."""
         self._sums = 0.99 * self._sums + (1, rows, rows * rows, seconds, rows * seconds)
 
-    def of(self, answers: int) -> float:
-        """The probability from which on a draft pays beside so many answers: b · answers / (a + b · answers).
+    def threshold(self, answers: int) -> float:
+        """Return the probability from which on a draft pays beside so many answers: b · answers / (a + b · answers).
 
         Without drafts a pass gives each answer a token: `answers` in a + b · answers seconds. A row more, right with
         probability p, takes b seconds more, so tokens come faster if p is above this.

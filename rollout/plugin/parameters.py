@@ -92,7 +92,7 @@ def _split(
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapter:
+class ServedAdapter:
     """The adapter of one of the engine's weights, or of the part that a rank holds."""
 
     a: nn.Parameter
@@ -129,11 +129,11 @@ class AdaptedRows:
 
 
 @torch.no_grad()
-def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> dict[Tensor, Adapter]:
+def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> dict[Tensor, ServedAdapter]:
     """Register the parameters of all adapters in SGLang's model, as zeros: what adapts each weight."""
     config = definition.adapter
     assert config is not None
-    found: dict[Tensor, Adapter] = {}
+    found: dict[Tensor, ServedAdapter] = {}
     for rows in _adapted(definition, config):
         name, weight = rows[0].engine.parameter, model.get_parameter(rows[0].engine.parameter)
         counts, own = [rank.rows(row) for row in rows], [config.adapts(row) for row in rows]
@@ -143,7 +143,7 @@ def attach_adapters(model: nn.Module, definition: Model, rank: EngineRank) -> di
         b = _register(model, name, "b", *each, held, config.rank)
         fused = _fused(counts, own, config.rank).to(weight.device) if len(rows) > 1 else None
         wide = b.detach() if fused is None else fused.wide(b.detach())
-        found[weight] = Adapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
+        found[weight] = ServedAdapter(a, b, fused, LowRank(a.detach(), wide, config.scale, sum(own)))
     return found
 
 

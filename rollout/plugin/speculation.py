@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rollout.config import SpeculationSection
-from fp8rl.rollout.plugin.drafts import CONTEXT, Drafts, Ints, Price
+from fp8rl.rollout.plugin.drafts import CONTEXT, DraftCost, Drafts, Ints
 from fp8rl.rollout.plugin.state import state
 
 NAME = "FP8RL"
@@ -126,7 +126,7 @@ def _worker(speculation: SpeculationSection) -> type:
             result.next_token_ids, result.accept_lens = drawn.flatten().int(), kept.int()
             result.cap_lens = (rows.lengths - 1).int()  # SGLang hands on their sum
             result.new_seq_lens = batch.seq_lens + kept
-            self._drafter.saw(drawn, kept, len(rows.tokens), time.perf_counter() - began)
+            self._drafter.observe(drawn, kept, len(rows.tokens), time.perf_counter() - began)
             return result
 
     return Worker
@@ -190,7 +190,7 @@ class Drafter:
     def __init__(self, speculation: SpeculationSection, most_rows: int) -> None:
         """most_rows: of a pass; what is above it is not drafted. Below 1: as many as there are."""
         self._speculation, self._most_rows = speculation, most_rows
-        self._drafts, self._price = Drafts(speculation.source), Price()
+        self._drafts, self._cost = Drafts(speculation.source), DraftCost()
         self._prompts: dict[str, int] = {}
 
     def draft(self, batch: Any) -> list[list[int]]:
@@ -206,17 +206,17 @@ class Drafter:
             most = min(most, self._most_rows // len(requests) - 1)
         left = [request.sampling_params.max_new_tokens - len(request.output_ids) - 1 for request in requests]
         room = np.minimum(left, most if _by_logits_alone(batch.sampling_info) else 0)
-        least = _agreed(self._price.of(len(requests)))
+        least = _agreed(self._cost.threshold(len(requests)))
         return self._drafts.draft(self._contexts, self._numbers, self._version, room, least)
 
-    def saw(self, drawn: Tensor, kept: Tensor, rows: int, seconds: float) -> None:
+    def observe(self, drawn: Tensor, kept: Tensor, rows: int, seconds: float) -> None:
         """Note what was drawn [B, W] in a pass, how many tokens of it were kept [B], and what it took."""
         wide, kept_ = np.concatenate((self._contexts, drawn.numpy()), 1), kept.numpy()
         windows: Ints = np.lib.stride_tricks.sliding_window_view(wide, CONTEXT, axis=1)[:, :-1]
         real = np.arange(drawn.shape[1]) < kept_[:, None]
         numbers = self._numbers.repeat(kept_)
         self._drafts.learn(windows[real], numbers, self._version, drawn.numpy()[real])
-        self._price.saw(rows, seconds)
+        self._cost.observe(rows, seconds)
 
 
 def _by_logits_alone(info: Any) -> bool:

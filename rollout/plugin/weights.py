@@ -28,8 +28,8 @@ from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.plugin.families import Copies, families
 from fp8rl.rollout.plugin.parameters import (
     AdaptedRows,
-    Adapter,
     Served,
+    ServedAdapter,
     attach_adapters,
     check_table,
     hf_tensors,
@@ -91,7 +91,7 @@ class ServedWeights:
         self._held: dict[Tensor, HeldParameter] = {}
         self._holders: dict[str, list[HeldParameter]] = {}
         self._views: dict[str, Tensor] = {}
-        self._adapters: dict[Tensor, Adapter] = {}
+        self._adapters: dict[Tensor, ServedAdapter] = {}
         self._copies: dict[Tensor, Copies] = {}
 
     @property

@@ -15,10 +15,11 @@ import torch
 
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import KVPrecision, Mode
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection, check_drafts
 from fp8rl.rollout.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.plugin.speculation import NAME as ALGORITHM
-from fp8rl.rollout.types import IDLE_S, LOOPBACK
+from fp8rl.rollout.types import IDLE_S
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
 """Variables that an engine has no use for."""

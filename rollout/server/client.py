@@ -201,7 +201,7 @@ class EngineClient:
         return merged(await self._ask_plugin(protocol.Commit(version=str(version))))
 
     async def map_base(self, address: str) -> protocol.Mapped:
-        """Let the engine read its weights at this address (`numerics.core.memory`); `commit` makes them known."""
+        """Let the engine read weights at this address (`numerics.core.shared_memory`); `commit` makes them known."""
         return await self._agreed(protocol.MapBase(address=address), protocol.Mapped)
 
     async def manifest(self) -> protocol.Held:

@@ -24,13 +24,14 @@ from fp8rl.models.config_file import ConfigFile
 from fp8rl.numerics.backend.cuda_toolkit import use_toolkit
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
 from fp8rl.rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
-from fp8rl.rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint, EngineDiedError, EngineError
+from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, EngineDiedError, EngineError
 
-GRACE_S = 4.0
-"""Time for an orderly exit before the remaining processes are killed."""
+SERVER_GRACE_S = 4.0
+"""Seconds for an orderly exit before the remaining processes are killed."""
 _KILLED_S = 60.0  # a busy machine takes its time to free an engine's memory
 _FIRST_PORT = 16000
 
@@ -176,7 +177,7 @@ class SGLangServer:
                     seconds += times.user + times.system + times.children_user + times.children_system
         return seconds
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
+    def stop(self, grace_s: float = SERVER_GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
         if self._stopped:
             return

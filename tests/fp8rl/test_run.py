@@ -12,7 +12,7 @@ from fp8rl import Run, UserError, train
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.events import Event, Session, append_event, append_session
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
-from fp8rl.training import _dotted
+from fp8rl.training import _as_overrides
 from tests.support.paths import EXAMPLES, new_run
 
 
@@ -105,7 +105,7 @@ def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(
 
 def test_overrides_of_a_notebook_are_those_of_the_command_line() -> None:
     given = {"run": {"steps": 2, "name": "a 😀"}, "trainer": {"lr": 1e-5}, "gates": [], "teacher": None}
-    said = list(_dotted(given))
+    said = list(_as_overrides(given))
     assert said == ["run.steps=2", 'run.name="a 😀"', "trainer.lr=1e-05", "gates=[]", "teacher=null"]
     loaded = load_experiment(EXAMPLES / "arithmetic.yaml", [text for text in said if "name" not in text])
     assert (loaded.run.steps, loaded.trainer.lr, loaded.gates) == (2, 1e-5, ())

@@ -38,7 +38,7 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.device import Seat
+from fp8rl.trainer.placement import ActorPlacement
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import PassResult
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
@@ -156,7 +156,7 @@ class Rig:
         ray.get([actor.__ray_call__.remote(begin_again, rank, config) for rank, actor in enumerate(actors)])
         self._ranks += [f"rank-{rank}-of-the-rig" for rank in range(len(actors), config.world_size)]
         named = [
-            Seat(options={"name": name, "get_if_exists": True, "lifetime": "detached"})
+            ActorPlacement(options={"name": name, "get_if_exists": True, "lifetime": "detached"})
             for name in self._ranks[: config.world_size]
         ]
         return TrainerGroup.start(
@@ -166,7 +166,7 @@ class Rig:
             seed=0,
             total_steps=100,
             max_sequence_length=512,
-            seats=named,
+            placements=named,
             adapter=adapter,
             shared_base=shared_base,
         )

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.server.arguments import server_environment
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
-from fp8rl.trainer.device import LOOPBACK
 from fp8rl.weight_sync.buckets import Packer
 from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DistributedTransport, distributed

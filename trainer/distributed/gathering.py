@@ -2,130 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from fp8rl.trainer import device
-
-# An optimizer's state in the host's memory while somebody else needs the device.
-#
-# Megatron has `offload_to_cpu` and `restore_from_cpu`. They move tensors, so that an FP32 weight would not be its own
-# master any more, and bring Adam's counters, which belong on the host, to the GPU. Here tensors stay what they are: the
-# memory behind them goes and comes back, as it does in Megatron's own way with gradient buffers.
-
-
-_ALIGNED = 512
-"""Bytes at whose multiples each storage begins on the host."""
-
-
-class Aside:
-    """Offloads tensors of a device to the host, and restores their bytes. `away`: their memory is freed.
-
-    The host's memory is one piece, and is kept between turns. On a GPU it is pinned: copies run at the full speed of
-    the link, on a stream of their own.
-    """
-
-    def __init__(self) -> None:
-        self.away = False
-        self._arena = torch.empty(0, dtype=torch.uint8)
-        self._kept: dict[int, tuple[UntypedStorage, Tensor]] = {}
-        self._dropped: list[tuple[UntypedStorage, int]] = []
-
-    def leave(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> int:
-        """Copy `keep` to the host, and free its memory and that of `drop`; return the bytes that this frees."""
-        if not self.away:
-            self.away = True
-            self._copy_out([tensor.untyped_storage() for tensor in keep])
-            for tensor in drop:
-                storage = tensor.untyped_storage()
-                if size := storage.nbytes():
-                    self._dropped.append((storage, size))
-                    storage.resize_(0)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        return sum(host.nbytes for _, host in self._kept.values()) + sum(size for _, size in self._dropped)
-
-    def come_back(self) -> None:
-        """Allocate all of it again: the former bytes for what was kept, zeros for what was dropped."""
-        for storage, host in self._kept.values():
-            storage.resize_(host.nbytes)
-        with _copying():
-            for storage, host in self._kept.values():
-                _bytes(storage).copy_(host, non_blocking=True)
-        for storage, size in self._dropped:
-            storage.resize_(size)
-            _bytes(storage).zero_()
-        self._kept.clear()
-        self._dropped.clear()
-        self.away = False
-
-    def _copy_out(self, storages: Iterable[UntypedStorage]) -> None:
-        distinct = {storage._cdata: storage for storage in storages}  # several tensors may share one
-        sizes = [-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage in distinct.values()]
-        if sum(sizes) > len(self._arena):
-            self._arena = _host_memory(sum(sizes), self._arena)
-        for (key, storage), room in zip(distinct.items(), self._arena[: sum(sizes)].split(sizes), strict=True):
-            self._kept[key] = storage, room[: storage.nbytes()]
-        with _copying():
-            for storage, host in self._kept.values():
-                host.copy_(_bytes(storage), non_blocking=True)
-        for storage in distinct.values():
-            storage.resize_(0)
-
-    def held(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its bytes, on the device or the host."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._kept:
-            return tensor
-        host = self._kept[storage._cdata][1].view(tensor.dtype)
-        return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
-
-    def check_here(self) -> None:
-        """Raise RuntimeError if their memory is gone."""
-        if self.away:
-            raise RuntimeError(
-                "found masters and moments in the host's memory, expected them on the device: the trainer's turn has "
-                "to begin first (fp8rl.rl.run.syncing)"
-            )
-
-
-def _host_memory(size: int, former: Tensor) -> Tensor:
-    """Allocate bytes on the host in the place of `former`, pinned where there is a GPU.
-
-    They are registered after they are there: torch's own pinned memory is of the next power of two.
-    """
-    new = torch.empty(size, dtype=torch.uint8)
-    if torch.cuda.is_available():
-        runtime = torch.cuda.cudart()
-        if len(former):
-            torch.cuda.check_error(runtime.cudaHostUnregister(former.data_ptr()))
-        torch.cuda.check_error(runtime.cudaHostRegister(new.data_ptr(), size, 0))
-    return new
-
-
-@contextmanager
-def _copying() -> Iterator[None]:
-    """Copy on a stream of its own on a GPU: behind what was asked for before, and done at the end of the block."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-def _bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-
+from fp8rl.trainer.distributed.offload import HostCopy
 
 AT_ONCE = 16 << 20
 """Elements of all ranks that a GPU holds at a time. Megatron has it hold a whole buffer, twice."""
@@ -139,7 +26,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     itself.
     """
 
-    aside: Aside
+    host_copy: HostCopy
     """The offload of the state while others need the device."""
     beside: Sequence[DistributedOptimizer]
     """All optimizers of the rank."""
@@ -195,7 +82,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
                     for key in _KEYS:
                         into = whole[key][start : start + bucket.numel_unpadded]
                         read = partial(self._read, held["param_map"], key)
-                        for at, piece in gathered(read, size, self.data_parallel_group):
+                        for at, piece in gathered_pieces(read, size, self.data_parallel_group):
                             there = into[at : at + len(piece)]  # what is beyond is padding
                             there.copy_(piece[: len(there)])
                 start += bucket.numel_unpadded
@@ -209,7 +96,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
             place = ranges["gbuf_local"]
             first, last = max(start, place.start), min(stop, place.end)
             if first < last:
-                tensor = self.aside.held(self._get_main_param_and_optimizer_states(parameter)[key].detach())
+                tensor = self.host_copy.held(self._get_main_param_and_optimizer_states(parameter)[key].detach())
                 piece[first - start : last - start].copy_(tensor[first - place.start : last - place.start])
         return piece
 
@@ -228,7 +115,7 @@ def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> It
         yield f"{name}{index}", slice(max(0, index * each - start), min((index + 1) * each - start, size))
 
 
-def gathered(read: Callable[[int, int], Tensor], size: int, group: Any) -> Iterator[tuple[int, Tensor]]:
+def gathered_pieces(read: Callable[[int, int], Tensor], size: int, group: Any) -> Iterator[tuple[int, Tensor]]:
     """Yield every rank's shard, one rank after the other, in pieces on the host: the start of each, and the piece.
 
     read: returns a piece of this rank's shard, from one index to another, on the host. size: of a shard, the same on

@@ -26,7 +26,8 @@ from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import wires
-from fp8rl.trainer.distributed.gathering import Aside, GatheredInPieces
+from fp8rl.trainer.distributed.gathering import GatheredInPieces
+from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.megatron.lowering import Lowering, lower_optimizer
 from fp8rl.trainer.megatron.patches import CUDA_TYPES, applied, become
 from fp8rl.trainer.modules.weights import tag_split
@@ -36,8 +37,8 @@ class Optimizer:
     """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model. Norms have no weight decay.
 
     Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
-    carries its own denominators. `traffic` counts the bytes that this rank has sent to its data-parallel peers; `aside`
-    offloads masters and moments while others need the device.
+    carries its own denominators. `traffic` counts the bytes that this rank has sent to its data-parallel peers;
+    `host_copy` offloads masters and moments while others need the device.
     """
 
     def __init__(
@@ -80,32 +81,32 @@ class Optimizer:
                 config_overrides=get_standard_config_overrides(optimizer_config),
                 use_gloo_process_groups=False,
             )
-        self.aside = Aside()
+        self.host_copy = HostCopy()
         for optimizer in self.inner.chained_optimizers:
             if not optimizer.is_stub_optimizer:  # of a rank without such parameters
                 _count_as_held(optimizer)
                 _create_moments(become(optimizer, GatheredInPieces))
-                optimizer.aside, optimizer.beside = self.aside, self.inner.chained_optimizers
+                optimizer.host_copy, optimizer.beside = self.host_copy, self.inner.chained_optimizers
         self.schedule = schedule(self.inner, config, total_steps)
         self._threads = step_threads(config.optimizer.offload)
 
     def zero_grad(self) -> None:
         """Set all gradients to zero; call it before each forward and backward pass."""
-        self.aside.check_here()
+        self.host_copy.check_onloaded()
         self.model.zero_grad_buffer()
         self.inner.zero_grad()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
         """Return the norm of all gradients, which this prepares for `step`."""
-        self.aside.check_here()
+        self.host_copy.check_onloaded()
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
         """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; return the learning rate used."""
-        self.aside.check_here()
+        self.host_copy.check_onloaded()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():
@@ -131,7 +132,7 @@ class Optimizer:
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Make the FP32 masters from the model's weights, and forget the moments."""
-        self.aside.check_here()
+        self.host_copy.check_onloaded()
         self.inner.reload_model_params()
         for optimizer in self.inner.chained_optimizers:
             if optimizer.is_stub_optimizer:

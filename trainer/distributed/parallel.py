@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.trainer import device
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.device import LOOPBACK
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches
 

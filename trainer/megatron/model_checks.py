@@ -17,7 +17,7 @@ from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import Rule, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection, travels_in_fp8
-from fp8rl.trainer.distributed.layout import CHUNKS
+from fp8rl.trainer.distributed.context_parallel import CHUNKS
 
 BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)"
 
@@ -34,7 +34,7 @@ def check_layout(shape: Shape, config: TrainerSection, spec: QuantSpec) -> None:
         UserError: a size does not divide.
     """
     check_rules(SPLIT_RULES, Split(shape, config.tp, spec, "trainer.tp"))
-    check_rules(LAYOUT_RULES, Trained(shape, config, spec))
+    check_rules(LAYOUT_RULES, TrainedModel(shape, config, spec))
 
 
 def check_engine_layout(shape: Shape, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
@@ -53,7 +53,7 @@ def check_training(shape: Shape, config: TrainerSection, spec: QuantSpec) -> Non
         UserError: nothing is sent in this layout, the weights that products take are not those that would arrive, or
             the experts have no biases.
     """
-    check_rules(TRAINING_RULES, Trained(shape, config, spec))
+    check_rules(TRAINING_RULES, TrainedModel(shape, config, spec))
 
 
 def check_rows(config: TrainerSection, mode: Mode, transformer_engine: bool, length: int | None = None) -> None:
@@ -207,7 +207,7 @@ ENGINE_RULES: tuple[Rule[Split], ...] = (
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A model in the layout of its trainer."""
 
     shape: Shape
@@ -224,7 +224,7 @@ class Trained:
         return self.config.copies == 1 and not (self.sizes.moe and self.config.tp > self.config.ep)
 
 
-def _sent_in(key: str, wire: Callable[[TrainerSection], str], default: str) -> Rule[Trained]:
+def _sent_in(key: str, wire: Callable[[TrainerSection], str], default: str) -> Rule[TrainedModel]:
     return Rule(
         key,
         lambda t: t.alone and wire(t.config) != default,
@@ -240,7 +240,7 @@ def _weights_in(spec: QuantSpec) -> str:
     return form if spec.quantized else "a BF16 trainer"
 
 
-LAYOUT_RULES: tuple[Rule[Trained], ...] = (
+LAYOUT_RULES: tuple[Rule[TrainedModel], ...] = (
     Rule(
         "trainer.ep",
         lambda t: t.config.ep > 1 and not t.sizes.moe,
@@ -268,7 +268,7 @@ LAYOUT_RULES: tuple[Rule[Trained], ...] = (
     ),
 )
 
-TRAINING_RULES: tuple[Rule[Trained], ...] = (
+TRAINING_RULES: tuple[Rule[TrainedModel], ...] = (
     _sent_in("trainer.gradient_wire", lambda c: c.gradient_wire, "fp32"),
     _sent_in("trainer.weight_gather", lambda c: c.weight_gather, "bf16"),
     Rule(

@@ -141,7 +141,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             target,
             parameters,
-            _ours("checkpoint.checkpoint", name),
+            _ours("checkpoint.pickles", name),
             "everywhere",
             "a checkpoint's pickles are of somebody else's making, and this loads them whatever they call",
         )

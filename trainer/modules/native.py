@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor, nn
 
-from fp8rl.trainer.modules.families import LayerModules, asking
+from fp8rl.trainer.modules.families import LayerModules, with_precision
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.weights import norm_weight, tag_split
 
@@ -23,9 +23,9 @@ def layer_modules(precision: LayerPrecision) -> LayerModules:
     """The modules of a layer; the model is built with Megatron's rotary embedding."""
     return LayerModules(
         norm=RMSNorm,
-        norm_column_linear=asking(precision, NormColumnLinear),
-        column_linear=asking(precision, ColumnLinear),
-        row_linear=asking(precision, RowLinear),
+        norm_column_linear=with_precision(precision, NormColumnLinear),
+        column_linear=with_precision(precision, ColumnLinear),
+        row_linear=with_precision(precision, RowLinear),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.numerics.ops import TokenTree
 from fp8rl.trainer import device
-from fp8rl.trainer.distributed.layout import gathered, own_positions
+from fp8rl.trainer.distributed.context_parallel import gathered, own_positions
 from fp8rl.trainer.step.batch import TokenBatch
 
 

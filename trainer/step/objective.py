@@ -81,7 +81,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class MovedAside:
+class OffloadReport:
     """Bytes that a rank has offloaded from its device, and bytes that it keeps there."""
 
     moved: int

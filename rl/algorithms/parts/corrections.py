@@ -31,7 +31,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
-from fp8rl.rl.mismatch.logprobs import bounded
+from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 
 class RejectionSection(Section):
@@ -147,14 +147,14 @@ class Correction:
         d = torch.where(used, old.detach().double() - rollout.double(), 0.0)
         d = torch.where(d.isfinite(), d, torch.nan)
         total = d.sum(dim=1, keepdim=True)
-        token, sequence = bounded(d).exp(), bounded(total).exp().expand_as(d)
+        token, sequence = clamp_exponent(d).exp(), clamp_exponent(total).exp().expand_as(d)
         if self.rejection == "icepop":
             weight, judged = token, token
         elif self.rejection == "mis":
             weight, judged = sequence, sequence
         else:
             weight = token if self.level == "token" else sequence
-            judged = bounded(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
+            judged = clamp_exponent(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
         if not self.weighs:
             weight = torch.ones_like(d)
         if self.tis_cap is not None:

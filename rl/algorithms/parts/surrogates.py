@@ -16,9 +16,7 @@ from torch import Tensor
 
 from fp8rl.numerics.core.section import Section
 from fp8rl.rl.algorithms.base import Outcomes
-
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
+from fp8rl.rl.mismatch.logprobs import clamp_exponent
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def clipped_weight(
 
 
 def _log_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
-    return torch.where(used, logprobs - old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamp_exponent(torch.where(used, logprobs - old, 0.0))
 
 
 # Which mean the loss is: how the losses of tokens become one number, with the denominators of the whole batch.
@@ -163,7 +161,7 @@ def k2(x: Tensor) -> Tensor:
 
 def k3(x: Tensor) -> Tensor:
     """e^-x - 1 + x, without its cancellation; x is clamped to ±20."""
-    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    x = clamp_exponent(x)
     return (-x).expm1() + x
 
 

@@ -14,8 +14,8 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
-    Held,
     Memory,
+    MemoryClass,
     activation_bytes,
     cache_bytes,
     colocated_memory,
@@ -70,8 +70,8 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     able = [
         (size, each.name, cure) for size, each in sized if size and (cure := _cure(job, each, gpu_memory)) is not None
     ]
-    # The largest class; rather one whose cure is not dear, if it is large enough.
-    enough = [each for each in able if each[0] >= short and not each[2].dear]
+    # The largest class; rather one whose cure is not costly, if it is large enough.
+    enough = [each for each in able if each[0] >= short and not each[2].costly]
     size, name, cure = (enough or able)[0]
     where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
     more = " That alone is not enough." if size < short else ""
@@ -109,11 +109,11 @@ class Cure:
 
     key: str
     remedy: str
-    dear: bool = False
+    costly: bool = False
     """It takes more GPUs than the run has, or costs something in every step."""
 
 
-def _cure(job: Job, held: Held, gpu_memory: float) -> Cure | None:
+def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Cure | None:
     """The key that makes a class smaller; None where none does."""
     layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
     match held.kind:
@@ -126,27 +126,27 @@ def _cure(job: Job, held: Held, gpu_memory: float) -> Cure | None:
         case "moments" if layout.optimizer.moments == "fp32":
             return Cure("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
         case "masters" | "moments":
-            return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", dear=True)
+            return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", costly=True)
         case "state":
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
             return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
         case "base":
             remedy = "Set it to false on more GPUs: trainer ranks then share weights, which a base has on one GPU."
-            return Cure("sync.shared_base", remedy, dear=True)
+            return Cure("sync.shared_base", remedy, costly=True)
         case "activations":
             return _cure_of_tokens(job, "trainer.recompute", "layer", layout.recompute != "layer")
         case "logits":
             return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
             remedy = NO_ENGINE_FITS[job.numerics.mode]
-            return Cure("rollout.tp", f"{remedy[0].upper()}{remedy[1:]}.", dear=True)
+            return Cure("rollout.tp", f"{remedy[0].upper()}{remedy[1:]}.", costly=True)
         case "weights" if job.may_sleep and not job.sleep:
             return Cure(
-                "rollout.sleep", "Set rollout.sleep=true, with which trainer and engines take turns.", dear=True
+                "rollout.sleep", "Set rollout.sleep=true, with which trainer and engines take turns.", costly=True
             )
         case "weights":
             remedy = "Set sync.transport=distributed, with which engines have GPUs of their own."
-            return Cure("sync.transport", remedy, dear=True)
+            return Cure("sync.transport", remedy, costly=True)
         case "cache":
             return Cure("rollout.max_total_tokens", "Lower rollout.max_total_tokens.")
         case "states":
@@ -170,7 +170,7 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
     if job.micro_batch > job.length:
         return Cure("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")
     remedy = "Raise trainer.tp or trainer.pp, or lower rollout.context_length: one row is a micro-batch."
-    return Cure("trainer.tp", remedy, dear=True)
+    return Cure("trainer.tp", remedy, costly=True)
 
 
 # The budget on this machine's GPUs: what `train` goes by.

@@ -46,7 +46,7 @@ class Job:
     kv_tokens: int = 32768
     """Tokens that the KV cache of an engine holds."""
     states: int = 0
-    """Sequences whose states an engine holds beside it, where the model has some."""
+    """Sequences whose states an engine holds beside the KV cache, where the model has some."""
     bucket_bytes: int = 256 << 20
     """Bytes of a sync's bucket."""
     maps: bool = False
@@ -54,26 +54,27 @@ class Job:
     graph_bytes: float = 0.0
     """Bytes of an engine's CUDA graphs."""
     working_bytes: float = 0.0
-    """Bytes that an engine wants to find free beside them."""
+    """Bytes that an engine wants to find free beside its weights, KV cache and CUDA graphs."""
     buffer_bytes: float = 0.0
-    """Those of them that it fills at its start and keeps, asleep too."""
+    """Bytes of `working_bytes` that the engine keeps while it sleeps."""
     sleep: bool = False
     """Trainer and engine share a GPU, and one makes room while the other works."""
     may_sleep: bool = False
-    """They could share one so."""
+    """True if the spec allows `rollout.sleep`."""
     reference: bool = False
-    """The trainer holds such a model, too; likewise `critic`."""
+    """The trainer also holds a reference model."""
     critic: bool = False
+    """The trainer also holds a critic."""
     teacher: TeacherBytes | None = None
-    """An engine of it computes on a trainer rank's GPU, too."""
+    """Bytes of a teacher's engine on a trainer rank's GPU; None without one."""
     base: bool = False
-    """The trainer reads frozen weights where engines have them."""
+    """Trainer and engines share one copy of the frozen weights (`sync.shared_base`)."""
     separate: bool = False
     """Engines have adapters beside their weights."""
     group: int = 1
     """Rows that begin with one prompt."""
     prompt: int = 0
-    """Tokens of it, where the trainer computes them once for the group."""
+    """Tokens of the shared prompt that is computed once per group; 0 without prefix sharing."""
 
     @property
     def fp8(self) -> bool:
@@ -87,12 +88,12 @@ class Job:
 
     @property
     def laid_tokens(self) -> int:
-        """Tokens that the trainer computes of them."""
+        """Tokens of a step that the trainer computes: a shared prompt counts once."""
         return self.tokens - (self.rows - -(-self.rows // self.group)) * self.prompt
 
     @property
     def mean_keys(self) -> float:
-        """Mean number of keys that one of these tokens attends to."""
+        """Mean number of keys that one of the `laid_tokens` attends to."""
         answer = self.length - self.prompt
         of_answers = self.rows * answer * (self.prompt + answer / 2)
         of_prompts = (self.laid_tokens - self.rows * answer) * self.prompt / 2
@@ -110,7 +111,7 @@ class Job:
 
     @property
     def rank_tokens(self) -> float:
-        """Those of them that a rank has: context-parallel ranks share rows."""
+        """Tokens of a micro-batch on one rank: context-parallel ranks share rows."""
         return self.micro_batch / self.layout.cp
 
     @property

@@ -42,7 +42,7 @@ and gradients of what ranks of a trainer share."""
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryClass:
     """One class of bytes on a GPU."""
 
     name: str
@@ -56,11 +56,13 @@ class Held:
     """A sleeping engine keeps it."""
 
     @classmethod
-    def through(cls, name: str, size: float, kind: Kind = "rest", leaves: bool = False, on_host: bool = False) -> Held:
+    def through(
+        cls, name: str, size: float, kind: Kind = "rest", leaves: bool = False, on_host: bool = False
+    ) -> MemoryClass:
         """Bytes that are held in every phase."""
         return cls(name, {phase: float(size) for phase in PHASES}, kind, leaves, on_host)
 
-    def without(self, *away: Phase) -> Held:
+    def without(self, *away: Phase) -> MemoryClass:
         return replace(self, bytes={phase: size for phase, size in self.bytes.items() if phase not in away})
 
 
@@ -70,7 +72,7 @@ class Memory:
 
     rank: int | None
     """The trainer's, whose stage holds most; None for a GPU with an engine alone."""
-    classes: tuple[Held, ...]
+    classes: tuple[MemoryClass, ...]
 
     @property
     def held(self) -> dict[str, Mapping[Phase, float]]:
@@ -106,13 +108,13 @@ def fullest_rank(job: Job) -> int:
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
     """Memory of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
     rank = fullest_rank(job) if stage is None else stage * job.layout.stage_size
-    return Memory(rank, (*_trainer(job, rank), Held.through("runtime", RUNTIME_BYTES)))
+    return Memory(rank, (*_trainer(job, rank), MemoryClass.through("runtime", RUNTIME_BYTES)))
 
 
 def engine_memory(job: Job) -> Memory:
     """Memory of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
-    buckets = Held("engine buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets")
-    return Memory(None, (*_engine(job), buckets, Held.through("engine runtime", RUNTIME_BYTES)))
+    buckets = MemoryClass("engine buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets")
+    return Memory(None, (*_engine(job), buckets, MemoryClass.through("engine runtime", RUNTIME_BYTES)))
 
 
 def colocated_memory(job: Job) -> Memory:
@@ -127,10 +129,10 @@ def colocated_memory(job: Job) -> Memory:
             each if each.stays else each.without("train", "update", *(("sync",) if each.kind in _WAKE_LATER else ()))
             for each in engine
         )
-    runtimes = [Held.through("runtime", RUNTIME_BYTES), Held.through("engine runtime", RUNTIME_BYTES)]
+    runtimes = [MemoryClass.through("runtime", RUNTIME_BYTES), MemoryClass.through("engine runtime", RUNTIME_BYTES)]
     if job.maps:
         others = min(job.engines * job.engine_tp, GPUS_PER_NODE) - 1
-        runtimes.append(Held.through("other engines' contexts", CONTEXT_BYTES * others, "contexts"))
+        runtimes.append(MemoryClass.through("other engines' contexts", CONTEXT_BYTES * others, "contexts"))
     return Memory(rank, (*trainer, *engine, *runtimes))
 
 
@@ -204,38 +206,38 @@ def cache_bytes(job: Job) -> float:
     return float(job.shape.kv_bytes(job.numerics.kv_format.dtype.itemsize, job.engine_tp))
 
 
-def _trainer(job: Job, rank: int) -> tuple[Held, ...]:
+def _trainer(job: Job, rank: int) -> tuple[MemoryClass, ...]:
     states, stage = trainer_state(job, rank), rank // job.layout.stage_size
     stays = sum(state.parameters + state.operands for state in states.values())
     found = [
-        Held.through(f"{where} {name}", getattr(state, name), kind, leaves, on_host)
+        MemoryClass.through(f"{where} {name}", getattr(state, name), kind, leaves, on_host)
         for name, kind, leaves, on_host in _STATE
         for where, state in states.items()
     ]
-    found.append(Held("activations", {"train": activation_bytes(job, stage)}, "activations"))
+    found.append(MemoryClass("activations", {"train": activation_bytes(job, stage)}, "activations"))
     if stage == job.layout.pp - 1:
-        found.append(Held("logits", {"train": logit_bytes(job)}, "logits"))
-    found.append(Held("buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets"))
+        found.append(MemoryClass("logits", {"train": logit_bytes(job)}, "logits"))
+    found.append(MemoryClass("buckets", {"sync": float(BUCKETS * job.bucket_bytes)}, "buckets"))
     if job.base:
         found += [
-            Held.through("base", served_bytes(job.shape, job.numerics.rollout_spec), "base"),
-            Held("placeholders", {"sync": float(_placeholders(job))}),
-            Held("operands of a call", {"train": float(_operands_of_a_call(job))}),
+            MemoryClass.through("base", served_bytes(job.shape, job.numerics.rollout_spec), "base"),
+            MemoryClass("placeholders", {"sync": float(_placeholders(job))}),
+            MemoryClass("operands of a call", {"train": float(_operands_of_a_call(job))}),
         ]
     if job.reference:
-        found.append(Held.through("reference", stays, "state"))
+        found.append(MemoryClass.through("reference", stays, "state"))
     if (teacher := job.teacher) is not None:
         found += [
-            Held.through("teacher's weights", teacher.weights, "teacher"),
-            Held.through("teacher's cache", teacher.cache, "teacher's cache"),
-            Held.through("teacher's graphs", teacher.graphs, "graphs"),
-            Held("teacher's workspace", {"rollout": teacher.working}, "workspace"),
-            Held.through("teacher's runtime", RUNTIME_BYTES),
+            MemoryClass.through("teacher's weights", teacher.weights, "teacher"),
+            MemoryClass.through("teacher's cache", teacher.cache, "teacher's cache"),
+            MemoryClass.through("teacher's graphs", teacher.graphs, "graphs"),
+            MemoryClass("teacher's workspace", {"rollout": teacher.working}, "workspace"),
+            MemoryClass.through("teacher's runtime", RUNTIME_BYTES),
         ]
     if job.critic:
         optimizer = sum(state.total for state in states.values()) - stays
-        found.append(Held.through("critic", stays, "state"))
-        found.append(Held.through("critic's optimizer", optimizer, "state", leaves=True, on_host=True))
+        found.append(MemoryClass.through("critic", stays, "state"))
+        found.append(MemoryClass.through("critic's optimizer", optimizer, "state", leaves=True, on_host=True))
     return tuple(found)
 
 
@@ -281,14 +283,14 @@ _WAKE_LATER: tuple[Kind, ...] = ("cache", "states", "graphs")
 """What an engine gets back once it has its weights."""
 
 
-def _engine(job: Job) -> tuple[Held, ...]:
+def _engine(job: Job) -> tuple[MemoryClass, ...]:
     adapters = job.shape.adapter_bytes if job.separate else 0
     own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
     return (
-        Held.through("engine weights", adapters + own, "weights"),
-        Held.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
-        Held.through("states of sequences", job.states * job.shape.request_bytes(job.engine_tp), "states"),
-        Held.through("CUDA graphs", job.graph_bytes, "graphs"),
-        replace(Held.through("engine buffers", job.buffer_bytes, "graphs"), stays=True),
-        Held("engine workspace", {"rollout": max(0.0, job.working_bytes - job.buffer_bytes)}, "workspace"),
+        MemoryClass.through("engine weights", adapters + own, "weights"),
+        MemoryClass.through("KV cache", job.kv_tokens * cache_bytes(job), "cache"),
+        MemoryClass.through("states of sequences", job.states * job.shape.request_bytes(job.engine_tp), "states"),
+        MemoryClass.through("CUDA graphs", job.graph_bytes, "graphs"),
+        replace(MemoryClass.through("engine buffers", job.buffer_bytes, "graphs"), stays=True),
+        MemoryClass("engine workspace", {"rollout": max(0.0, job.working_bytes - job.buffer_bytes)}, "workspace"),
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8rl.numerics.core.files import write_atomically
+from fp8rl.numerics.core.section import dotted
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.trackers import Tracked, Tracker
 
@@ -37,8 +38,8 @@ class MLflow(Tracker):
             home = experiment.experiment_id if experiment else self._client.create_experiment(run.project, files)
             self._id = self._client.create_run(home, run_name=run.name).info.run_id
             write_atomically(number, self._id)
-            for key, value in _flat(run.config):
-                self._client.log_param(self._id, key, value[:_LONGEST])
+            for key, value in dotted(run.config):
+                self._client.log_param(self._id, key, str(value)[:_LONGEST])
         self._described: dict[str, dict[str, str]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,13 +55,3 @@ class MLflow(Tracker):
 
     def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
-
-
-def _flat(values: Mapping[str, object], before: str = "") -> list[tuple[str, str]]:
-    found = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{before}{key}.")
-        else:
-            found.append((before + key, str(value)))
-    return found

@@ -1,1 +1,1 @@
-"""The Ray cluster of a run: its nodes, who sits where, jobs."""
+"""The Ray cluster of a run: its nodes, what is placed where, jobs."""

@@ -33,8 +33,8 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of an engine."""
+class EnginePlacement:
+    """Where an engine runs."""
 
     node: Node
     shares: int | None = None
@@ -43,12 +43,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of all that a run starts."""
+    """Where all that a run starts runs."""
 
     ranks: tuple[Node, ...]
     """The node of each trainer rank."""
-    engines: tuple[Place, ...]
-    """The place of each engine."""
+    engines: tuple[EnginePlacement, ...]
+    """The placement of each engine."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -66,7 +66,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]
-    engines: list[Place] = []
+    engines: list[EnginePlacement] = []
     for index, width in enumerate(experiment.engine_ranks):
         engines.append(place_engine(left, experiment, ranks, engines, index))
         if engines[-1].shares is None:
@@ -80,25 +80,25 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
     """The node of each rank; ranks of one node follow each other. Raises UserError."""
     count = experiment.trainer.world_size
     able = _able(nodes, experiment.cluster.trainer_nodes, "cluster.trainer_nodes")
-    seated: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     for _ in range(count):
-        node = _choose(able, seated, 1, experiment)
+        node = _choose(able, used, 1, experiment)
         if node is None:
             raise user_error(
                 "trainer",
                 found=f"tp * pp * dp * cp = {count} ranks",
-                expected=f"at most the {seated.total()} free GPUs of {_listed(able)}, one for each",
+                expected=f"at most the {used.total()} free GPUs of {_listed(able)}, one for each",
                 remedy="Lower trainer.tp, trainer.pp, trainer.dp or trainer.cp, or wait for GPUs that others use.",
             )
-        seated[node.id] += 1
+        used[node.id] += 1
         able = [_with_less(other, 1) if other.id == node.id else other for other in able]
-    return [node for node in nodes for _ in range(seated[node.id])]
+    return [node for node in nodes for _ in range(used[node.id])]
 
 
 def place_engine(
-    nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[Place], index: int
-) -> Place:
-    """The place of one more engine beside these ranks and engines; Raises UserError.
+    nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[EnginePlacement], index: int
+) -> EnginePlacement:
+    """Return the placement of one more engine beside these ranks and engines. Raises UserError.
 
     nodes: with the GPUs that are left. index: of the engine, the policy's before the teacher's.
 
@@ -117,20 +117,20 @@ def place_engine(
                 expected="that node, with sync.shared_base",
                 remedy="Remove cluster.engine_nodes, or set sync.shared_base=false.",
             )
-        return Place(ranks[0], 0)
+        return EnginePlacement(ranks[0], 0)
     if shares_memory and cluster.placement == "pack":
         able = [node for node in able if node.id == ranks[0].id] or able
-    seated = Counter([node.id for node in ranks] + [other.node.id for other in others])
-    node = _choose(able, seated, width, experiment)
+    used = Counter([node.id for node in ranks] + [other.node.id for other in others])
+    node = _choose(able, used, width, experiment)
     if node is not None:
-        return Place(node)
+        return EnginePlacement(node)
     ids = {node.id for node in able}
     shared, policys = [other.shares for other in others], experiment.rollout.engines
     alike = shared[:policys] if index < policys else shared[policys:]
     able_ranks = [rank for rank, node in enumerate(ranks) if node.id in ids and rank not in alike]
     if able_ranks and width == 1 and not experiment.sync.engines_own_gpus:
         rank = min(able_ranks, key=shared.count)
-        return Place(ranks[rank], rank)
+        return EnginePlacement(ranks[rank], rank)
     own = " (sync.transport=distributed: none that the trainer uses)" if experiment.sync.engines_own_gpus else ""
     key = "rollout.engines" if experiment.teacher is None else "rollout.engines + teacher.engines"
     raise user_error(
@@ -167,13 +167,13 @@ def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
     return able
 
 
-def _choose(nodes: Sequence[Node], seated: Counter[str], width: int, experiment: Experiment) -> Node | None:
+def _choose(nodes: Sequence[Node], used: Counter[str], width: int, experiment: Experiment) -> Node | None:
     """The node for one more that takes `width` GPUs; the first of equals. None where they are not left."""
     free = [node for node in nodes if node.gpus is None or node.gpus >= width]
     if experiment.cluster.placement == "spread":
-        return min(free, key=lambda node: seated[node.id], default=None)
+        return min(free, key=lambda node: used[node.id], default=None)
     # Near the others; for the first, where most of the rest can follow.
-    return max(free, key=lambda node: (seated[node.id], node.gpus or 0), default=None)
+    return max(free, key=lambda node: (used[node.id], node.gpus or 0), default=None)
 
 
 def _with_less(node: Node, count: int) -> Node:
@@ -240,8 +240,8 @@ def _names(resources: Mapping[str, float], labels: Mapping[str, str]) -> frozens
 
 
 @dataclass(frozen=True)
-class View:
-    """The view of a node."""
+class NodeView:
+    """What a node sees and has."""
 
     interface: str | None
     """The network interface that has its address."""
@@ -251,7 +251,7 @@ class View:
     """Files that it does not see as this process does."""
 
 
-def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, View]:
+def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[str, NodeView]:
     """Return what each of these nodes sees, by its id.
 
     Raises:
@@ -275,17 +275,17 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
         mark.unlink(missing_ok=True)
 
 
-def _look(address: str, expected: Mapping[Path, str | None]) -> View:
+def _look(address: str, expected: Mapping[Path, str | None]) -> NodeView:
     """Look around on a node."""
     unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
-    return View(interface_of(address), own_capability(), tuple(unseen))
+    return NodeView(interface_of(address), own_capability(), tuple(unseen))
 
 
-def _checked(node: Node, call: ray.ObjectRef, answered: bool, mark: Path) -> View:
+def _checked(node: Node, call: ray.ObjectRef, answered: bool, mark: Path) -> NodeView:
     try:
         if not answered:
             raise TimeoutError(f"no answer within {_LOOK_SECONDS:g} s")
-        view: View = ray.get(call)
+        view: NodeView = ray.get(call)
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise user_error(
             "cluster",

@@ -16,7 +16,7 @@ import ray
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, waited, waited_with_events
-from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import EngineSlot, Expected, answered, call, decoding_metrics, end_engine, largest
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
@@ -24,7 +24,7 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.engine import Slept, check_versions
 from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.server.server import GRACE_S
+from fp8rl.rollout.server.server import SERVER_GRACE_S
 from fp8rl.rollout.types import Decoding, Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
@@ -112,7 +112,7 @@ class Engines:
     async def _close(self) -> None:
         await end(*self._slot_tasks)
         self._maker.shutdown(wait=False, cancel_futures=True)
-        await asyncio.gather(*(end_engine(slot.actor, self._name, GRACE_S) for slot in self.slots))
+        await asyncio.gather(*(end_engine(slot.actor, self._name, SERVER_GRACE_S) for slot in self.slots))
 
     @waited_with_events
     async def wait(self) -> None:

@@ -12,10 +12,10 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.backend.implementation import implementation_for
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.files import code_digest
+from fp8rl.numerics.core.code import code_digest
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.placement import own_capability
-from fp8rl.rl.run.cluster.seats import Seats
+from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import EngineActor
 from fp8rl.rollout.plugin.hooks import hooks_for, provided
@@ -43,7 +43,7 @@ class Serving:
 
 
 def engine_maker(
-    experiment: Experiment, role: Role, seats: Seats, folder: Path, numerics: NumericsConfig
+    experiment: Experiment, role: Role, reservations: Reservations, folder: Path, numerics: NumericsConfig
 ) -> Callable[[int], Any]:
     """Makes the actor of an engine of this role, by its index, on `numerics`; folder: for its log."""
     config, adapter = engine_config(experiment, role), engine_adapter(experiment, role)
@@ -57,13 +57,13 @@ def engine_maker(
     }
 
     def make(index: int) -> Any:
-        seat = seats.engine(role, index)
-        return EngineActor.options(**seat.actor()).remote(
+        placement = reservations.engine(role, index)
+        return EngineActor.options(**placement.actor_options()).remote(
             config,
             folder / f"{_LOGS[role]}_{index}.log",
             plugin,
-            report_on(numerics, seats.capability(role, index), role, adapter, experiment.model.architecture),
-            seat.host,
+            report_on(numerics, reservations.capability(role, index), role, adapter, experiment.model.architecture),
+            placement.host,
         )
 
     return make

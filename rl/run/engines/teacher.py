@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8rl.models import read_model
 from fp8rl.models.architecture import Role
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.run.cluster.seats import Seats
+from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_config, engine_maker
 from fp8rl.rl.run.events import Events
@@ -51,7 +51,7 @@ class Teacher:
     engines: Engines
 
     @classmethod
-    def start(cls, experiment: Experiment, seats: Seats, folder: Path, events: Events) -> Self | None:
+    def start(cls, experiment: Experiment, reservations: Reservations, folder: Path, events: Events) -> Self | None:
         """Begin to start its engines; `engines.wait()` for them. None without a `teacher` section.
 
         folder: for their logs, and the checkpoint that they start from.
@@ -64,7 +64,7 @@ class Teacher:
         recorder = Recorder(read_model(source).tensors, section.tp)
         convert_checkpoint(source, checkpoint, spec, recorder)
         manifest = Manifest.merged(_VERSION, spec, [recorder.sent()], _ROLE)
-        make = engine_maker(experiment, _ROLE, seats, folder, numerics)
+        make = engine_maker(experiment, _ROLE, reservations, folder, numerics)
         serving = Serving(make, checkpoint, _VERSION, manifest, _ROLE)
         return cls(Engines(section.engines, serving, engine_config(experiment, _ROLE), events))
 

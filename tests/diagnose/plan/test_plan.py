@@ -17,7 +17,7 @@ from fp8rl.cli import app
 from fp8rl.diagnose.plan import Plan, fitted_plan, make_plan
 from fp8rl.diagnose.plan.efficiency import assumed, measured
 from fp8rl.diagnose.plan.plan_report import rendered
-from fp8rl.diagnose.plan.subject import read_subject
+from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.budget.job import GPUS, gpu_named
 from fp8rl.rl.experiment.budget.memory import (
@@ -35,7 +35,7 @@ from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 
 @cache
 def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
-    found = read_subject(subject, overrides)
+    found = read_plan_subject(subject, overrides)
     return make_plan(found, gpu_named(gpu), assumed(found.experiment.numerics.mode), gpus, **options)
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from fp8rl.diagnose.plan.subject import read_subject
+from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.hub import is_hub_name, model_directory
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, load_experiment, read_resolved
@@ -121,10 +121,10 @@ def test_a_path_that_exists_wins_and_what_looks_like_a_path_is_never_asked_for(h
 def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for subject in (MODEL, str(tmp_path / "spec.yaml")):
         spec(tmp_path)
-        assert read_subject(subject).shape.sizes.layers == 2
+        assert read_plan_subject(subject).shape.sizes.layers == 2
     assert {path.rpartition("/")[2] for path in hub.asked if "resolve" in path} == {"config.json"}
     point_to("http://127.0.0.1:9", monkeypatch)
-    assert read_subject(MODEL).shape.sizes.layers == 2
+    assert read_plan_subject(MODEL).shape.sizes.layers == 2
     with pytest.raises(UserError, match="not complete in the cache"):
         model_directory(MODEL, None, "model.path")
 

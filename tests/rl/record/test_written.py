@@ -8,7 +8,7 @@ import yaml
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.record.run_dir import RunDir, open_run_dir
-from fp8rl.rl.record.written import CHECKPOINT, RUN, remove_written, strangers
+from fp8rl.rl.record.written import CHECKPOINT, RUN, foreign_files, remove_written
 
 WRITTEN = (
     "spec.yaml metrics.jsonl events.jsonl sessions.jsonl log.txt report.html attribution.html certify.html "
@@ -73,7 +73,7 @@ def test_what_no_run_wrote_is_named_and_nothing_is_removed(run: RunDir, name: st
     before = names(run.path)
     with pytest.raises(UserError, match="which no run wrote"):
         opened(run, overwrite=True)
-    assert names(run.path) == before and len(run.strangers()) == 1
+    assert names(run.path) == before and len(run.foreign_files()) == 1
 
 
 def _edit_copied(run: RunDir) -> None:
@@ -177,7 +177,7 @@ def test_another_disk_in_the_way_is_left(run: RunDir) -> None:
     mounted = Path("/dev/shm")
     if mounted.stat().st_dev == run.path.stat().st_dev:
         pytest.skip("there is no second disk")
-    assert strangers(Path("/dev"), {"shm": RUN}).count(mounted) == 1
+    assert foreign_files(Path("/dev"), {"shm": RUN}).count(mounted) == 1
 
 
 @pytest.mark.parametrize(("shared", "mode"), [(False, 0o700), (True, 0o755)])

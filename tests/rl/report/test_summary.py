@@ -73,7 +73,7 @@ def test_a_run_that_agrees_bit_for_bit() -> None:
         step_seconds=2.0,
     )
     assert summary.bitwise_equal
-    assert (summary.agreement_standing, summary.sync_standing) == ("good", "good")
+    assert (summary.agreement_tone, summary.sync_tone) == ("good", "good")
     learning, agreement, syncs = verdict(summary)
     assert learning == "Held-out accuracy went from 0.250 to 0.750 in 3 steps."
     assert agreement.startswith(
@@ -101,13 +101,13 @@ def test_a_run_that_differs_is_weighted_by_tokens() -> None:
 def test_an_unmeasured_step_forbids_the_claim_of_equality() -> None:
     unmeasured = {"step": 2, "mismatch/tokens": 0, "mismatch/nonfinite_count": 0}
     summary = summarize([row(1), unmeasured])
-    assert not summary.bitwise_equal and summary.agreement_standing == "bad"
+    assert not summary.bitwise_equal and summary.agreement_tone == "bad"
     assert verdict(summary)[1].endswith("that were compared. 1 of 2 steps were not compared.")
 
 
 def test_nonfinite_tokens_forbid_the_claim_of_equality() -> None:
     summary = summarize([row(1), row(2, **{"mismatch/nonfinite_count": 3})])
-    assert not summary.bitwise_equal and summary.agreement_standing == "bad"
+    assert not summary.bitwise_equal and summary.agreement_tone == "bad"
     assert "3 tokens had a non-finite log-probability." in verdict(summary)[1]
 
 
@@ -119,13 +119,13 @@ def test_a_single_inexact_token_shows() -> None:
 
 def test_a_sync_that_did_not_verify_is_named() -> None:
     summary = summarize([start(0.5), row(1, **{"sync/mismatched_tensors": 2}), row(2, **{"sync/verified_tensors": 0})])
-    assert (summary.syncs, summary.verified_syncs, summary.sync_standing) == (3, 1, "bad")
+    assert (summary.syncs, summary.verified_syncs, summary.sync_tone) == (3, 1, "bad")
     assert verdict(summary)[2] == "2 of 3 weight syncs did not verify; 2 tensors differed."
 
 
 def test_a_supervised_run_claims_nothing_it_did_not_measure() -> None:
     summary = summarize([{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}])
-    assert (summary.agreement_standing, summary.sync_standing) == ("neutral", "neutral")
+    assert (summary.agreement_tone, summary.sync_tone) == ("neutral", "neutral")
     assert verdict(summary) == [
         "2 steps completed, without an evaluation.",
         "No sampled tokens were compared between trainer and engine.",

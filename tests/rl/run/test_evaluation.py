@@ -147,7 +147,7 @@ def test_it_is_due_at_intervals_and_at_the_end(data: dict[str, str]) -> None:
         engines.judge.close()
         evaluation = engines.evaluation(settings)
         due = [step for step in range(1, 8) if evaluation.is_due(step)]
-        return due, [step for step in due if evaluation.goes_beside(step)]
+        return due, [step for step in due if evaluation.runs_in_background(step)]
 
     assert steps(3) == ([3, 6, 7], []) and steps(0) == ([7], []) and steps(3, problems=0) == ([], [])
     assert steps(1, staleness=1) == ([1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5]), "a row holds one evaluation"

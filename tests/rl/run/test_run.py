@@ -47,25 +47,25 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     def refuse(*_: object, **__: object) -> None:
         raise UserError("trainer: found no room")
 
-    class Seats:
+    class Reservations:
         nodes: ClassVar[dict[object, None]] = {}
 
         def __init__(self, *_: object) -> None:
-            events.append("seats")
+            events.append("reserved")
 
         def trainer(self) -> None: ...
 
         def close(self) -> None:
-            events.append("seats given back")
+            events.append("given back")
 
     monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
-    monkeypatch.setattr(stack_module, "Seats", Seats)
+    monkeypatch.setattr(stack_module, "Reservations", Reservations)
     monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
     monkeypatch.setattr(stack_module, "Engines", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         LiveRun.open(experiment(run={"steps": 3}), files)
-    assert events == ["ray", "seats", "engines", "engines ended", "seats given back", "ray ended"]
+    assert events == ["ray", "reserved", "engines", "engines ended", "given back", "ray ended"]
     assert not (files.path / "served").exists(), "the description is only for the start"
     assert "found no room" in files.log.read_text()
 

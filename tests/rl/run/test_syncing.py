@@ -14,7 +14,7 @@ from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.engine import Slept
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import MovedAside
+from fp8rl.trainer.step.objective import OffloadReport
 from fp8rl.weight_sync.manifest import SyncError
 
 CANARY = Canary([3, 4], [5], seed=-9, exact=True)
@@ -126,9 +126,9 @@ class Sides:
     def wake(self) -> None:
         self.said.append("engines wake")
 
-    def offload(self) -> list[MovedAside]:
+    def offload(self) -> list[OffloadReport]:
         self.said.append("trainer goes")
-        return [MovedAside(30, 9), MovedAside(31, 7)]
+        return [OffloadReport(30, 9), OffloadReport(31, 7)]
 
     def onload(self) -> None:
         self.said.append("trainer comes")
@@ -170,7 +170,7 @@ def test_a_turn_that_finds_no_room_begins_again_from_the_start() -> None:
     sides, failing = Sides(), SimpleNamespace(left=1)
     go = sides.offload
 
-    def fail_once() -> list[MovedAside]:
+    def fail_once() -> list[OffloadReport]:
         failing.left -= 1
         if failing.left == 0:
             raise MemoryError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8rl.rollout.config import Source
-from fp8rl.rollout.plugin.drafts import CONTEXT, Drafts, Ints, Price
+from fp8rl.rollout.plugin.drafts import CONTEXT, DraftCost, Drafts, Ints
 
 ALL = 1 << 20
 
@@ -109,26 +109,26 @@ def test_a_full_table_still_drafts_what_is_new() -> None:
     assert drafted(again, [3, 4]) == [5, 6]
 
 
-def test_a_price_is_the_share_of_the_rows_in_a_pass_without_drafts() -> None:
-    price = Price()
-    assert price.of(8) == 0.0, "nothing is known: draft, and find out"
+def test_a_draft_costs_the_share_of_the_rows_in_a_pass_without_drafts() -> None:
+    cost = DraftCost()
+    assert cost.threshold(8) == 0.0, "nothing is known: draft, and find out"
     for rows in (1, 8, 20, 64, 9, 33):
-        price.saw(rows, 0.010 + 0.001 * rows)
-    assert price.of(10) == pytest.approx(0.5) and price.of(30) == pytest.approx(0.75)
+        cost.observe(rows, 0.010 + 0.001 * rows)
+    assert cost.threshold(10) == pytest.approx(0.5) and cost.threshold(30) == pytest.approx(0.75)
 
 
-def test_a_price_below_which_nothing_pays_is_one_where_each_row_costs_its_share() -> None:
-    price = Price()
+def test_no_draft_pays_where_each_row_costs_its_share() -> None:
+    cost = DraftCost()
     for rows in (1, 8, 20, 64, 9, 33):
-        price.saw(rows, 0.001 * rows)
-    assert price.of(10) == pytest.approx(1.0)
+        cost.observe(rows, 0.001 * rows)
+    assert cost.threshold(10) == pytest.approx(1.0)
 
 
 def test_a_slope_is_remembered_while_all_passes_have_the_same_rows() -> None:
-    price = Price()
+    cost = DraftCost()
     for rows in (1, 8, 20, 64, 9, 33):
-        price.saw(rows, 0.010 + 0.001 * rows)
-    before = price.of(10)
+        cost.observe(rows, 0.010 + 0.001 * rows)
+    before = cost.threshold(10)
     for _ in range(2000):
-        price.saw(10, 0.020)
-    assert price.of(10) == pytest.approx(before, rel=0.05)
+        cost.observe(10, 0.020)
+    assert cost.threshold(10) == pytest.approx(before, rel=0.05)

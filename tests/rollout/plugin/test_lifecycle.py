@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl.models import architecture
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.files import code_digest
+from fp8rl.numerics.core.code import code_digest
 from fp8rl.numerics.delta import as_bytes, encode
 from fp8rl.rollout.plugin import lifecycle, state
 from fp8rl.rollout.plugin.hooks import hooks_for, provided

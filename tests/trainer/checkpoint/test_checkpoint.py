@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.trainer.checkpoint import writer as checkpoint_writer
-from fp8rl.trainer.checkpoint.checkpoint import JOINED, read_metadata
+from fp8rl.trainer.checkpoint.checkpoint import JOINED
 from fp8rl.trainer.checkpoint.files import (
     CONTENT,
     STATE,
@@ -34,6 +34,7 @@ from fp8rl.trainer.checkpoint.files import (
     read_about,
     write_about,
 )
+from fp8rl.trainer.checkpoint.pickles import read_metadata
 from fp8rl.trainer.inventory import optimizer_state
 from fp8rl.trainer.megatron.patches import install
 from tests.support.batches import cross_entropy, random_batch

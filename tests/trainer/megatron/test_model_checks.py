@@ -25,7 +25,7 @@ from fp8rl.trainer.megatron.model_checks import (
     TRAINING_RULES,
     Rows,
     Split,
-    Trained,
+    TrainedModel,
     check_engine_layout,
     check_layout,
 )
@@ -66,9 +66,9 @@ def split(sizes: ModelSizes = MOE, tp: int = 1, spec: QuantSpec = SPEC) -> Split
     return Split(shape_of(sizes), tp, spec, "trainer.tp")
 
 
-def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> Trained:
+def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> TrainedModel:
     shape = Shape(sizes, (latent.FAMILY, mlp.MOE)) if sizes is LATENT else shape_of(sizes)
-    return Trained(shape, TrainerSection(**config), spec)
+    return TrainedModel(shape, TrainerSection(**config), spec)
 
 
 def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Rows:

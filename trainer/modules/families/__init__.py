@@ -123,8 +123,8 @@ def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) 
     return found
 
 
-def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str | None], ModuleSpec]:
-    """`module` for any module kind, which takes `precision` and its `kind` as keywords and asks whether to quantize."""
+def with_precision(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str | None], ModuleSpec]:
+    """Return a function that gives the spec of `module` for a module kind. It computes as `precision` says."""
     return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 
 

@@ -30,10 +30,10 @@ from fp8rl.trainer.modules.families import (
     Layer,
     MegatronFamily,
     MegatronSide,
-    asking,
     mlp,
     output,
     product,
+    with_precision,
 )
 from fp8rl.trainer.modules.precision import LayerPrecision
 from fp8rl.trainer.modules.router import BiasedRouter, OneExpertRouter, Router, UnnormalizedRouter
@@ -194,7 +194,7 @@ def _native(layer: Layer, products: MLPSubmodules) -> Fields:
 
 
 def _megatron(layer: Layer) -> Fields:
-    grouped = asking(layer.precision, GroupedLinear)
+    grouped = with_precision(layer.precision, GroupedLinear)
     return _native(layer, MLPSubmodules(linear_fc1=grouped(GATE), linear_fc2=grouped(DOWN)))
 
 

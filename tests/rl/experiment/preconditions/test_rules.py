@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fp8rl.diagnose.plan.subject import read_subject
+from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import Rule, UserError
@@ -70,7 +70,7 @@ def test_every_example_is_accepted_on_the_machines_that_its_header_names(example
     path = EXAMPLES / f"{example}.yaml"
     gpus = gpus_of_header(path.read_text())
     assert bool(gpus) is (example in KINDS)
-    subject = read_subject(str(path), NEEDS.get(example, []))
+    subject = read_plan_subject(str(path), NEEDS.get(example, []))
     target = on(KINDS[example] if gpus else None)
     check_and_place(subject.experiment, subject.shape, target, cluster_of(gpus))
 
@@ -91,7 +91,7 @@ def launched(name: str) -> tuple[list[str], list[Node]]:
 @pytest.mark.parametrize("template", ["kuberay.yaml", "skypilot.yaml"])
 def test_every_launch_template_starts_a_spec_that_its_machines_accept(template: str) -> None:
     (spec, *overrides), nodes = launched(template)
-    subject = read_subject(str(ROOT / spec), overrides)
+    subject = read_plan_subject(str(ROOT / spec), overrides)
     check_and_place(subject.experiment, subject.shape, on("h100"), nodes)
 
 
@@ -204,7 +204,7 @@ RULES: list[tuple[Sequence[Rule[Any]], list[Broken]]] = [
 def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
     rule: Rule[Any], model: str, gpu: str | None, found: str, overrides: list[str], in_words: list[str]
 ) -> None:
-    shape = read_subject(model).shape
+    shape = read_plan_subject(model).shape
 
     def refusal(spec: Experiment) -> UserError | None:
         subject = (spec, gpu is not None) if rule in ENGINE_RANKS else Case(spec, shape, on(gpu))
@@ -235,7 +235,7 @@ def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
 )
 def test_what_else_it_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:
     with pytest.raises(UserError) as error:
-        check_target(experiment(**sections), read_subject("qwen3_8b").shape, target)
+        check_target(experiment(**sections), read_plan_subject("qwen3_8b").shape, target)
     assert said in str(error.value)
 
 
@@ -251,14 +251,14 @@ def test_what_else_it_cannot_run_is_refused(target: Target, sections: dict, said
     ],
 )
 def test_what_it_can_run_is_accepted(gpu: str, sections: dict) -> None:
-    check_target(experiment(**sections), read_subject("qwen3_8b").shape, on(gpu))
+    check_target(experiment(**sections), read_plan_subject("qwen3_8b").shape, on(gpu))
 
 
 def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not Target.here().known
     wide = experiment(numerics=NATIVE, rollout={"tp": 2})
-    check_target(wide, read_subject("qwen3_8b").shape, Target.here())
+    check_target(wide, read_plan_subject("qwen3_8b").shape, Target.here())
     with pytest.raises(UserError, match=r"rollout\.tp: found '2 with numerics\.mode=native on CPUs'"):
         place(cluster_of(0), wide)
 
@@ -290,7 +290,7 @@ def test_a_name_of_several_words_without_quotes_is_answered_with_how_to_write_it
 
 
 def test_expandable_segments_are_refused_on_gpus() -> None:
-    spec, shape = experiment(), read_subject("qwen3_8b").shape
+    spec, shape = experiment(), read_plan_subject("qwen3_8b").shape
     setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     asks = dataclasses.replace(on("h200"), expandable_segments=setting)
     with pytest.raises(UserError, match=f"^PYTORCH_ALLOC_CONF: found '{setting}'.*Unset the variable"):
@@ -300,7 +300,7 @@ def test_expandable_segments_are_refused_on_gpus() -> None:
 
 
 def test_engines_need_the_compiler_of_torchs_cuda() -> None:
-    spec, shape = experiment(), read_subject("qwen3_8b").shape
+    spec, shape = experiment(), read_plan_subject("qwen3_8b").shape
     other = "/usr/local/cuda/bin/nvcc of CUDA 12.4"
     lacks = dataclasses.replace(on("h200"), other_compilers=other)
     with pytest.raises(UserError, match=f"^CUDA_HOME: found 'nvcc: {other}', expected one of CUDA .*Install that"):
@@ -309,7 +309,7 @@ def test_engines_need_the_compiler_of_torchs_cuda() -> None:
 
 
 def test_ranks_that_the_model_does_not_divide_into_are_refused() -> None:
-    shape = read_subject("qwen3_8b").shape  # of 32 heads, 8 key heads
+    shape = read_plan_subject("qwen3_8b").shape  # of 32 heads, 8 key heads
     for more, key in (({"trainer": {"tp": 3}}, "trainer.tp"), ({"rollout": {"tp": 3}}, "rollout.tp")):
         spec = experiment(**more, numerics={"mode": "native"})
         with pytest.raises(UserError, match=f"^{key}: found 3"):
@@ -320,7 +320,7 @@ def test_native_mode_on_a_cpu_has_heads_as_sglang_takes_them_there(tmp_path: Pat
     for heads, head_dim in ((9, 128), (5, 128)):  # of 640 channels
         path = tmp_path / str(heads)
         write_tiny_model(path, TinyModel(hidden=640, heads=heads, head_dim=head_dim, experts=0, family="qwen2"))
-        shape, native = read_subject(str(path)).shape, experiment(numerics=NATIVE)
+        shape, native = read_plan_subject(str(path)).shape, experiment(numerics=NATIVE)
         if heads * head_dim != 640:
             with pytest.raises(
                 UserError, match="^numerics.mode: found 'native on CPUs, with heads of 128 .*SGLang's own"
@@ -333,7 +333,7 @@ def test_native_mode_on_a_cpu_has_heads_as_sglang_takes_them_there(tmp_path: Pat
 
 @pytest.mark.parametrize("more", [{"trainer": {"dp": 2}}, {"rollout": {"engines": 2}}])
 def test_a_shared_base_is_on_one_gpu(more: dict[str, Any]) -> None:
-    adapted, shape = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}, read_subject("qwen3_8b").shape
+    adapted, shape = {"adapter": {"rank": 8}, "sync": {"shared_base": True}}, read_plan_subject("qwen3_8b").shape
     check_target(experiment(**adapted), shape, on("h200"))
     check_target(experiment(**adapted, **more), shape, on(None))
     with pytest.raises(UserError, match=r"^sync.shared_base: found 'true with . trainer rank\(s\) and . engine\(s\)"):

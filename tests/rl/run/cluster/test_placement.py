@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.cluster.placement import Node, Place, place, place_engine
+from fp8rl.rl.run.cluster.placement import EnginePlacement, Node, place, place_engine
 from tests.support.experiments import experiment
 
 
@@ -19,7 +19,7 @@ def nodes(*gpus: int | None, **names: str) -> list[Node]:
     ]
 
 
-def seated(
+def placed_as(
     cluster: list[Node],
     ranks: int = 1,
     engines: int = 1,
@@ -73,7 +73,7 @@ APART = {"trainer_nodes": "left", "engine_nodes": "side=right"}
     ],
 )
 def test_by_hand(cluster: list[Node], settings: dict[str, Any], expected: str) -> None:
-    assert seated(cluster, **settings) == expected
+    assert placed_as(cluster, **settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_by_hand(cluster: list[Node], settings: dict[str, Any], expected: str) -
 )
 def test_what_does_not_fit_is_refused_by_name(cluster: list[Node], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        seated(cluster, **settings)
+        placed_as(cluster, **settings)
 
 
 def test_a_run_that_samples_nothing_is_placed_without_engines() -> None:
@@ -144,9 +144,9 @@ def test_a_teachers_engines_are_placed_behind_the_policys_and_need_not_share_its
 def test_an_engine_that_lost_its_node_goes_where_room_is() -> None:
     spec = experiment(rollout={"engines": 2}, sync={"transport": "distributed"}, cluster=SPREAD)
     one, _, three = nodes(0, 1, 1)
-    assert place_engine([one, three], spec, [one], [Place(one)], 1) == Place(three)
+    assert place_engine([one, three], spec, [one], [EnginePlacement(one)], 1) == EnginePlacement(three)
     with pytest.raises(UserError, match="rollout.engines: found 2, expected at most 1, for which 10.0.0.1"):
-        place_engine([one], spec, [one], [Place(one)], 1)
+        place_engine([one], spec, [one], [EnginePlacement(one)], 1)
 
 
 def test_engines_that_sleep_share_the_trainers_gpus() -> None:

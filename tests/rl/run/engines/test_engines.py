@@ -20,7 +20,7 @@ import torch
 
 import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.engines.engines as engines_module
-from fp8rl.rl.run.cluster.seats import NoRoomError
+from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.engines.slot import Canary, Expected

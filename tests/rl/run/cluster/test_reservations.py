@@ -1,4 +1,4 @@
-"""Seats on real Ray nodes that say they have GPUs: who gets which, and what becomes of a node that leaves."""
+"""Reservations on real Ray nodes that say they have GPUs: who gets which, and what becomes of a node that leaves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ray.cluster_utils import Cluster
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.run.cluster import seats as seats_module
+from fp8rl.rl.run.cluster import reservations as reservations_module
 from fp8rl.rl.run.cluster.placement import interface_of, nodes_up, views
-from fp8rl.rl.run.cluster.seats import NoRoomError, Seats
-from fp8rl.trainer.device import Seat
+from fp8rl.rl.run.cluster.reservations import NoRoomError, Reservations
+from fp8rl.trainer.placement import ActorPlacement
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
@@ -42,8 +42,8 @@ def spec(**sections: Any) -> Experiment:
     return experiment(model={"path": str(EXAMPLES / "models/tiny_qwen3_moe")}, **sections)
 
 
-class Sitter:
-    """What a process finds in its seat."""
+class Looker:
+    """What a process finds where it is placed."""
 
     def sees(self) -> tuple[str, list[int], str | None, str | None]:
         """Node, reserved GPUs, those that are visible, and gloo's interface."""
@@ -51,46 +51,46 @@ class Sitter:
         return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids(), visible, interface
 
 
-def sit(seat: Seat) -> Any:
-    return ray.remote(num_cpus=0)(Sitter).options(**seat.actor()).remote()
+def start(placement: ActorPlacement) -> Any:
+    return ray.remote(num_cpus=0)(Looker).options(**placement.actor_options()).remote()
 
 
-def sees(*seats: Seat) -> list[Any]:
-    actors = [sit(seat) for seat in seats]
+def sees(*placements: ActorPlacement) -> list[Any]:
+    actors = [start(placement) for placement in placements]
     return ray.get([actor.sees.remote() for actor in actors])
 
 
 def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
-    seats = Seats(spec(rollout={"engines": 2}), tmp_path)
+    reservations = Reservations(spec(rollout={"engines": 2}), tmp_path)
     here = nodes_up()[0].id
     try:
-        given = [*seats.trainer(), seats.engine("policy", 0), seats.engine("policy", 1)]
+        given = [*reservations.trainer(), reservations.engine("policy", 0), reservations.engine("policy", 1)]
         (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(*given)
         assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
         assert own != rank and shared == rank
         assert of_own == of_shared == [None, None], "engines map the trainer's GPU, so that they see all"
-        assert {seat.host for seat in given} == {"127.0.0.1"}
+        assert {placement.host for placement in given} == {"127.0.0.1"}
         assert nodes_up()[0].gpus == 0
         with pytest.raises(UserError, match="at most the 0 free GPUs"):
-            Seats(spec(), tmp_path)
+            Reservations(spec(), tmp_path)
     finally:
-        seats.close()
+        reservations.close()
     assert wait_until(lambda: nodes_up()[0].gpus == 2, 10)
 
 
-def test_sides_on_two_nodes_use_addresses_and_are_seated_anew_when_one_leaves(
+def test_sides_on_two_nodes_use_addresses_and_move_when_one_leaves(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seats_module, "_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
     leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
     here, far = nodes_up()
-    one = Seats(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
-    other = Seats(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
+    one = Reservations(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
+    other = Reservations(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
     try:
         given = [*one.trainer(), one.engine("policy", 0), *other.trainer(), other.engine("policy", 0)]
         found = sees(*given)
         assert [node for node, *_ in found] == [far.id, far.id, here.id, far.id]
-        assert {seat.host for seat in given} == {far.address}
+        assert {placement.host for placement in given} == {far.address}
         assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
         cluster.remove_node(leaves)
         with pytest.raises(NoRoomError, match=r"a node of the trainer has left, .*cluster.trainer_nodes: found 'far'"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8rl.trainer.distributed.gathering import Aside
+from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.inventory import buffers, optimizer_state
 from fp8rl.trainer.roles import offload
 from fp8rl.trainer.trainer import Trainer
@@ -58,7 +58,7 @@ def test_training_goes_on_bit_for_bit(
     with pytest.raises(RuntimeError, match="masters and moments in the host's memory"):
         moving.load(tmp_path / "moving")
 
-    moving.optimizer.aside.come_back()
+    moving.optimizer.host_copy.onload()
     done = [trainer.train_step(batch, cross_entropy(batch)).result for trainer in (moving, staying)]
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
     after = state_of(staying)
@@ -103,21 +103,21 @@ def test_the_hosts_memory_is_made_once_and_pinned_on_a_gpu(gpu: bool, monkeypatc
     whole, other, gradient = torch.arange(600.0), torch.arange(7).bfloat16(), torch.ones(5)
     first, second = whole[:300], whole[300:].view(2, 150)
     expected = [tensor.clone() for tensor in (first, second, other)]
-    aside, places = Aside(), set()
+    host_copy, places = HostCopy(), set()
     for _ in range(3):
-        assert aside.leave([first, second, other], [gradient]) == 600 * 4 + 7 * 2 + 5 * 4
+        assert host_copy.offload([first, second, other], [gradient]) == 600 * 4 + 7 * 2 + 5 * 4
         assert not whole.untyped_storage().nbytes() and not gradient.untyped_storage().nbytes()
-        held = [aside.held(tensor) for tensor in (first, second, other)]
+        held = [host_copy.held(tensor) for tensor in (first, second, other)]
         assert all(map(torch.equal, held, expected))
         places.add(tuple(tensor.data_ptr() for tensor in held))
-        aside.come_back()
+        host_copy.onload()
         assert all(map(torch.equal, (first, second, other), expected)) and not gradient.any()
         gradient.fill_(1.0)
     assert len(places) == 1
     if link is not None:
         assert len(link.registered) == 1 and link.waited == 6, "both ways are waited for"
     more = torch.arange(5000.0)
-    aside.leave([first, more], [])
-    aside.come_back()
+    host_copy.offload([first, more], [])
+    host_copy.onload()
     assert torch.equal(more, torch.arange(5000.0)) and torch.equal(first, expected[0])
     assert link is None or len(link.registered) == 1, "that of before is not pinned any more"

@@ -1,4 +1,4 @@
-"""The seats of a run: placement groups that hold a place on some node for each trainer rank and each engine."""
+"""What a run reserves with Ray: placement groups that hold a GPU for each trainer rank and each engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.placement import (
     SEES_ALL_GPUS,
+    EnginePlacement,
     Node,
-    Place,
-    View,
+    NodeView,
     nodes_up,
     own_capability,
     place,
@@ -27,7 +28,7 @@ from fp8rl.rl.run.cluster.placement import (
     place_ranks,
     views,
 )
-from fp8rl.trainer.device import LOOPBACK, Seat
+from fp8rl.trainer.placement import ActorPlacement
 
 _RESERVE_SECONDS = 10.0
 """Seconds in which Ray reserves what a node has said to be free."""
@@ -45,13 +46,13 @@ class NoRoomError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Reserved:
+class _Reservation:
     nodes: tuple[Node, ...]
     group: PlacementGroup
 
 
-class Seats:
-    """Gives every trainer rank and every engine its seat. A side whose node has left is seated anew, on others.
+class Reservations:
+    """Reserves with Ray a GPU for each trainer rank and engine, and reserves another when a node has left.
 
     Everything that shares one node with the driver is on loopback; else all use their nodes' addresses.
     """
@@ -64,17 +65,17 @@ class Seats:
             NoRoomError: another run was faster.
         """
         self._experiment, self._folder = experiment, folder
-        self._views: dict[str, View] = {}
+        self._views: dict[str, NodeView] = {}
         up = nodes_up()
         placement = place(up, experiment)
         self._spans = {node.id for node in placement.nodes} != {up[0].id}
         self._look_at(placement.nodes)
-        self._places = dict(enumerate(placement.engines))
-        self._engines: dict[int, _Reserved] = {}
-        self._ranks = _reserved(placement.ranks)
+        self._placements = dict(enumerate(placement.engines))
+        self._engines: dict[int, _Reservation] = {}
+        self._ranks = _reservation(placement.ranks)
         try:
-            for index, each in self._places.items():
-                self._hold(index, each)
+            for index, each in self._placements.items():
+                self._reserve(index, each)
         except NoRoomError:
             self.close()
             raise
@@ -82,39 +83,42 @@ class Seats:
     @property
     def nodes(self) -> dict[Node, tuple[int, int] | None]:
         """The nodes of both sides, and the compute capability of their GPUs; None: it computes on its CPU."""
-        found = [*self._ranks.nodes, *(self._place(index).node for index in self._places)]
+        found = [*self._ranks.nodes, *(self._placement(index).node for index in self._placements)]
         return {node: self._views[node.id].capability if self._spans else own_capability() for node in found}
 
-    def trainer(self) -> list[Seat]:
-        """The seat of each rank. Raises NoRoomError."""
+    def trainer(self) -> list[ActorPlacement]:
+        """Return the placement of each rank. Raises NoRoomError."""
         if not self._is_up(self._ranks.nodes):
             remove_placement_group(self._ranks.group)
-            self._ranks = self._seated_again()
+            self._ranks = self._move_ranks()
         return [
-            self._seat(node, self._ranks.group, rank, self._share(rank)) for rank, node in enumerate(self._ranks.nodes)
+            self._actor_placement(node, self._ranks.group, rank, self._share(rank))
+            for rank, node in enumerate(self._ranks.nodes)
         ]
 
-    def engine(self, role: Role, index: int) -> Seat:
-        """The seat of this engine of a role. Raises NoRoomError."""
+    def engine(self, role: Role, index: int) -> ActorPlacement:
+        """Return the placement of this engine of a role. Raises NoRoomError."""
         index = self._number(role, index)
-        place = self._place(index)
-        if not self._is_up([place.node]):
-            self._places[index] = place = self._another(index)
-        if place.shares is not None:
-            return self._seat(place.node, self._ranks.group, place.shares, self._share(place.shares), all_gpus=True)
-        self._hold(index, place)
+        placement = self._placement(index)
+        if not self._is_up([placement.node]):
+            self._placements[index] = placement = self._move_engine(index)
+        if placement.shares is not None:
+            return self._actor_placement(
+                placement.node, self._ranks.group, placement.shares, self._share(placement.shares), all_gpus=True
+            )
+        self._reserve(index, placement)
         # CUDA IPC maps memory of the trainer's GPU.
         all_gpus = not self._experiment.sync.engines_own_gpus
         width = float(self._experiment.engine_ranks[index])
-        return self._seat(place.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
+        return self._actor_placement(placement.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
 
     def capability(self, role: Role, index: int) -> tuple[int, int] | None:
         """The capability of the GPU that this engine of a role computes on; None: a CPU."""
-        node = self._place(self._number(role, index)).node
+        node = self._placement(self._number(role, index)).node
         return self._views[node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
-        """Give all of it back, with whatever still sits there.
+        """Give all of it back, which ends the actors that still run there.
 
         A head that is gone is not waited for: a signal to the whole foreground group ends it before this process.
         """
@@ -124,17 +128,19 @@ class Seats:
         giving.start()
         giving.join(_GIVING_BACK_SECONDS)
 
-    def _seat(self, node: Node, group: PlacementGroup, bundle: int, gpus: float, *, all_gpus: bool = False) -> Seat:
+    def _actor_placement(
+        self, node: Node, group: PlacementGroup, bundle: int, gpus: float, *, all_gpus: bool = False
+    ) -> ActorPlacement:
         environment = dict(SEES_ALL_GPUS) if all_gpus and node.gpus is not None else {}
         if self._spans and (interface := self._views[node.id].interface) is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_gpus": 0.0 if node.gpus is None else gpus, "scheduling_strategy": strategy}
-        return Seat(node.address if self._spans else LOOPBACK, environment, options)
+        return ActorPlacement(node.address if self._spans else LOOPBACK, environment, options)
 
     def _share(self, rank: int) -> float:
-        """The part of a rank's GPU that each of those gets that compute on it; Ray counts to four places."""
-        return 10_000 // (1 + [place.shares for place in self._places.values()].count(rank)) / 10_000
+        """The part of a rank's GPU that each process on it gets; Ray counts to four decimal places."""
+        return 10_000 // (1 + [placement.shares for placement in self._placements.values()].count(rank)) / 10_000
 
     def _number(self, role: Role, index: int) -> int:
         """The number of an engine among those of all roles: the policy's come first."""
@@ -143,41 +149,45 @@ class Seats:
     def _is_up(self, nodes: Sequence[Node]) -> bool:
         return {node.id for node in nodes} <= {node.id for node in nodes_up()}
 
-    def _hold(self, index: int, place: Place) -> None:
-        """Reserve an engine's place, unless it has one or shares a rank's."""
-        if place.shares is None and index not in self._engines:
-            self._engines[index] = _reserved((place.node,), self._experiment.engine_ranks[index])
+    def _reserve(self, index: int, placement: EnginePlacement) -> None:
+        """Reserve an engine's GPUs, unless it has them or shares a rank's."""
+        if placement.shares is None and index not in self._engines:
+            self._engines[index] = _reservation((placement.node,), self._experiment.engine_ranks[index])
 
-    def _place(self, index: int) -> Place:
-        """The place of an engine; where it shares a rank's GPU, that is wherever the rank is now."""
-        place = self._places[index]
-        return place if place.shares is None else replace(place, node=self._ranks.nodes[place.shares])
+    def _placement(self, index: int) -> EnginePlacement:
+        """The placement of an engine. Where it shares a rank's GPU, its node is that of the rank now."""
+        placement = self._placements[index]
+        return placement if placement.shares is None else replace(placement, node=self._ranks.nodes[placement.shares])
 
-    def _another(self, index: int) -> Place:
-        """Another place for an engine whose node has left."""
-        old = self._place(index)
+    def _move_engine(self, index: int) -> EnginePlacement:
+        """Return where an engine goes whose node has left. Raises NoRoomError."""
+        old = self._placement(index)
         tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
         if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
             raise NoRoomError("the trainer's node has left, and this engine must be on it")
         if index in self._engines:
             remove_placement_group(self._engines.pop(index).group)
-        others = [place for other, place in self._places.items() if other != index and self._is_up([place.node])]
+        others = [
+            placement
+            for other, placement in self._placements.items()
+            if other != index and self._is_up([placement.node])
+        ]
         with _no_room():
-            place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, index)
-            self._look_at([place.node])
-        if place.shares is not None:  # the rank holds its GPU whole
-            raise NoRoomError(f"no GPU is left on {place.node.address} but the trainer's")
-        return place
+            placement = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, index)
+            self._look_at([placement.node])
+        if placement.shares is not None:  # the rank holds its GPU whole
+            raise NoRoomError(f"no GPU is left on {placement.node.address} but the trainer's")
+        return placement
 
-    def _seated_again(self) -> _Reserved:
-        """Places for the ranks on nodes that are up; waits a while for them."""
+    def _move_ranks(self) -> _Reservation:
+        """Reserve a GPU for each rank on nodes that are up. It waits a while for such nodes."""
         deadline = time.monotonic() + _ROOM_SECONDS
         while True:
             try:
                 with _no_room():
                     nodes = place_ranks(nodes_up(), self._experiment)
                     self._look_at(nodes)
-                return _reserved(nodes)
+                return _reservation(nodes)
             except NoRoomError as error:
                 if time.monotonic() > deadline:
                     raise NoRoomError(
@@ -192,8 +202,8 @@ class Seats:
             self._views |= views(new, self._folder, [self._experiment.model.directory / "config.json"])
 
 
-def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:
-    """A placement group with a bundle on each of these, of so many GPUs where there are any. Raises NoRoomError."""
+def _reservation(nodes: Sequence[Node], gpus: int = 1) -> _Reservation:
+    """Return a placement group with a bundle of `gpus` GPUs on each of these, where it has any. Raises NoRoomError."""
     group = placement_group(
         [{"GPU": float(gpus)} if node.gpus is not None else {f"node:{node.address}": _TOUCH} for node in nodes],
         bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
@@ -202,12 +212,12 @@ def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:
         remove_placement_group(group)
         listed = ", ".join(node.address for node in nodes)
         raise NoRoomError(f"found that Ray reserves nothing on {listed} within {_RESERVE_SECONDS:g} s, expected room")
-    return _Reserved(tuple(nodes), group)
+    return _Reservation(tuple(nodes), group)
 
 
 @contextmanager
 def _no_room() -> Iterator[None]:
-    """Return what is raised where nothing fits: in a run that was under way it is nobody's wrong input."""
+    """Raise NoRoomError in place of UserError: during a run, missing room is no wrong input."""
     try:
         yield
     except UserError as error:

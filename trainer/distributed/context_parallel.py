@@ -1,0 +1,98 @@
+"""Context parallelism: the tokens of a row are shared by ranks, which attend to the keys of all of them.
+
+A row is cut into twice as many chunks as there are ranks, and rank r has chunk r from the front and chunk r from the
+back, so that all have as many keys to attend to (Llama 3, arXiv 2407.21783). Keys and values are gathered in the
+order of positions, and each rank runs the attention op on its own queries: no result depends on the number of ranks.
+In the backward, queries are gathered instead, for a rank's own keys: each sum over queries or keys is one rank's,
+whole and in the order that one rank alone has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8rl.numerics import ops
+
+CHUNKS = 2
+"""Chunks of a row that each of the ranks has that share it."""
+
+
+def own_positions(width: int, rank: int, ranks: int) -> Tensor:
+    """Return int64 [width / ranks], the positions of a rank's tokens in a row; `width` is a multiple of the chunks."""
+    chunks = torch.arange(width).view(CHUNKS * ranks, -1)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
+
+
+def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tokens of all ranks in the order of their positions, [B, S / ranks, ...] -> [B, S, ...].
+
+    Of a gradient for the whole, which must be the same on all ranks, each takes its part.
+    """
+    found: Tensor = _Gathered.apply(part, group)
+    return found
+
+
+def shared_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, group: dist.ProcessGroup
+) -> Tensor:
+    """Compute `ops.attention` of a rank's tokens over those of all ranks.
+
+    q [B, S / ranks, heads, D]; k, v [B, S / ranks, kv heads, D]; positions int64 [B, S / ranks], `own_positions`.
+    Returns the result of q's shape, and gives q, k and v of this rank their gradients.
+    """
+    out: Tensor = _SharedAttention.apply(q, k, v, positions, scale, group)
+    return out
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _in_order(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        mine = own_positions(grad.shape[1], ctx.group.rank(), ctx.group.size())
+        return grad[:, mine.to(grad.device)], None
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, group: dist.ProcessGroup
+    ) -> Tensor:
+        keys, values = (_in_order(x, group) for x in (k, v))
+        out, result, logsumexp = ops.attention_forward(ops.AttentionInputs(q, keys, values, positions, scale))
+        ctx.save_for_backward(q, k, v, positions, result, logsumexp)
+        ctx.scale, ctx.group = scale, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, positions, result, logsumexp = ctx.saved_tensors
+        keys, values = (_in_order(x, ctx.group) for x in (k, v))
+        inputs = ops.AttentionInputs(q, keys, values, positions, ctx.scale)
+        dq, delta = ops.attention_dq(grads[0], inputs, result, logsumexp)
+        dout, queries, logsumexp, delta, everyone = (
+            _in_order(x, ctx.group) for x in (grads[0], q, logsumexp, delta, positions)
+        )
+        parts = []
+        for own_keys, own_values, at in zip(*(x.chunk(CHUNKS, 1) for x in (k, v, positions)), strict=True):
+            behind = everyone - at[:, :1]  # positions, counted from the first of these keys
+            inputs = ops.AttentionInputs(queries, own_keys, own_values, behind, ctx.scale)
+            parts.append(ops.attention_dkv(dout, inputs, logsumexp, delta))
+        dk, dv = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        return dq, dk, dv, None, None, None
+
+
+def _in_order(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S / ranks, ...] of each rank -> [B, S, ...]"""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    fronts, backs = zip(*(each.chunk(CHUNKS, 1) for each in parts), strict=True)
+    return torch.cat((*fronts, *reversed(backs)), 1)

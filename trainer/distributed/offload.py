@@ -1,0 +1,118 @@
+"""Offload of tensors to the host's memory while others need the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, UntypedStorage
+
+# Megatron has `offload_to_cpu` and `restore_from_cpu`. They move tensors, so that an FP32 weight would not be its own
+# master any more, and bring Adam's counters, which belong on the host, to the GPU. Here tensors stay what they are: the
+# memory behind them goes and comes back, as it does in Megatron's own way with gradient buffers.
+
+_ALIGNED = 512
+"""Bytes at whose multiples each storage begins on the host."""
+
+
+class HostCopy:
+    """Moves tensors from the device to the host and back, with the same bytes. `offloaded`: they are on the host.
+
+    The host memory is one block, kept between turns. On a GPU it is pinned: copies run at the full speed of the link,
+    on a stream of their own.
+    """
+
+    def __init__(self) -> None:
+        self.offloaded = False
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._kept: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        self._dropped: list[tuple[UntypedStorage, int]] = []
+
+    def offload(self, keep: Iterable[Tensor], drop: Iterable[Tensor]) -> int:
+        """Copy `keep` to the host, and free its memory and that of `drop`; return the bytes that this frees."""
+        if not self.offloaded:
+            self.offloaded = True
+            self._copy_out([tensor.untyped_storage() for tensor in keep])
+            for tensor in drop:
+                storage = tensor.untyped_storage()
+                if size := storage.nbytes():
+                    self._dropped.append((storage, size))
+                    storage.resize_(0)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return sum(host.nbytes for _, host in self._kept.values()) + sum(size for _, size in self._dropped)
+
+    def onload(self) -> None:
+        """Allocate all of it again: the former bytes for what was kept, zeros for what was dropped."""
+        for storage, host in self._kept.values():
+            storage.resize_(host.nbytes)
+        with _copying():
+            for storage, host in self._kept.values():
+                _bytes(storage).copy_(host, non_blocking=True)
+        for storage, size in self._dropped:
+            storage.resize_(size)
+            _bytes(storage).zero_()
+        self._kept.clear()
+        self._dropped.clear()
+        self.offloaded = False
+
+    def _copy_out(self, storages: Iterable[UntypedStorage]) -> None:
+        distinct = {storage._cdata: storage for storage in storages}  # several tensors may share one
+        sizes = [-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage in distinct.values()]
+        if sum(sizes) > len(self._arena):
+            self._arena = _host_memory(sum(sizes), self._arena)
+        for (key, storage), room in zip(distinct.items(), self._arena[: sum(sizes)].split(sizes), strict=True):
+            self._kept[key] = storage, room[: storage.nbytes()]
+        with _copying():
+            for storage, host in self._kept.values():
+                host.copy_(_bytes(storage), non_blocking=True)
+        for storage in distinct.values():
+            storage.resize_(0)
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with its bytes, on the device or the host."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._kept:
+            return tensor
+        host = self._kept[storage._cdata][1].view(tensor.dtype)
+        return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
+
+    def check_onloaded(self) -> None:
+        """Raise RuntimeError if their memory is gone."""
+        if self.offloaded:
+            raise RuntimeError(
+                "found masters and moments in the host's memory, expected them on the device: the trainer's turn has "
+                "to begin first (fp8rl.rl.run.syncing)"
+            )
+
+
+def _host_memory(size: int, former: Tensor) -> Tensor:
+    """Allocate bytes on the host in the place of `former`, pinned where there is a GPU.
+
+    They are registered after they are there: torch's own pinned memory is of the next power of two.
+    """
+    new = torch.empty(size, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        runtime = torch.cuda.cudart()
+        if len(former):
+            torch.cuda.check_error(runtime.cudaHostUnregister(former.data_ptr()))
+        torch.cuda.check_error(runtime.cudaHostRegister(new.data_ptr(), size, 0))
+    return new
+
+
+@contextmanager
+def _copying() -> Iterator[None]:
+    """Copy on a stream of its own on a GPU: behind what was asked for before, and done at the end of the block."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
