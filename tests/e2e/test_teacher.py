@@ -23,7 +23,7 @@ def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_pa
     settings = ["run.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=0"]
     taught = [f"teacher.path={start}", "algorithm.reward_weight=1.0"]
     run = finished(tmp_path, *settings, *taught, example="arithmetic_opd")
-    assert "A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo" in run.log.read_text()
+    assert "A = teacher_weight (teacher's logprob - sg(logprob)) + reward_weight A of grpo" in run.log.read_text()
 
     first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in rollouts(run.path))
     assert all(answer["teacher_logprobs"] == answer["rollout_logprobs"] for answer in first), "it is the policy"
