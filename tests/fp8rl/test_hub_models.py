@@ -66,9 +66,9 @@ def test_a_finished_run_is_replaced_with_the_files_that_it_copied(
     with open_run_dir(tmp_path, "demo") as run:
         run.write_experiment(experiment.to_yaml())
         shutil.copytree(snapshot, run.model)
-    assert run.strangers() == []
+    assert run.foreign_files() == []
     (run.model / "all_results.json").write_text("mine")
-    assert run.strangers() == [run.model / "all_results.json"]
+    assert run.foreign_files() == [run.model / "all_results.json"]
     shutil.copy(snapshot / "all_results.json", run.model)
     shutil.rmtree(snapshot)
-    assert run.strangers() == [run.model / "all_results.json"], "nobody knows what the run copied"
+    assert run.foreign_files() == [run.model / "all_results.json"], "nobody knows what the run copied"
