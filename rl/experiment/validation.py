@@ -160,10 +160,9 @@ def nearest_key(key: str, known: list[str]) -> str:
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     leaves = [name.rpartition(".")[2] for name in known]
-    alike = [leaf] if leaf in leaves else []
-    if not alike and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
+    if leaf not in leaves and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
         return siblings[close[0]]
-    alike = alike or difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
+    alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
     same = [name for name, own in zip(known, leaves, strict=True) if own in alike]
     return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else ""
 

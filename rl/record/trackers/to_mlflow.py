@@ -39,7 +39,8 @@ class MLflow(Tracker):
             self._id = self._client.create_run(home, run_name=run.name).info.run_id
             write_atomically(number, self._id)
             for key, value in dotted(run.config):
-                self._client.log_param(self._id, key, str(value)[:_LONGEST])
+                if value != {}:
+                    self._client.log_param(self._id, key, str(value)[:_LONGEST])
         self._described: dict[str, dict[str, str]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
