@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8rl.numerics.core.terminal import printable
-from fp8rl.rl.record.events import CONSOLE
+from fp8rl.rl.record.log import CONSOLE
 
 
 class PlainConsole(Console):

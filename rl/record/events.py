@@ -1,22 +1,12 @@
-"""events.jsonl: what a run did on its own account, one JSON object for each time that it stepped in."""
+"""events.jsonl: one JSON object for each time that a run stepped in by itself, such as for a gate that fired."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import logging
-import os
-import platform
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
-import psutil
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from fp8rl.numerics.core.files import append_line, write_atomically
 from fp8rl.numerics.core.reading import BadLine, json_lines, whole_json_lines
@@ -75,121 +65,3 @@ def cut_events(path: Path, step: int) -> None:
 
 def _line(event: Event) -> str:
     return json.dumps(dataclasses.asdict(event), allow_nan=False)
-
-
-# log.txt: what the console said, the driver's warnings, and the traceback of what ended a run.
-
-CONSOLE = logging.getLogger("fp8rl.console")
-"""Where the console repeats its lines."""
-
-
-class _QuietFile(logging.FileHandler):
-    """A log that is silent about a full disk: the error that ends the run says so; the log must not repeat it line by
-    line."""
-
-    def handleError(self, record: logging.LogRecord) -> None: ...
-
-
-@contextmanager
-def run_log(path: Path) -> Iterator[None]:
-    """Append to `path` inside the block: console lines, and from all libraries warnings and what is worse."""
-    handler = _QuietFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    CONSOLE.setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    try:
-        yield
-    except KeyboardInterrupt:
-        CONSOLE.info("interrupted")
-        raise
-    except Exception:
-        CONSOLE.exception("the run failed")
-        raise
-    finally:
-        logging.captureWarnings(False)
-        root.removeHandler(handler)
-        handler.close()
-
-
-# sessions.jsonl: each start of a run and how it ended, on which machine and with what code.
-
-
-LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
-_REPOSITORY = Path(__file__).parents[3]
-_TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
-"""What a calendar has a date for."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Session:
-    """A start of a run: when, where and with what code."""
-
-    started: Annotated[float, _TIME]
-    """Seconds since 1970."""
-    machine: str
-    """The machine in words."""
-    versions: dict[str, str]
-    """Versions of `LIBRARIES` and of Python."""
-    commit: str | None
-    """Commit of the code, if it lies in a git repository, with `+` for changes that are not committed."""
-    ended: Annotated[float, _TIME] | None = None
-    """Seconds since 1970: the start and how long it took, as a clock may be set meanwhile; None while it lives, and for
-    ever if it was killed."""
-    why: str = ""
-    """The reason for an end before its last step; empty if there was none."""
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """Notes on its input, e.g. that held-out problems are trained on as well."""
-
-    @property
-    def seconds(self) -> float | None:
-        """The seconds that it took, if it has ended."""
-        return None if self.ended is None else self.ended - self.started
-
-
-_SESSION = TypeAdapter(Session)
-
-
-def this_session(notes: Sequence[str] = ()) -> Session:
-    """Return the session that starts now, here."""
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    versions = {"python": platform.python_version(), **versions}
-    return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])
-
-
-def append_session(path: Path, session: Session) -> None:
-    """A line for its start, another one for its end."""
-    append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
-
-
-def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
-    """The sessions in order, each as its last line says, and the lines that cannot be used."""
-    lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
-    return list({session.started: session for session in lines}.values()), bad
-
-
-def _machine() -> str:
-    import torch  # here alone: the process of a tracker reads events without it
-
-    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    lines = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    processor = next((line.partition(":")[2].strip() for line in lines), platform.machine())
-    cores = f"{len(os.sched_getaffinity(0))} cores of {processor}"
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join([f"{platform.node()}: {cores}", memory, *(f"{gpus.count(name)} {name}" for name in set(gpus))])
-
-
-def _commit() -> str | None:
-    if not (_REPOSITORY / ".git").exists():
-        return None
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    return None if not commit else commit[:12] + "+" * bool(changes)
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", _REPOSITORY, *arguments], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -14,11 +14,12 @@ from fp8rl.numerics.core.files import check_page, writing
 from fp8rl.numerics.core.reading import BadLine, check_path, read_text
 from fp8rl.rl.experiment.loading import parse_yaml
 from fp8rl.rl.record.console import format_difference, format_percent
-from fp8rl.rl.record.events import Event, Session, events_found, sessions_found
+from fp8rl.rl.record.events import Event, events_found
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import metrics_found
 from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, references

@@ -230,7 +230,7 @@ def say_failed(files: RunDir, error: object) -> None:
 
 def end_without_ray(files: RunDir, why: str) -> None:
     """Say it and end this process on the spot: without Ray nothing can be unwound. All else dies with its owner."""
-    from fp8rl.rl.record.events import CONSOLE  # the help of a command does without the models of its rows
+    from fp8rl.rl.record.log import CONSOLE  # the help of a command does without the models of its rows
 
     CONSOLE.error(why)
     say_failed(files, why)

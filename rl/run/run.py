@@ -18,17 +18,10 @@ from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.gates import GateState, Verdict
 from fp8rl.rl.record.console import StepConsole
-from fp8rl.rl.record.events import (
-    CONSOLE,
-    Event,
-    Session,
-    append_event,
-    append_session,
-    cut_events,
-    run_log,
-    this_session,
-)
+from fp8rl.rl.record.events import Event, append_event, cut_events
+from fp8rl.rl.record.log import CONSOLE, run_log
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import Tracked
 from fp8rl.rl.record.trackers.processes import TrackerProcesses
 from fp8rl.rl.record.trackers.to_wandb import leet

@@ -1,0 +1,98 @@
+"""sessions.jsonl: each start of a run and how it ended, on which machine and with what code."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+from pydantic import Field, TypeAdapter
+
+from fp8rl.numerics.core.files import append_line
+from fp8rl.numerics.core.reading import BadLine, json_lines
+
+LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
+_REPOSITORY = Path(__file__).parents[3]
+_TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
+"""What a calendar has a date for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A start of a run: when, where and with what code."""
+
+    started: Annotated[float, _TIME]
+    """Seconds since 1970."""
+    machine: str
+    """The machine in words."""
+    versions: dict[str, str]
+    """Versions of `LIBRARIES` and of Python."""
+    commit: str | None
+    """Commit of the code, if it lies in a git repository, with `+` for changes that are not committed."""
+    ended: Annotated[float, _TIME] | None = None
+    """Seconds since 1970: the start and how long it took, as a clock may be set meanwhile; None while it lives, and for
+    ever if it was killed."""
+    why: str = ""
+    """The reason for an end before its last step; empty if there was none."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Notes on its input, e.g. that held-out problems are trained on as well."""
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that it took, if it has ended."""
+        return None if self.ended is None else self.ended - self.started
+
+
+_SESSION = TypeAdapter(Session)
+
+
+def this_session(notes: Sequence[str] = ()) -> Session:
+    """Return the session that starts now, here."""
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    versions = {"python": platform.python_version(), **versions}
+    return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])
+
+
+def append_session(path: Path, session: Session) -> None:
+    """A line for its start, another one for its end."""
+    append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
+
+
+def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
+    """The sessions in order, each as its last line says, and the lines that cannot be used."""
+    lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
+    return list({session.started: session for session in lines}.values()), bad
+
+
+def _machine() -> str:
+    import torch  # takes seconds, and who only reads sessions needs none of it
+
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    lines = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    processor = next((line.partition(":")[2].strip() for line in lines), platform.machine())
+    cores = f"{len(os.sched_getaffinity(0))} cores of {processor}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([f"{platform.node()}: {cores}", memory, *(f"{gpus.count(name)} {name}" for name in set(gpus))])
+
+
+def _commit() -> str | None:
+    if not (_REPOSITORY / ".git").exists():
+        return None
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return None if not commit else commit[:12] + "+" * bool(changes)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", _REPOSITORY, *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
