@@ -17,7 +17,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.mismatch.logprobs import agreement
+from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
 from fp8rl.rl.run.feed.problems import training_problems
@@ -133,7 +133,7 @@ _ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
 
 def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
     """Compare on the tokens of a bool mask; all of one shape [B, S]."""
-    values = agreement(first, second, mask)
+    values = logprob_metrics(first, second, mask)
     return Difference(
         tokens=int(values["mismatch/tokens"]),
         nonfinite=int(values["mismatch/nonfinite_count"]),

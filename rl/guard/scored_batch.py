@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8rl.rl.mismatch.drift import NOT_DRAWN, drift_metrics, redraw_metrics, router_agreement
-from fp8rl.rl.mismatch.logprobs import agreement
+from fp8rl.rl.mismatch.drift import drift_metrics
+from fp8rl.rl.mismatch.logprobs import logprob_metrics
+from fp8rl.rl.mismatch.redraw import NOT_DRAWN, redraw_metrics
+from fp8rl.rl.mismatch.routing import router_metrics
 from fp8rl.trainer.step.batch import TokenBatch
 
 
@@ -41,11 +43,11 @@ class ScoredBatch:
     def metrics(self) -> dict[str, float]:
         """The `mismatch/...` metrics."""
         batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
-        metrics = agreement(self.logprobs, rollout, batch.loss_mask, tis_cap=self.tis_cap, fresh=self.fresh)
+        metrics = logprob_metrics(self.logprobs, rollout, batch.loss_mask, tis_cap=self.tis_cap, fresh=self.fresh)
         if self.draws is not None:
             metrics |= redraw_metrics(self.draws, batch.tokens, self.fresh)
         if batch.routes is not None and self.routes is not None:
-            metrics |= router_agreement(self.routes, batch.routes, batch.real_tokens())
+            metrics |= router_metrics(self.routes, batch.routes, batch.real_tokens())
         return metrics
 
     def drift(self) -> dict[str, float]:

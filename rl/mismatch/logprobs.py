@@ -1,4 +1,4 @@
-"""The agreement of trainer and engine on the probability of the tokens that the engine sampled.
+"""Metrics of how far trainer and engine agree on the probability of the tokens that the engine sampled.
 
 d = trainer logprob - rollout logprob and rho = e^d, both at the weights that sampled the token. Call with the
 trainer's first scoring of a batch and with the whole loss mask, before anything is rejected: a filter that drops
@@ -15,34 +15,91 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.mismatch.buckets import POSITION_STARTS
+from fp8rl.rl.mismatch.statistics import (
+    MAX_EXPONENT,
+    clamp_exponent,
+    distribution,
+    effective_sample_size,
+    order_statistics,
+)
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Trajectory
 
 
-# Agreement sequence by sequence: what the differences of a whole answer add up to.
-#
-# Every mean divides by the sequences with at least one token of finite d; a sequence counts its finite tokens only.
+def logprob_metrics(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    tis_cap: float = 2.0,
+    fresh: Tensor | None = None,
+) -> dict[str, float]:
+    """Return the `mismatch/...` metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
 
+    Tokens whose d is not finite are dropped and counted in `mismatch/nonfinite_count`. What remains are the
+    `mismatch/tokens`, and the rows with any of them the `mismatch/sequences`: the denominators of everything else. If
+    none remain only the counts are returned.
 
-def sequence_metrics(d: Tensor, used: Tensor) -> dict[str, float]:
-    """`mismatch/...` over sequences. d: float64 [B, S], 0 where not used; used: bool [B, S] with at least one True."""
-    rows = used.any(dim=1)
-    total = d.sum(dim=1)[rows]
-    log_geometric = clamp_exponent(total / used.sum(dim=1)[rows])
-    return {
-        **_ratios("mismatch/ppl_ratio", -log_geometric),
-        **_ratios("mismatch/geometric_ratio", log_geometric),
-        "mismatch/chi2_sequence": clamp_exponent(2 * total).expm1().mean().item(),
-        "mismatch/ess_sequence": effective_sample_size(clamp_exponent(total).exp()).item(),
+    Args:
+        train_logprobs: float [B, S].
+        rollout_logprobs: float [B, S].
+        mask: bool [B, S], the sampled tokens.
+        tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
+            rho < 1/C.
+        fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
+
+    Returns:
+        Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
+
+    Raises:
+        ValueError: shapes differ, or `tis_cap` is below 1.
+    """
+    compared = mask if fresh is None else mask & fresh
+    tensors = [train_logprobs, rollout_logprobs, mask, compared]
+    if len({tensor.shape for tensor in tensors}) > 1:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
+    if not tis_cap >= 1.0:
+        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
+    train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
+    difference = train - rollout
+    used = compared & torch.isfinite(difference)
+    metrics = {
+        "mismatch/tokens": float(used.sum()),
+        "mismatch/nonfinite_count": float((compared & ~used).sum()),
+        "mismatch/sequences": float(used.any(dim=1).sum()),
+        "mismatch/nonfinite_sequences": float((compared & ~used).any(dim=1).sum()),
     }
+    if not metrics["mismatch/tokens"]:
+        return metrics
+
+    d = difference[used]
+    metrics |= token_metrics(d, train[used], rollout[used], tis_cap)
+    metrics |= sequence_metrics(torch.where(used, difference, 0.0), used)
+    metrics |= position_metrics(d, mask, used)
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _ratios(name: str, log_ratios: Tensor) -> dict[str, float]:
-    return distribution(name, log_ratios.exp().mean(), order_statistics(log_ratios).exp())
+def row_abs_diff_means(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> list[float | None]:
+    """Mean abs(d) of each row over its masked tokens with finite d, None for a row without any; shapes [B, S]."""
+    difference = (train_logprobs.detach().double() - rollout_logprobs.detach().double()).abs()
+    used = mask & torch.isfinite(difference)
+    sums = torch.where(used, difference, 0.0).sum(dim=1)
+    return [total / count if count else None for total, count in zip(sums.tolist(), used.sum(dim=1).tolist())]
 
 
-# Agreement token by token. Every mean and fraction divides by the tokens with finite d.
+def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
+    """int64 [B, S], the weight version that sampled each token, 0 elsewhere; mask: bool [B, S], the sampled tokens.
+
+    Row b is trajectory b, as `batch_from_trajectories` lays them out.
+    """
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
+    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
+    return versions
+
+
+# Metrics of tokens: every mean and fraction divides by the tokens with finite d.
 
 EXTREME_FACTORS = (2, 10)
 """Factors between the two probabilities of a token beyond which it counts as extreme."""
@@ -97,107 +154,28 @@ def _fraction(condition: Tensor) -> Tensor:
     return condition.sum(dtype=torch.float64) / condition.numel()
 
 
-def agreement(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    tis_cap: float = 2.0,
-    fresh: Tensor | None = None,
-) -> dict[str, float]:
-    """The agreement metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
+# Metrics of sequences: every mean divides by the sequences with at least one token of finite d; a sequence counts its
+# finite tokens only.
 
-    Tokens whose d is not finite are dropped and counted in `mismatch/nonfinite_count`. What remains are the
-    `mismatch/tokens`, and the rows with any of them the `mismatch/sequences`: the denominators of everything else. If
-    none remain only the counts are returned.
 
-    Args:
-        train_logprobs: float [B, S].
-        rollout_logprobs: float [B, S].
-        mask: bool [B, S], the sampled tokens.
-        tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
-            rho < 1/C.
-        fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
-
-    Returns:
-        Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
-
-    Raises:
-        ValueError: shapes differ, or `tis_cap` is below 1.
-    """
-    compared = mask if fresh is None else mask & fresh
-    tensors = [train_logprobs, rollout_logprobs, mask, compared]
-    if len({tensor.shape for tensor in tensors}) > 1:
-        shapes = [list(tensor.shape) for tensor in tensors]
-        raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
-    if not tis_cap >= 1.0:
-        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
-    train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
-    difference = train - rollout
-    used = compared & torch.isfinite(difference)
-    metrics = {
-        "mismatch/tokens": float(used.sum()),
-        "mismatch/nonfinite_count": float((compared & ~used).sum()),
-        "mismatch/sequences": float(used.any(dim=1).sum()),
-        "mismatch/nonfinite_sequences": float((compared & ~used).any(dim=1).sum()),
+def sequence_metrics(d: Tensor, used: Tensor) -> dict[str, float]:
+    """`mismatch/...` over sequences. d: float64 [B, S], 0 where not used; used: bool [B, S] with at least one True."""
+    rows = used.any(dim=1)
+    total = d.sum(dim=1)[rows]
+    log_geometric = clamp_exponent(total / used.sum(dim=1)[rows])
+    return {
+        **_ratios("mismatch/ppl_ratio", -log_geometric),
+        **_ratios("mismatch/geometric_ratio", log_geometric),
+        "mismatch/chi2_sequence": clamp_exponent(2 * total).expm1().mean().item(),
+        "mismatch/ess_sequence": effective_sample_size(clamp_exponent(total).exp()).item(),
     }
-    if not metrics["mismatch/tokens"]:
-        return metrics
-
-    d = difference[used]
-    metrics |= token_metrics(d, train[used], rollout[used], tis_cap)
-    metrics |= sequence_metrics(torch.where(used, difference, 0.0), used)
-    metrics |= position_metrics(d, mask, used)
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def row_abs_diff_means(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> list[float | None]:
-    """Mean abs(d) of each row over its masked tokens with finite d, None for a row without any; shapes [B, S]."""
-    difference = (train_logprobs.detach().double() - rollout_logprobs.detach().double()).abs()
-    used = mask & torch.isfinite(difference)
-    sums = torch.where(used, difference, 0.0).sum(dim=1)
-    return [total / count if count else None for total, count in zip(sums.tolist(), used.sum(dim=1).tolist())]
+def _ratios(name: str, log_ratios: Tensor) -> dict[str, float]:
+    return distribution(name, log_ratios.exp().mean(), order_statistics(log_ratios).exp())
 
 
-# Statistics that the metrics of tokens and of sequences share: clamped exponents, percentiles and the effective sample
-# size.
-
-
-MAX_EXPONENT = 20.0
-"""Exponents are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
-
-
-def clamp_exponent(exponent: Tensor) -> Tensor:
-    """Return the exponent clamped to ±20."""
-    return exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
-
-
-def order_statistics(values: Tensor) -> Tensor:
-    """[median, 99th percentile, maximum] of [N], the percentiles by nearest rank, so that each is a value that occurs.
-
-    An increasing function of the values has that function of these as its own.
-    """
-    return torch.stack([_percentile(values, 50), _percentile(values, 99), values.max()])
-
-
-def distribution(name: str, mean: Tensor, order: Tensor) -> dict[str, float]:
-    """`name_mean`, `name_p50`, `name_p99` and `name_max`; mean: scalar, order: as from `order_statistics`."""
-    suffixes = ("mean", "p50", "p99", "max")
-    return {f"{name}_{suffix}": value for suffix, value in zip(suffixes, [mean.item(), *order.tolist()])}
-
-
-def effective_sample_size(weights: Tensor) -> Tensor:
-    """(Σw)² / (N Σw²) of positive weights [N]: 1 where all are equal, 1/N where one outweighs the rest (Kish)."""
-    return weights.sum() ** 2 / (weights.numel() * (weights**2).sum())
-
-
-def _percentile(values: Tensor, percent: int) -> Tensor:
-    """The smallest value that at least `percent` of all do not exceed."""
-    rank = -(-percent * values.numel() // 100)
-    return values.kthvalue(rank).values
-
-
-# Where in a batch the disagreement sits, and which weights have sampled each token.
+# Metrics by the position of a token in its answer.
 
 
 def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
@@ -217,16 +195,6 @@ def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
         metrics[f"mismatch/abs_diff_max_pos_{name}"] = abs_d.max().item()
         metrics[f"mismatch/tokens_pos_{name}"] = float(abs_d.numel())
     return metrics
-
-
-def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
-    """int64 [B, S], the weight version that sampled each token, 0 elsewhere; mask: bool [B, S], the sampled tokens.
-
-    Row b is trajectory b, as `batch_from_trajectories` lays them out.
-    """
-    versions = torch.zeros(mask.shape, dtype=torch.int64)
-    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
-    return versions
 
 
 def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:

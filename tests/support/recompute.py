@@ -14,7 +14,7 @@ from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.mismatch.drift import drift_metrics
-from fp8rl.rl.mismatch.logprobs import agreement
+from fp8rl.rl.mismatch.logprobs import logprob_metrics
 from fp8rl.rl.run.step import train_metrics
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
@@ -47,7 +47,7 @@ def compared(run: Path, step: int) -> dict[str, float]:
     mismatch = _scored(own + ahead)
     tis_cap = read_resolved(run / "spec.yaml").algorithm.correction.tis_cap or 2.0
     return {
-        **agreement(*mismatch[:3], tis_cap=tis_cap, fresh=mismatch[3] == version),
+        **logprob_metrics(*mismatch[:3], tis_cap=tis_cap, fresh=mismatch[3] == version),
         **drift_metrics(*drifted[:3], drifted[3], version),
     }
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp8rl.rl.mismatch.drift import drift_metrics
-from fp8rl.rl.mismatch.logprobs import agreement, row_abs_diff_means, token_versions
+from fp8rl.rl.mismatch.logprobs import logprob_metrics, row_abs_diff_means, token_versions
 from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rollout.types import Trajectory
 
@@ -16,7 +16,7 @@ ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"
 def from_differences(differences: list[float], **options: float) -> dict[str, float]:
     """Agreement of one row whose trainer logprobs are the rollout's plus these differences, exactly (rollout 0)."""
     d = torch.tensor([differences], dtype=torch.float64)
-    return agreement(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool), **options)
+    return logprob_metrics(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool), **options)
 
 
 def without_the_breakdown(metrics: dict[str, float]) -> dict[str, float]:
@@ -91,7 +91,9 @@ def test_against_an_independent_float64_oracle(seed: int, noise: float, tis_cap:
     rollout[3, 5] = np.nan
     train[12, 1], train[12, 2] = -np.inf, np.inf
 
-    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), tis_cap=tis_cap)
+    metrics = logprob_metrics(
+        torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), tis_cap=tis_cap
+    )
 
     expected = oracle(train, rollout, mask, tis_cap)
     assert without_the_breakdown(metrics) == pytest.approx(expected, rel=1e-9, abs=1e-15)
@@ -102,7 +104,7 @@ def test_against_an_independent_float64_oracle(seed: int, noise: float, tis_cap:
 def test_equal_logprobs() -> None:
     logprobs = torch.tensor([[0.0, -1.5, -0.1], [0.0, -3.25, -7.0]])
     mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.bool)
-    metrics = agreement(logprobs, logprobs.clone(), mask)
+    metrics = logprob_metrics(logprobs, logprobs.clone(), mask)
     ones = {"ess", "ess_sequence", "pearson", "exact_frac", "near_exact_frac"}
     ratios = {"token_mult_prob_error", "rho", "tis_weight", "ppl_ratio", "geometric_ratio"}
     ones |= {f"{name}_{suffix}" for name in ratios for suffix in ("mean", "p50", "p99", "max")}
@@ -187,7 +189,7 @@ def test_the_smallest_difference_is_not_exact() -> None:
     rollout = torch.tensor([[-1.0, -1.0]])
     train = torch.nextafter(rollout, torch.zeros(1))
     train[0, 0] = -1.0
-    metrics = agreement(train, rollout, torch.ones(1, 2, dtype=torch.bool))
+    metrics = logprob_metrics(train, rollout, torch.ones(1, 2, dtype=torch.bool))
     assert (metrics["mismatch/exact_frac"], metrics["mismatch/near_exact_frac"]) == (0.5, 1.0)
     assert metrics[f"{ABS_DIFF}_max"] == 2.0**-24
 
@@ -196,7 +198,7 @@ def test_nonfinite_values_are_dropped_and_counted() -> None:
     train = torch.tensor([[-1.0, -1.0, math.nan, -1.0, -math.inf, -2.0]])
     rollout = torch.tensor([[math.nan, -math.inf, -1.0, -1.0, -math.inf, math.nan]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 0]], dtype=torch.bool)
-    metrics = agreement(train, rollout, mask)
+    metrics = logprob_metrics(train, rollout, mask)
     assert (metrics["mismatch/nonfinite_count"], metrics["mismatch/nonfinite_sequences"]) == (4, 1)
     assert (metrics["mismatch/tokens"], metrics["mismatch/sequences"]) == (1, 1)
     assert metrics["mismatch/exact_frac"] == 1.0
@@ -206,7 +208,7 @@ def test_nonfinite_values_are_dropped_and_counted() -> None:
 @pytest.mark.parametrize("mask", [[0, 0], [1, 1]])
 def test_without_a_finite_token_only_the_counts_remain(mask: list[int]) -> None:
     logprobs = torch.full((1, 2), math.nan)
-    metrics = agreement(logprobs, logprobs, torch.tensor([mask], dtype=torch.bool))
+    metrics = logprob_metrics(logprobs, logprobs, torch.tensor([mask], dtype=torch.bool))
     assert metrics == {
         "mismatch/tokens": 0.0,
         "mismatch/nonfinite_count": float(sum(mask)),
@@ -238,11 +240,11 @@ def test_equal_probabilities_correlate_perfectly_and_constant_ones_not_at_all() 
     for size in (2, 3, 100, 4097):
         logprobs = -torch.rand(1, size, generator=generator) * 10
         everything = torch.ones(1, size, dtype=torch.bool)
-        assert agreement(logprobs, logprobs.clone(), everything)["mismatch/pearson"] == 1.0
+        assert logprob_metrics(logprobs, logprobs.clone(), everything)["mismatch/pearson"] == 1.0
         constant = torch.full_like(logprobs, -0.1)
-        assert "mismatch/pearson" not in agreement(logprobs, constant, everything)
+        assert "mismatch/pearson" not in logprob_metrics(logprobs, constant, everything)
     p = torch.tensor([[0.1, 0.5, 0.9]], dtype=torch.float64)
-    opposite = agreement(p.log(), (1 - p).log(), torch.ones(1, 3, dtype=torch.bool))
+    opposite = logprob_metrics(p.log(), (1 - p).log(), torch.ones(1, 3, dtype=torch.bool))
     assert opposite["mismatch/pearson"] == pytest.approx(-1.0)
 
 
@@ -258,7 +260,7 @@ def test_the_kl_estimates_converge_to_the_divergence() -> None:
     counts = np.rint(p * 1000).astype(int)  # the exact expectation, each token as often as it is likely
     tokens = np.repeat(np.arange(3), counts)
     train, rollout = torch.tensor(np.log(q[tokens]))[None], torch.tensor(np.log(p[tokens]))[None]
-    metrics = agreement(train, rollout, torch.ones(1, len(tokens), dtype=torch.bool))
+    metrics = logprob_metrics(train, rollout, torch.ones(1, len(tokens), dtype=torch.bool))
     assert metrics["mismatch/k1_kl"] == pytest.approx(divergence, rel=1e-9)
     assert metrics["mismatch/k3_kl"] == pytest.approx(divergence, rel=1e-9)
     assert metrics["mismatch/rho_mean"] == pytest.approx(1.0, rel=1e-9)
@@ -276,7 +278,7 @@ def test_small_divergences_keep_their_digits() -> None:
 def test_every_metric_is_described() -> None:
     d = torch.linspace(-1, 1, 2000)[None]
     mask, versions = torch.ones_like(d, dtype=torch.bool), torch.arange(2000)[None] // 10
-    metrics = agreement(d, torch.zeros_like(d), mask) | drift_metrics(d, torch.zeros_like(d), mask, versions, 199)
+    metrics = logprob_metrics(d, torch.zeros_like(d), mask) | drift_metrics(d, torch.zeros_like(d), mask, versions, 199)
     assert [name for name in metrics if describe(name) is None] == []
 
 
@@ -290,9 +292,9 @@ def test_row_means_skip_masked_and_nonfinite_tokens() -> None:
 def test_bad_arguments_are_refused() -> None:
     three, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="expected equal ones"):
-        agreement(three, torch.zeros(2, 4), mask)
+        logprob_metrics(three, torch.zeros(2, 4), mask)
     with pytest.raises(ValueError, match="expected equal ones"):
-        agreement(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
+        logprob_metrics(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
     with pytest.raises(ValueError, match="cap: found"):
         from_differences([0.1], tis_cap=0.5)
 
@@ -309,7 +311,7 @@ def test_positions_count_the_generated_tokens_of_each_row() -> None:
     mask[0, 3:90] = mask[1, :17] = True
     d[0, 3 + 15], d[0, 3 + 16], d[0, 3 + 63], d[0, 3 + 64] = 1.0, -2.0, 4.0, 8.0
     d[1, 2], d[1, 16] = math.nan, 16.0
-    assert part(agreement(d, torch.zeros_like(d), mask), "pos") == {
+    assert part(logprob_metrics(d, torch.zeros_like(d), mask), "pos") == {
         "abs_diff_mean_pos_0": pytest.approx(1 / 31),
         "abs_diff_max_pos_0": 1.0,
         "tokens_pos_0": 31,
@@ -326,12 +328,12 @@ def test_prompts_between_answers_do_not_count_as_positions() -> None:
     d, mask = torch.zeros(1, 40), torch.zeros(1, 40, dtype=torch.bool)
     mask[0, 1:11] = mask[0, 20:26] = True
     d[0, 25] = 3.0  # the 16th generated token, position 15
-    assert part(agreement(d, torch.zeros_like(d), mask), "pos")["abs_diff_max_pos_0"] == 3.0
+    assert part(logprob_metrics(d, torch.zeros_like(d), mask), "pos")["abs_diff_max_pos_0"] == 3.0
 
 
 def test_the_last_bucket_is_open() -> None:
     d = torch.ones(1, 70_000)
-    metrics = part(agreement(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool)), "pos")
+    metrics = part(logprob_metrics(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool)), "pos")
     assert metrics["tokens_pos_16384"] == 70_000 - 16_384
 
 
@@ -349,7 +351,7 @@ def test_positions_count_the_generated_tokens_that_are_not_compared_too() -> Non
     d, mask = torch.zeros(1, 40), torch.ones(1, 40, dtype=torch.bool)
     d[0, 20] = 2.0
     fresh = torch.arange(40)[None] >= 18
-    metrics = part(agreement(d, torch.zeros_like(d), mask, fresh=fresh), "pos")
+    metrics = part(logprob_metrics(d, torch.zeros_like(d), mask, fresh=fresh), "pos")
     assert (metrics["tokens_pos_16"], metrics["abs_diff_max_pos_16"]) == (22, 2.0) and "tokens_pos_0" not in metrics
 
 
@@ -360,7 +362,7 @@ def of_rows(*rows: list[float], mask: list[list[int]] | None = None) -> dict[str
     chosen = (
         torch.tensor([[t < len(row) for t in range(width)] for row in rows]) if mask is None else torch.tensor(mask)
     )
-    return agreement(d, torch.zeros_like(d), chosen.bool())
+    return logprob_metrics(d, torch.zeros_like(d), chosen.bool())
 
 
 def test_two_sequences_by_hand() -> None:

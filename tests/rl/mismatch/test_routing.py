@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp8rl.rl.mismatch import routing
+from fp8rl.rl.mismatch.routing import router_metrics
+from fp8rl.rl.record.metrics import describe
+
+
+def routes(*values: list[list[list[int]]]) -> torch.Tensor:
+    """int16 [B, S, L, K]."""
+    return torch.tensor(values, dtype=torch.int16)
+
+
+def everything(values: torch.Tensor) -> torch.Tensor:
+    return torch.ones(values.shape[:2], dtype=torch.bool)
+
+
+def test_routes_by_hand() -> None:
+    # One row, three tokens, two layers, top-2. Token 0: layer 0 shares one of two, layer 1 both, in another order.
+    # Token 1: equal. Token 2: nothing in common in layer 0, one in layer 1.
+    train = routes([[[0, 1], [4, 5]], [[2, 3], [6, 7]], [[0, 1], [0, 1]]])
+    rollout = routes([[[1, 2], [5, 4]], [[2, 3], [6, 7]], [[2, 3], [1, 7]]])
+    assert router_metrics(train, rollout, everything(train)) == {
+        "mismatch/router_pairs": 6.0,
+        "mismatch/router_tokens": 3.0,
+        "mismatch/router_unknown_pairs": 0.0,
+        "mismatch/router_agreement": pytest.approx((1 + 2 + 2 + 2 + 0 + 1) / 12),
+        "mismatch/router_agreement_layer_0": pytest.approx(3 / 6),
+        "mismatch/router_agreement_layer_1": pytest.approx(5 / 6),
+        "mismatch/router_differ_frac": pytest.approx(3 / 6),
+        "mismatch/router_token_differ_frac": pytest.approx(2 / 3),
+    }
+
+
+def test_order_does_not_matter() -> None:
+    train = torch.stack([torch.randperm(16)[:4] for _ in range(60)]).view(2, 10, 3, 4).short()
+    metrics = router_metrics(train, train.flip(-1), everything(train))
+    assert metrics["mismatch/router_agreement"] == metrics["mismatch/router_agreement_layer_2"] == 1.0
+    assert metrics["mismatch/router_differ_frac"] == metrics["mismatch/router_token_differ_frac"] == 0.0
+
+
+def test_unknown_pairs_are_left_out_and_counted() -> None:
+    # Token 0 is known in layer 1 only, token 1 nowhere, token 2 everywhere but differs in layer 0; token 3 is masked.
+    train = routes([[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 3]], [[0, 1], [2, 3]]])
+    rollout = routes([[[-1, -1], [2, 3]], [[-1, -1], [-1, -1]], [[1, 9], [2, 3]], [[8, 9], [8, 9]]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert router_metrics(train, rollout, mask) == {
+        "mismatch/router_pairs": 3.0,
+        "mismatch/router_tokens": 2.0,
+        "mismatch/router_unknown_pairs": 3.0,
+        "mismatch/router_agreement": pytest.approx(5 / 6),
+        "mismatch/router_agreement_layer_0": 0.5,
+        "mismatch/router_agreement_layer_1": 1.0,
+        "mismatch/router_differ_frac": pytest.approx(1 / 3),
+        "mismatch/router_token_differ_frac": 0.5,
+    }
+    assert router_metrics(rollout, train, mask)["mismatch/router_pairs"] == 3.0, "whichever side does not know"
+
+
+def test_both_sides_unknown_is_no_agreement() -> None:
+    nothing = torch.full((1, 2, 3, 2), -1, dtype=torch.int16)
+    assert router_metrics(nothing, nothing, everything(nothing)) == {
+        "mismatch/router_pairs": 0.0,
+        "mismatch/router_tokens": 0.0,
+        "mismatch/router_unknown_pairs": 6.0,
+    }
+    masked = router_metrics(nothing, nothing, torch.zeros(1, 2, dtype=torch.bool))
+    assert masked["mismatch/router_unknown_pairs"] == 0.0
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
+def test_against_sets_and_in_chunks_of_any_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_CHUNK", chunk)
+    generator = np.random.default_rng(0)
+    batch, width, layers, top_k = 7, 9, 5, 4
+    train = np.stack([generator.permutation(8)[:top_k] for _ in range(batch * width * layers)])
+    train = train.reshape(batch, width, layers, top_k).astype(np.int16)
+    rollout = np.where(generator.random((batch, width, layers, 1)) < 0.8, train[..., ::-1], (train + 1) % 8)
+    rollout[2, 3] = rollout[4, :, 1] = -1
+    rollout = rollout.astype(np.int16)
+    mask = generator.random((batch, width)) < 0.7
+
+    pairs, differing, tokens, differing_tokens, unknown = [], 0, 0, 0, 0
+    for b, t in zip(*np.nonzero(mask)):
+        chosen = [(set(train[b, t, i]), set(rollout[b, t, i])) for i in range(layers)]
+        known = [(i, a, r) for i, (a, r) in enumerate(chosen) if -1 not in a | r]
+        unknown += layers - len(known)
+        pairs += [(i, len(a & r) / top_k) for i, a, r in known]
+        differing += sum(a != r for _, a, r in known)
+        tokens += bool(known)
+        differing_tokens += any(a != r for _, a, r in known)
+    expected = {
+        "mismatch/router_pairs": len(pairs),
+        "mismatch/router_tokens": tokens,
+        "mismatch/router_unknown_pairs": unknown,
+        "mismatch/router_agreement": np.mean([share for _, share in pairs]),
+        "mismatch/router_differ_frac": differing / len(pairs),
+        "mismatch/router_token_differ_frac": differing_tokens / tokens,
+    }
+    for layer in range(layers):
+        of_layer = [share for i, share in pairs if i == layer]
+        expected[f"mismatch/router_agreement_layer_{layer}"] = np.mean(of_layer)
+    metrics = router_metrics(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask))
+    assert metrics == pytest.approx(expected, rel=1e-12)
+    assert 0 < metrics["mismatch/router_agreement"] < 1 and all(describe(name) for name in metrics)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    good = torch.zeros(2, 3, 1, 2, dtype=torch.int16)
+    for other, mask in [(good[:, :2], everything(good)), (good, everything(good)[:1])]:
+        with pytest.raises(ValueError, match="expected \\[B, S, L, K\\]"):
+            router_metrics(good, other, mask)
