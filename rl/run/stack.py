@@ -17,9 +17,9 @@ from fp8rl.rl.experiment.budget.fit import with_own_cache
 from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.reservations import Reservations
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving, engine_adapter, engine_maker
-from fp8rl.rl.run.engines.slot import Canary
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations

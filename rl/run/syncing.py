@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.engines.engines import Engines
-from fp8rl.rl.run.engines.slot import Canary, Expected
 from fp8rl.rl.run.events import SYNCS_REPEATED, Events
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.actor import TrainerGroup
@@ -148,7 +148,7 @@ class Syncing:
             else:
                 if self.canary is not None:
                     scored = self.bridge.trainer.begin_score(self.canary.batch)
-                    self._engines.run_canaries(endpoints, Expected(self.canary, self.version, scored))
+                    self._engines.run_canaries(endpoints, CanaryCheck(self.canary, self.version, scored))
                 self._engines.verified(endpoints)
                 return report
         return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8rl.rl.run.engines.slot import Canary
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rollout.types import SamplingParams
 from tests.support.plants import PLANT, stale_operands
 from tests.support.rig import MODELS, Pipeline, Rig, Setup

@@ -18,7 +18,7 @@ from fp8rl.models import read_model
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding
-from fp8rl.rl.run.engines.slot import Canary
+from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.engine import Engine

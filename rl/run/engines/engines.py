@@ -1,4 +1,4 @@
-"""The engines of a run as one: who gets which group, and another engine in place of one that is lost."""
+"""The engines of a run as one: gives each group to an engine, and replaces engines that are lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import ray
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.run.background import Background, begun, waited, waited_with_events
 from fp8rl.rl.run.cluster.reservations import NoRoomError
+from fp8rl.rl.run.engines.canary import CanaryCheck, canary_metrics
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, Expected, answered, call, decoding_metrics, end_engine, largest
+from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, decoding_metrics, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
@@ -147,19 +148,19 @@ class Engines:
         self._changed()
 
     @waited
-    async def run_canaries(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
+    async def run_canaries(self, endpoints: Sequence[Endpoint], check: CanaryCheck) -> None:
         """Have these engines, which a sync has just verified, answer a canary; no answer of theirs is used before."""
-        scored = asyncio.create_task(asyncio.to_thread(expected.scored))
+        scored = asyncio.create_task(asyncio.to_thread(check.scored))
         # A canary task raises its error. If a run ends and no such task is left, asyncio would print a traceback.
         scored.add_done_callback(lambda task: task.cancelled() or task.exception())
         for slot in self.slots:
             if slot.endpoint in endpoints and slot.is_up:
-                slot.canary_task = asyncio.create_task(slot.run_canary(expected, scored, self._differences))
+                slot.canary_task = asyncio.create_task(slot.run_canary(check, scored, self._differences))
 
     @waited
     async def canaries(self) -> dict[str, float]:
         """`sync/canary_diff` of the canaries that were answered since this was last asked."""
-        found = largest(self._differences)
+        found = canary_metrics(self._differences)
         self._differences.clear()
         return found
 

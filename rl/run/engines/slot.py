@@ -1,21 +1,18 @@
-"""One engine of a run: its place, in which one follows another, what is asked of it, and the canary that it answers."""
+"""The slot of one engine of a run, in which a new engine replaces a lost one; and the calls of its actor."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
-import torch
 from torch import Tensor
 
-from fp8rl.numerics import ops
-from fp8rl.numerics.sampling import canary_seed
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine import Slept
@@ -24,15 +21,9 @@ from fp8rl.rollout.types import (
     Endpoint,
     EngineDiedError,
     EngineError,
-    Group,
     Load,
-    Problem,
-    Prompt,
-    SamplingParams,
-    Trajectory,
 )
 from fp8rl.trainer.actor import TrainerDiedError
-from fp8rl.trainer.step.batch import TokenBatch
 
 Result = TypeVar("Result")
 
@@ -43,11 +34,11 @@ _WORKING = 0.01
 
 @dataclass
 class EngineSlot:
-    """The place of one engine, in which one follows another if it has to. It belongs to the engines' event loop."""
+    """The state of one engine, and of those that replace it. Only the event loop of `Engines` writes it."""
 
     index: int
     lost: asyncio.Future[str]
-    """Why the engine of now is no good any more."""
+    """Done once the present engine has to be replaced: the reason."""
     actor: Any = None
     endpoint: Endpoint | None = None
     """The endpoint of its engine; None until it answers and has passed the handshake."""
@@ -105,11 +96,11 @@ class EngineSlot:
             await asyncio.shield(done)
         return actor is not self.rejected_actor
 
-    async def run_canary(self, expected: Expected, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
+    async def run_canary(self, check: CanaryCheck, scored: asyncio.Task[Tensor], differences: list[float]) -> None:
         """Score the canary on this engine and on the trainer, note the difference, and reject the engine if it is too
         large. No answer of a rejected actor since its last sync is used.
         """
-        actor, canary = self.actor, expected.canary
+        actor, canary = self.actor, check.canary
         try:
             (answer,) = await call(actor.generate.remote([canary.group], canary.sampling))
             difference = canary.difference(answer, await asyncio.shield(scored))
@@ -118,10 +109,10 @@ class EngineSlot:
         except EngineError as error:
             fault = str(error) or repr(error)
         else:
-            if set(answer.weight_versions) != {expected.version}:
+            if set(answer.weight_versions) != {check.version}:
                 return  # another sync has come between, with a canary of its own
             differences.append(difference)
-            fault = expected.fault(difference)
+            fault = check.fault(difference)
         if fault:
             self.rejected_actor = actor
             self.lose(actor, fault)
@@ -203,88 +194,3 @@ def decoding_metrics(decoding: Decoding) -> dict[str, float]:
         "perf/accepted_per_forward": 1 + decoding.accepted / decoding.passes,
         "perf/drafted_per_forward": decoding.drafted / decoding.passes,
     }
-
-
-# The canary: it checks after a sync what an engine computes with, as digests check what it holds.
-#
-# Digests are of parameters. Operands that were made of former parameters, or a captured CUDA graph that reads memory
-# which has been freed, leave them as they should be. So each engine answers a few tokens behind a fixed prompt, by
-# prefill and by decoding like any other answer, and its log-probabilities are compared with the trainer's. The tokens
-# are those of the noise alone (`numerics.sampling.canary_seed`). They are known before they are asked for, so that
-# neither side waits for the other.
-
-PROMPT, ANSWER = 16, 8
-"""Tokens that are prefilled, and tokens that are decoded."""
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A row of tokens that both sides score at temperature 1."""
-
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    seed: int
-    """The seed by which an engine draws the answer."""
-    exact: bool
-    """Both sides compute the same, so that any difference is a fault."""
-
-    @classmethod
-    def of(cls, run_seed: int, vocabulary: int, longest: int, exact: bool) -> Canary:
-        """The canary of a run. longest: tokens that an engine takes in one row."""
-        seed, count = canary_seed(run_seed), max(2, min(PROMPT + ANSWER, longest))
-        positions = torch.arange(-1, count - 1)  # of the token before each
-        seeds = torch.full((count,), seed)
-        tokens = ops.draw(torch.zeros(count, vocabulary), torch.ones(count), seeds, positions).tolist()
-        prompt = max(1, count - ANSWER)
-        return cls(tokens[:prompt], tokens[prompt:], seed, exact)
-
-    @property
-    def group(self) -> Group:
-        """Return what an engine is asked for."""
-        return Group(Prompt(Problem("", ""), self.prompt_ids), (self.seed,))
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(len(self.answer_ids), 1.0)
-
-    @property
-    def batch(self) -> TokenBatch:
-        """Return what the trainer scores."""
-        return batch_from_examples([SftExample(self.prompt_ids, self.answer_ids)])
-
-    def difference(self, answer: Trajectory, scored: Tensor) -> float:
-        """The largest abs(d) of the answer's tokens, in nats; infinite if they are others, or d is not finite.
-
-        scored: fp32 [1, S], the trainer's log-probabilities of the batch.
-        """
-        if answer.token_ids != self.answer_ids:
-            return torch.inf
-        d = scored[0, len(self.prompt_ids) :].double() - torch.tensor(answer.logprobs, dtype=torch.float32).double()
-        return float(d.abs().nan_to_num(torch.inf).max())
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Answers that engines must give after a sync."""
-
-    canary: Canary
-    version: int
-    """Version of the weights."""
-    scored: Callable[[], Tensor]
-    """Waits for the trainer's side and returns it."""
-
-    def fault(self, difference: float) -> str:
-        """Return why an engine whose canary differs so much is rejected; empty if it passes."""
-        if difference == 0 or not self.canary.exact:
-            return ""
-        return (
-            f"its canary differs by {difference:.3g} nats from the trainer's at weight version {self.version}, expected"
-            " 0: it holds the trainer's weights, and computes with something else.\nIf every engine does, the two "
-            "sides do not compute the same: fp8rl preflight says where. sync.canary=false goes on without"
-        )
-
-
-def largest(differences: Sequence[float]) -> dict[str, float]:
-    """`sync/canary_diff`; nothing without a finite difference."""
-    finite = [each for each in differences if each < torch.inf]
-    return {"sync/canary_diff": max(finite)} if finite else {}

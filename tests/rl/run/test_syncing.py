@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from fp8rl.rl.run.engines.slot import Canary, Expected
+from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
 from fp8rl.rollout.engine import Slept
@@ -63,9 +63,9 @@ class Side:
         self.steps.append("scored")
         return lambda: batch
 
-    def run_canaries(self, endpoints: list[Endpoint], expected: Expected) -> None:
-        assert cast(Any, expected.scored()).tokens.tolist() == [CANARY.prompt_ids + CANARY.answer_ids]
-        self.steps.append(f"canary at {expected.version}: {[endpoint.url for endpoint in endpoints]}")
+    def run_canaries(self, endpoints: list[Endpoint], check: CanaryCheck) -> None:
+        assert cast(Any, check.scored()).tokens.tolist() == [CANARY.prompt_ids + CANARY.answer_ids]
+        self.steps.append(f"canary at {check.version}: {[endpoint.url for endpoint in endpoints]}")
 
 
 def test_a_sync_that_fails_although_all_engines_live_is_done_once_more_and_whole() -> None:

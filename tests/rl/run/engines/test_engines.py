@@ -21,9 +21,9 @@ import torch
 import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.engines.engines as engines_module
 from fp8rl.rl.run.cluster.reservations import NoRoomError
+from fp8rl.rl.run.engines.canary import Canary, CanaryCheck
 from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import Canary, Expected
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine import EngineActor, Health, Slept
@@ -573,10 +573,10 @@ def test_engines_of_a_pool_that_begins_asleep_start_once_it_wakes(stage: Stage) 
     assert stage.made[0].started
 
 
-def expected(exact: bool = True, version: int = 3, scored: Callable[[], torch.Tensor] | None = None) -> Expected:
+def check(exact: bool = True, version: int = 3, scored: Callable[[], torch.Tensor] | None = None) -> CanaryCheck:
     """A canary of one token, of which the trainer says -1."""
     canary = Canary([5], [1], seed=-7, exact=exact)
-    return Expected(canary, version, scored or (lambda: torch.tensor([[0.0, -1.0]])))
+    return CanaryCheck(canary, version, scored or (lambda: torch.tensor([[0.0, -1.0]])))
 
 
 def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage) -> None:
@@ -586,7 +586,7 @@ def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage)
         assert known.wait(30)
         return torch.tensor([[0.0, -1.0]])
 
-    engines.run_canaries(engines.up(), expected(scored=scored))
+    engines.run_canaries(engines.up(), check(scored=scored))
     stage.serve()
     (answer,) = stage.admit(1)
     assert wait_until(lambda: len(stage.made[0].got) == 2, 5), "it works meanwhile"
@@ -601,7 +601,7 @@ def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_aske
     engines = stage.open(2)
     stage.made[0].logprob = -1.25
     synced = engines.up()
-    engines.run_canaries(synced, expected())
+    engines.run_canaries(synced, check())
     engines.verified(synced)  # not what may already stand in the place of the one with the other canary
     answers = [answer.result(5) for answer in stage.admit(2)]
     assert {t.logprobs[0] for answer in answers for t in answer} == {-1.0}
@@ -624,7 +624,7 @@ def test_a_canary_of_other_tokens_or_without_numbers_fails(stage: Stage, spoilt:
     engines = stage.open(1)
     canary = Canary([5], [2 if spoilt == "other tokens" else 1], seed=-7, exact=True)
     stage.made[0].logprob = math.nan if spoilt == "not a number" else -1.0
-    engines.run_canaries(engines.up(), Expected(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
+    engines.run_canaries(engines.up(), CanaryCheck(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
     assert wait_until(lambda: len(stage.made) == 2, 10) and engines.canaries() == {}
     assert "differs by inf nats" in stage.news()[0][1]
 
@@ -632,7 +632,7 @@ def test_a_canary_of_other_tokens_or_without_numbers_fails(stage: Stage, spoilt:
 def test_in_native_mode_a_canary_is_a_number_and_the_engine_stays(stage: Stage) -> None:
     engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    engines.run_canaries(engines.up(), expected(exact=False))
+    engines.run_canaries(engines.up(), check(exact=False))
     stage.serve()
     assert stage.admit(1)[0].result(5)[0].logprobs == [-1.25]
     assert engines.canaries() == {"sync/canary_diff": 0.25} and stage.news() == [] and len(stage.made) == 1
@@ -641,7 +641,7 @@ def test_in_native_mode_a_canary_is_a_number_and_the_engine_stays(stage: Stage) 
 def test_a_canary_that_another_sync_has_overtaken_says_nothing(stage: Stage) -> None:
     engines = stage.open(1)
     stage.made[0].logprob = -1.25
-    engines.run_canaries(engines.up(), expected(version=2))
+    engines.run_canaries(engines.up(), check(version=2))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2
     assert engines.canaries() == {} and stage.news() == []
@@ -655,9 +655,9 @@ def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(st
         return scored
 
     engines = stage.open(1)
-    engines.run_canaries(engines.up(), expected(scored=raises(TrainerDiedError("gone"))))
+    engines.run_canaries(engines.up(), check(scored=raises(TrainerDiedError("gone"))))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2 and stage.news() == []
-    engines.run_canaries(engines.up(), expected(scored=raises(ZeroDivisionError("a bug"))))
+    engines.run_canaries(engines.up(), check(scored=raises(ZeroDivisionError("a bug"))))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         stage.admit(1)[0].result(5)

@@ -1,0 +1,98 @@
+"""The canary checks after a sync what an engine computes with, as digests check what it holds.
+
+Digests are of parameters. Operands that were made of former parameters, or a captured CUDA graph that reads memory
+which has been freed, leave them as they should be. So each engine answers a few tokens behind a fixed prompt, by
+prefill and by decoding like any other answer, and its log-probabilities are compared with the trainer's. The tokens
+are those of the noise alone (`numerics.sampling.canary_seed`). They are known before they are asked for, so that
+neither side waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import canary_seed
+from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
+from fp8rl.trainer.step.batch import TokenBatch
+
+PROMPT, ANSWER = 16, 8
+"""Tokens that are prefilled, and tokens that are decoded."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A row of tokens that both sides score at temperature 1."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    seed: int
+    """The seed by which an engine draws the answer."""
+    exact: bool
+    """Both sides compute the same, so that any difference is a fault."""
+
+    @classmethod
+    def of(cls, run_seed: int, vocabulary: int, longest: int, exact: bool) -> Canary:
+        """Draw the canary of a run. longest: tokens that an engine takes in one row."""
+        seed, count = canary_seed(run_seed), max(2, min(PROMPT + ANSWER, longest))
+        positions = torch.arange(-1, count - 1)  # of the token before each
+        seeds = torch.full((count,), seed)
+        tokens = ops.draw(torch.zeros(count, vocabulary), torch.ones(count), seeds, positions).tolist()
+        prompt = max(1, count - ANSWER)
+        return cls(tokens[:prompt], tokens[prompt:], seed, exact)
+
+    @property
+    def group(self) -> Group:
+        """Return what an engine is asked for."""
+        return Group(Prompt(Problem("", ""), self.prompt_ids), (self.seed,))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(len(self.answer_ids), 1.0)
+
+    @property
+    def batch(self) -> TokenBatch:
+        """Return what the trainer scores."""
+        return batch_from_examples([SftExample(self.prompt_ids, self.answer_ids)])
+
+    def difference(self, answer: Trajectory, scored: Tensor) -> float:
+        """Return the largest abs(d) of the answer's tokens, in nats; infinite if they are others, or d is not finite.
+
+        scored: fp32 [1, S], the trainer's log-probabilities of the batch.
+        """
+        if answer.token_ids != self.answer_ids:
+            return torch.inf
+        d = scored[0, len(self.prompt_ids) :].double() - torch.tensor(answer.logprobs, dtype=torch.float32).double()
+        return float(d.abs().nan_to_num(torch.inf).max())
+
+
+@dataclass(frozen=True)
+class CanaryCheck:
+    """The check of every engine after one sync: a canary, and the trainer's log-probabilities of it."""
+
+    canary: Canary
+    version: int
+    """The weight version that was synced."""
+    scored: Callable[[], Tensor]
+    """Waits for the trainer's log-probabilities and returns them, fp32 [1, S]."""
+
+    def fault(self, difference: float) -> str:
+        """Return why an engine whose canary differs so much is rejected; empty if it passes."""
+        if difference == 0 or not self.canary.exact:
+            return ""
+        return (
+            f"its canary differs by {difference:.3g} nats from the trainer's at weight version {self.version}, expected"
+            " 0: it holds the trainer's weights, and computes with something else.\nIf every engine does, the two "
+            "sides do not compute the same: fp8rl preflight says where. sync.canary=false goes on without"
+        )
+
+
+def canary_metrics(differences: Sequence[float]) -> dict[str, float]:
+    """Return the largest finite difference as `sync/canary_diff`; nothing where there is none."""
+    finite = [each for each in differences if each < torch.inf]
+    return {"sync/canary_diff": max(finite)} if finite else {}
