@@ -11,7 +11,8 @@ from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
 from fp8rl.rl.run.feed.feed import open_feed
 from fp8rl.rl.run.run import LiveRun
-from fp8rl.rl.run.step import fault_of, forward_backward, step_records, throughput
+from fp8rl.rl.run.step import fault_of, forward_backward, throughput
+from fp8rl.rl.run.step_records import step_records
 
 
 def train(run: LiveRun) -> str:

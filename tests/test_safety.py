@@ -143,7 +143,7 @@ PRINTS = {
     "fp8rl/commands/diagnosis.py": "JSON",
     "fp8rl/commands/models.py": "JSON",
     "numerics/core/terminal.py": "what was made printable",
-    "numerics/kernels/ahead.py": "JSON",
+    "numerics/kernels/precompile.py": "JSON",
     "rl/experiment/reference.py": "a page of ours",
     "rl/run/cluster/submission.py": "what was made printable",
     "rl/run/kernels.py": "JSON",

@@ -23,7 +23,7 @@ from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.written import CHECKPOINT, unfinished
-from fp8rl.rl.run.feed.ahead import FeedState
+from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 

@@ -32,7 +32,7 @@ from fp8rl.rl.run.engines.serving import engine_adapter, engine_config
 from fp8rl.rollout.config import RolloutSection
 
 if TYPE_CHECKING:
-    from fp8rl.numerics.kernels.ahead import Variant
+    from fp8rl.numerics.kernels.precompile import Variant
 
 _PACKAGES = ("fp8rl.models", "fp8rl.numerics", "fp8rl.rollout", "fp8rl.trainer", "fp8rl.weight_sync")
 _PARTS = ("model", "numerics", "rollout", "trainer", "adapter", "teacher", "sync")
@@ -100,19 +100,19 @@ def warm(subject: Subject, capability: tuple[int, int], say: Callable[[str], obj
     """
     if not _has_kernels(subject, capability):
         return None
-    from fp8rl.numerics.kernels import ahead, cache
+    from fp8rl.numerics.kernels import cache, precompile
 
     if (message := cache.problem()) is not None:
         say(message)
     variants, unknown = _recorded(subject, capability)
     with cache.alone():
-        found = ahead.compile_all(variants, capability, len(os.sched_getaffinity(0)), say)
+        found = precompile.compile_all(variants, capability, len(os.sched_getaffinity(0)), say)
         cache.note_warm(_digest(subject, capability))
     return Warmed(str(cache.directory()), len(variants), len(found.compiled), tuple(unknown))
 
 
 def warm_once(subject: Subject, capability: tuple[int, int] | None, say: Callable[[str], object]) -> None:
-    """Do so unless it was done for this subject and this code, or it computes on CPUs.
+    """Compile the kernels of a subject (`warm`) unless that was done for this code, or it computes on CPUs.
 
     A start does not fail with it: what is not there is compiled when it is first launched, and `say` is told why.
     """
@@ -131,7 +131,7 @@ def warm_once(subject: Subject, capability: tuple[int, int] | None, say: Callabl
 def warm_nodes(
     experiment: Experiment, nodes: Mapping[Node, tuple[int, int] | None], say: Callable[[str], object]
 ) -> None:
-    """Do so on each of the nodes of a run, by the compute capability of their GPUs."""
+    """Compile the kernels of a run (`warm_once`) on each of its nodes, by the compute capability of their GPUs."""
     wanted = {node: each for node, each in nodes.items() if each is not None and _has_kernels(experiment, each)}
     if not wanted:
         return
@@ -178,7 +178,7 @@ def _architecture(subject: Subject) -> str | None:
 
 def _recorded(subject: Subject, capability: tuple[int, int]) -> tuple[list[Variant], list[str]]:
     """What `record` finds, in a process of its own."""
-    from fp8rl.numerics.kernels.ahead import Variant
+    from fp8rl.numerics.kernels.precompile import Variant
 
     # As on a machine without GPUs, which the process could otherwise take for those that it imagines.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -199,7 +199,7 @@ def _recorded(subject: Subject, capability: tuple[int, int]) -> tuple[list[Varia
 def record(subject: Subject, capability: tuple[int, int]) -> tuple[list[tuple[str, str]], list[str]]:
     """The variants of all kernels that are launched, and the forms of ops that are not known. The process is good for
     nothing else afterwards."""
-    from fp8rl.numerics.kernels.ahead import launch_probe, recorded
+    from fp8rl.numerics.kernels.precompile import launch_probe, recorded
 
     if (architecture := _architecture(subject)) is not None:
         load_architecture(architecture)
@@ -215,8 +215,8 @@ def record(subject: Subject, capability: tuple[int, int]) -> tuple[list[tuple[st
 
 
 def _launch_run(experiment: Experiment) -> list[str]:
-    from fp8rl.trainer.ahead import launch_step
-    from fp8rl.weight_sync.ahead import launch_sync
+    from fp8rl.trainer.launches import launch_step
+    from fp8rl.weight_sync.launches import launch_sync
 
     path, numerics, unknown = experiment.model.directory, experiment.numerics_config(), []
     if experiment.needs_engines:
@@ -241,8 +241,8 @@ def _launch_run(experiment: Experiment) -> list[str]:
 
 @torch.no_grad()
 def _launch_engine(model: ServedModel) -> list[str]:
-    from fp8rl.rollout.plugin.ahead import launch_forwards
-    from fp8rl.weight_sync.ahead import launch_digests
+    from fp8rl.rollout.plugin.launches import launch_forwards
+    from fp8rl.weight_sync.launches import launch_digests
 
     launch_digests()
     return launch_forwards(read_model(model.path, served=True), model.numerics, model.rollout, model.adapter)

@@ -14,8 +14,6 @@ from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from fp8rl.rl.guard.gates import Fault, Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
-from fp8rl.rl.mismatch.logprobs import row_abs_diff_means
-from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord
 from fp8rl.rl.run.feed.feed import RolloutBatch
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import TokenBatch
@@ -231,6 +229,14 @@ def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
     return metrics
 
 
+def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
+    """Tokens per second of the phases that `metrics` has the seconds of."""
+    rates = {"perf/train_tokens_per_second": float(batch.lengths.sum()) / metrics["perf/train_seconds"]}
+    if metrics.get("perf/sampling_seconds"):  # 0 where a checkpoint brought all answers
+        rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/sampling_seconds"]
+    return rates
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - variance(returns - values) / variance(returns): 1 for a critic that foresees everything, 0 for one that knows
     the mean alone; 0 where all returns are equal. float64 [N] each."""
@@ -241,80 +247,3 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 def _unrouted(batch: TokenBatch) -> TokenBatch:
     """The batch for a model that did not sample it: its own routers choose, among all tokens, and nothing is drawn."""
     return replace(batch, routes=None, replay=False, seeds=None, truncation=EVERY_TOKEN, supports=None)
-
-
-# The record of a step: its metrics, and its trajectories.
-
-
-def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
-    """Tokens per second of the phases that `metrics` has the seconds of."""
-    rates = {"perf/train_tokens_per_second": float(batch.lengths.sum()) / metrics["perf/train_seconds"]}
-    if metrics.get("perf/sampling_seconds"):  # 0 where a checkpoint brought all answers
-        rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/sampling_seconds"]
-    return rates
-
-
-def step_records(first: StepPass, batch: TokenBatch) -> tuple[list[RolloutRecord], list[ScoredRecord]]:
-    """Record the trajectories of a step, and the answers to later steps that were scored beside them.
-
-    first: the step's first pass, whose log-probabilities are recorded. batch: with the advantages of its last pass.
-    """
-    rollouts = replace(first.rollouts, batch=batch)
-    return rollout_records(rollouts, first.result.logprobs), scored_records(first.ahead)
-
-
-def rollout_records(rollouts: RolloutBatch, train_logprobs: Tensor) -> list[RolloutRecord]:
-    """The trajectories of a step, in the order of the batch; none where nothing was sampled.
-
-    train_logprobs: fp32 [B, S], of the pass over the whole batch.
-    """
-    if not rollouts.answers or rollouts.outcomes is None:
-        return []
-    batch = rollouts.batch
-    means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
-    records = []
-    groups = rollouts.outcomes.groups.tolist()
-    for row, (answer, group, mean) in enumerate(zip(rollouts.answers, groups, means, strict=True)):
-        trajectory, sampled = answer.trajectory, batch.loss_mask[row]
-        advantages = batch.fields["advantages"][row, sampled].tolist() if "advantages" in batch.fields else []
-        records.append(
-            RolloutRecord(
-                prompt=answer.problem.question,
-                text=answer.text,
-                reward=answer.reward,
-                abs_diff_mean=mean,
-                group=group,
-                seed=trajectory.seed,
-                finished=trajectory.finished,
-                prompt_ids=trajectory.prompt_ids,
-                token_ids=trajectory.token_ids,
-                rollout_logprobs=trajectory.logprobs,
-                train_logprobs=train_logprobs[row, sampled].tolist(),
-                weight_versions=trajectory.weight_versions,
-                advantage=advantages[0] if advantages else None,
-                reward_parts=answer.parts,
-                told=list(trajectory.environment_spans),
-                said=list(answer.said) if trajectory.environment_spans else [],
-                outcome=trajectory.outcome,
-                teacher_logprobs=answer.teacher_logprobs,
-                supports=None if trajectory.supports is None else trajectory.supports.lists(),
-            )
-        )
-    return records
-
-
-def scored_records(ahead: ScoredBatch | None) -> list[ScoredRecord]:
-    """The answers to later steps that were scored beside a batch, in their order; none where there are none."""
-    if ahead is None:
-        return []
-    batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]
-    return [
-        ScoredRecord(
-            token_ids=batch.tokens[row, : int(batch.lengths[row])].tolist(),
-            sampled=sampled.nonzero().flatten().tolist(),
-            rollout_logprobs=rollout[row, sampled].tolist(),
-            train_logprobs=ahead.logprobs[row, sampled].tolist(),
-            weight_versions=ahead.versions[row, sampled].tolist(),
-        )
-        for row, sampled in enumerate(batch.loss_mask)
-    ]

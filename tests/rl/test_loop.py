@@ -10,8 +10,8 @@ import pytest
 
 import fp8rl.rl.loop as loop
 from fp8rl.rl.guard.gates import GateState
-from fp8rl.rl.run.feed.ahead import FeedState
 from fp8rl.rl.run.feed.judging import Judge
+from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.rollout.types import Group, Trajectory

@@ -12,7 +12,7 @@ from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints
-from fp8rl.rl.run.feed.ahead import FeedState
+from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.checkpoint.files import About, digests, write_about
 

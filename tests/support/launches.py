@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 import tests.support.interpreter  # noqa: F401
-from fp8rl.numerics.kernels.ahead import address, no_device
+from fp8rl.numerics.kernels.precompile import address, no_device
 
 aten = torch.ops.aten
 _NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}

@@ -83,8 +83,8 @@ class EngineSide:
     constants: Callable[[Any], tuple[float, ...]] | None = None
     """Values of the form's constants in a module."""
     launch: Callable[..., tuple[Tensor, ...]] | None = None
-    """Call its ops as the hooks do, given `rollout.plugin.ahead.Imagined`, the site and its inputs, all on the meta
-    device, and return its outputs; None: nobody knows beforehand which kernels it launches."""
+    """Call its ops as the hooks do, given `rollout.plugin.launches.MetaEngine`, the site and its inputs, all on the
+    meta device, and return its outputs; None: nobody knows beforehand which kernels it launches."""
     hooked: bool = True
     """Exact mode puts the form's definition there with a hook; else the model itself calls the definition."""
 
@@ -114,7 +114,7 @@ class EngineFamily:
     states: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
     """What it adds to with each token of a sequence, FP32, by name."""
     launch_native: Callable[[Any], None] = lambda engine: None
-    """Call the ops that its hooks call in native mode on a GPU, given `rollout.plugin.ahead.Imagined`."""
+    """Call the ops that its hooks call in native mode on a GPU, given `rollout.plugin.launches.MetaEngine`."""
 
 
 _registered: list[EngineFamily] = []

@@ -18,7 +18,7 @@ from fp8rl.rollout.plugin.families.ends import epsilon, launch_norm, never
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON = "layers.attention.triton_backend.TritonAttnBackend."
@@ -239,19 +239,19 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
 # What the ops launch, of an engine of which only shapes exist.
 
 
-def _launch_qkv(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_qkv(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     """Views of one product, as SGLang cuts it."""
     queries, keys = engine.heads(engine.sizes.heads), engine.heads(engine.sizes.kv_heads)
     return engine.product(site, x).unflatten(-1, (-1, engine.sizes.head_dim)).split((queries, keys, keys), 1)
 
 
-def _launch_head_norm(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_head_norm(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     if engine.definition.architecture.name in FUSED_HEADS:
         return (x,)  # with the rotation
     return (launch_norm(engine, site, x.reshape(-1, x.shape[-1]))[0].view(x.shape),)
 
 
-def _launch_rope(engine: Imagined, _: OpSite, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+def _launch_rope(engine: MetaEngine, _: OpSite, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     sizes, norms, cache = engine.sizes, None, None
     if (stores := FUSED_HEADS.get(engine.definition.architecture.name)) is not None:
         norms = HeadNorms(engine.norm(sizes.head_dim), engine.norm(sizes.head_dim), sizes.norm_eps)
@@ -263,7 +263,7 @@ def _launch_rope(engine: Imagined, _: OpSite, q: Tensor, k: Tensor) -> tuple[Ten
     return _rotated(module, engine.positions, q, k, norms, cache)
 
 
-def _launch_attention(engine: Imagined, _: OpSite, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _launch_attention(engine: MetaEngine, _: OpSite, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     dtype = engine.numerics.kv_format.dtype
     keys, values = (engine.empty(engine.length, *k.shape[1:], dtype=dtype) for _ in range(2))
     requests, lengths = engine.whole(engine.sequences), engine.whole(engine.sequences)

@@ -26,7 +26,7 @@ from fp8rl.rollout.plugin.normed import Normed, whole_product
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 _PLAIN = "layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
@@ -251,28 +251,28 @@ def epsilon(module: Any) -> tuple[float, ...]:
 # What the ops launch, of an engine of which only shapes exist.
 
 
-def launch_norm(engine: Imagined, _: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def launch_norm(engine: MetaEngine, _: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     return (ops.rms_norm(x.contiguous(), engine.norm(x.shape[-1]), engine.sizes.norm_eps),)
 
 
-def _launch_norm(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_norm(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     if x.shape[-1] != engine.sizes.hidden_size:
         return launch_norm(engine, site, x)
     return add_norm_and_quantize(x, None, engine.norm(x.shape[-1]), engine.sizes.norm_eps)[:1]
 
 
-def _launch_add_norm(engine: Imagined, site: OpSite, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+def _launch_add_norm(engine: MetaEngine, site: OpSite, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
     return add_norm_and_quantize(x, residual, engine.norm(x.shape[-1]), engine.sizes.norm_eps)
 
 
-def _launch_linear(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_linear(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     if site.layer is not None:
         return (engine.product(site, x),)
     rows = engine.rows(site) or [row for row in engine.definition.tensors.rows.values() if row.copies]  # tied
     return (ops.linear(x[: engine.sequences], engine.weight(rows)),)  # the head sees last tokens
 
 
-def _launch_native(engine: Imagined) -> None:
+def _launch_native(engine: MetaEngine) -> None:
     """Quantize activations of each width that FP8 products take, whose scales SGLang lays out by rows or by groups."""
     spec = engine.spec.activation
     if not engine.spec.quantized or spec == _SGLANGS:

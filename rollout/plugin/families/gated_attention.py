@@ -14,7 +14,7 @@ from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.plugin.families.attention import rotary_embedding
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 _NEXT = "models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention"
 _QWEN3_5 = "models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention"
@@ -62,7 +62,7 @@ def _gated_qkv(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return q, gate.flatten(1), k, v
 
 
-def _launch_gated_qkv(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_gated_qkv(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     heads, kv_heads = engine.heads(engine.sizes.heads), engine.heads(engine.sizes.kv_heads)
     q, k, v, gate = split(engine.product(site, x), heads, kv_heads, engine.sizes.head_dim)
     return q, gate.flatten(1), k, v

@@ -26,7 +26,7 @@ from fp8rl.rollout.plugin.families.ends import never
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 _NETS = ("models.qwen3_next.Qwen3GatedDeltaNet.forward", "models.qwen3_5.Qwen3_5GatedDeltaNet.forward")
 _MADE = {
@@ -179,19 +179,19 @@ def _check_mode(x: Tensor) -> None:
 # What the ops launch, of an engine of which only shapes exist.
 
 
-def _launch_in_proj(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_in_proj(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     channels = engine.sizes.of(GatedDelta).channels // engine.ranks
     qkvz = engine.product(site, x)
     return qkvz[:, :channels].contiguous(), qkvz[:, channels:]
 
 
-def _launch_conv(engine: Imagined, _: OpSite, qkv: Tensor) -> tuple[Tensor, ...]:
+def _launch_conv(engine: MetaEngine, _: OpSite, qkv: Tensor) -> tuple[Tensor, ...]:
     taps, channels = engine.sizes.of(GatedDelta).taps, qkv.shape[1]
     held = engine.empty(engine.sequences, taps - 1, channels)
     return (ops.paged_causal_conv(qkv, engine.empty(channels, taps), held, *_launch_where(engine)),)
 
 
-def _launch_delta(engine: Imagined, _: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+def _launch_delta(engine: MetaEngine, _: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
     own, heads = engine.sizes.of(GatedDelta), a.shape[1]
     keys, key_heads = own.keys // engine.ranks, engine.heads(own.key_heads)
     attn = SimpleNamespace(
@@ -208,12 +208,12 @@ def _launch_delta(engine: Imagined, _: OpSite, qkv: Tensor, b: Tensor, a: Tensor
     return (ops.paged_gated_delta_rule(*rule_of(attn, qkv, b, a), held, *_launch_where(engine)).flatten(1),)
 
 
-def _launch_where(engine: Imagined) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_where(engine: MetaEngine) -> tuple[Tensor, Tensor, Tensor]:
     slots = engine.whole(engine.sequences)
     return slots, engine.whole(engine.sequences), torch.empty_like(slots, dtype=torch.bool)
 
 
-def _launch_gated_norm(engine: Imagined, _: OpSite, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+def _launch_gated_norm(engine: MetaEngine, _: OpSite, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     width = engine.sizes.of(GatedDelta).value_dim
     heads, gates = x.unflatten(-1, (-1, width)), z.unflatten(-1, (-1, width))
     weight = engine.empty(width, dtype=torch.float32)

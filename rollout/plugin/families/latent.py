@@ -28,7 +28,7 @@ from fp8rl.rollout.plugin.families.ends import launch_norm, never
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 _MODEL = "models.deepseek_v2."
 _MLA = "positions hidden_states forward_batch zero_allocator layer_scatter_modes llama_4_scaling prev_topk_indices"
@@ -286,13 +286,13 @@ def _rotation(attention: Any) -> tuple[float, ...]:
 # What the ops launch, of an engine of which only shapes exist.
 
 
-def _launch_down(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_down(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     """Views of one product, of which that of the queries is made dense before its norm."""
     rank, fused = engine.sizes.of(Latent).q_rank, engine.product(site, x)
     return fused[:, :rank].contiguous(), fused[:, rank:]
 
 
-def _launch_attention(engine: Imagined, site: OpSite, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
+def _launch_attention(engine: MetaEngine, site: OpSite, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
     own = engine.sizes.of(Latent)
     module = SimpleNamespace(
         kv_lora_rank=own.kv_rank,

@@ -20,7 +20,7 @@ from fp8rl.rollout.plugin.families.ends import on_rank_0
 from fp8rl.rollout.plugin.state import state
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 _BF16 = "layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8MoEMethod.apply"
@@ -238,16 +238,16 @@ def _routed(module: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
 # What the ops launch, of an engine of which only shapes exist.
 
 
-def _launch_router(engine: Imagined, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
+def _launch_router(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
     return (ops.linear_partial(x, engine.weight(engine.rows(site)).to(x.dtype)),)
 
 
-def _launch_top_k(engine: Imagined, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
+def _launch_top_k(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
     """Probabilities and experts of each token, as the hooks hand them to the experts."""
     return fused_topk(logits, logits, engine.sizes.top_k, engine.sizes.renormalize)
 
 
-def _launch_sigmoid_top_k(engine: Imagined, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
+def _launch_sigmoid_top_k(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
     how = engine.sizes.sigmoid_router
     assert how is not None
     bias = engine.empty(logits.shape[1], dtype=torch.float32)
@@ -256,7 +256,7 @@ def _launch_sigmoid_top_k(engine: Imagined, _: OpSite, logits: Tensor) -> tuple[
 
 
 def _launch_experts(
-    engine: Imagined, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor | None = None
+    engine: MetaEngine, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     rows, held = engine.rows(site), engine.sizes.experts // engine.ranks
     stacks = dict.fromkeys(row.engine.parameter for row in rows)  # gate and up, then down

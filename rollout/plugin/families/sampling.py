@@ -21,7 +21,7 @@ from fp8rl.numerics.sampling import GREEDY
 from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Hook, Probed
 
 if TYPE_CHECKING:
-    from fp8rl.rollout.plugin.ahead import Imagined
+    from fp8rl.rollout.plugin.launches import MetaEngine
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -272,7 +272,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
 
 
-def _launch(engine: Imagined, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
+def _launch(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
     """Draw, and say log-probabilities of what was drawn and of given tokens, with and without truncation. SGLang hands
     logits over in FP32."""
     count, logits = len(logits), logits[:, : engine.sizes.vocab_size].float()
@@ -284,7 +284,7 @@ def _launch(engine: Imagined, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
     return (ops.token_logprobs(narrow, tokens, temperatures)[0],)
 
 
-def _launch_native(engine: Imagined) -> None:
+def _launch_native(engine: MetaEngine) -> None:
     """Draw a token for each sequence; SGLang hands probabilities over in FP32."""
     count = engine.sequences
     logits = engine.empty(count, engine.sizes.vocab_size, dtype=torch.float32)

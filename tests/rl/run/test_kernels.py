@@ -196,7 +196,7 @@ import torch
 import triton
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels.ahead import META, address, compile_all, recorded
+from fp8rl.numerics.kernels.precompile import META, address, compile_all, recorded
 from fp8rl.numerics.kernels import cache
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
@@ -296,7 +296,7 @@ WAITS = """
 import os, sys, time
 import torch
 from fp8rl.numerics.kernels import cache, swiglu
-from fp8rl.numerics.kernels.ahead import META, address
+from fp8rl.numerics.kernels.precompile import META, address
 from tests.support.hopper import compiled_only
 import logging
 logging.basicConfig(stream=sys.stdout, format="%(message)s")

@@ -20,14 +20,8 @@ from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import RolloutBatch, rollout_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.step import (
-    explained_variance,
-    plan_updates,
-    rollout_records,
-    scored_records,
-    throughput,
-    train_metrics,
-)
+from fp8rl.rl.run.step import explained_variance, plan_updates, throughput, train_metrics
+from fp8rl.rl.run.step_records import rollout_records, scored_records
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.types import Problem, Trajectory
 from fp8rl.trainer.distributed.layout import Layout

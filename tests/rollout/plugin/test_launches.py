@@ -42,7 +42,7 @@ from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.plugin.ahead import Imagined
+from fp8rl.rollout.plugin.launches import MetaEngine
 from fp8rl.rollout.plugin.families import sides
 from fp8rl.rollout.plugin.state import configure, state
 from tests.support.launches import launches
@@ -54,7 +54,7 @@ def counted(config, rollout, batch):
     model = read_model(Path("diagnose/plan/configs") / config, served=True)
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), rollout=rollout)
     configure(numerics)
-    engine = state().weights = Imagined(model, numerics, 1, batch, batch, 4096, True)
+    engine = state().weights = MetaEngine(model, numerics, 1, batch, batch, 4096, True)
     values, found = {TOKENS: engine.whole(batch)}, []
     with using("triton"), torch.no_grad():
         for site in engine.sites:

@@ -18,11 +18,11 @@ import torch
 import fp8rl.rl.run.sampling as sampling_module
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.events import Failures
-from fp8rl.rl.run.feed.ahead import FeedState, read_answered
 from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
+from fp8rl.rl.run.feed.state import FeedState, read_answered
 from fp8rl.rl.run.sampling import Sampling
-from fp8rl.rl.run.step import rollout_records
+from fp8rl.rl.run.step_records import rollout_records
 from fp8rl.rollout.rewards.functions import RewardsSection
 from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment

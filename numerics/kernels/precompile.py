@@ -1,4 +1,4 @@
-"""Kernels compiled before anything launches them, on a machine that need not have a GPU.
+"""Compiles kernels before anything launches them, on a machine that need not have a GPU.
 
 Triton compiles a kernel once for each variant of its arguments, when it is first launched: a minute or two before a run
 does anything, in the trainer and in each engine. Here ops are called on tensors of the meta device, where nothing is

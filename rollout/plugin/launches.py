@@ -1,7 +1,7 @@
-"""An engine's forwards on the meta device, where ops launch what they would on a GPU and compute nothing.
+"""Launches what an engine launches on a GPU: its forwards run on the meta device, where nothing is computed.
 
-`numerics.kernels.ahead` notes what is launched. SGLang is not there: every op of the model's forward is called as its
-hook calls it, by the side of its form (`EngineSide.launch`).
+`numerics.kernels.precompile` notes which kernels these are. SGLang is not there: every op of the model's forward is
+called as its hook calls it, by the side of its form (`EngineSide.launch`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8rl.models.tensors import EngineRank, TensorRow
 from fp8rl.models.trace import TOKENS, OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.kernels.ahead import META
+from fp8rl.numerics.kernels.precompile import META
 from fp8rl.numerics.ops import ExpertWeights, LowRank
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import QuantSpec
@@ -53,7 +53,7 @@ def launch_forwards(
     length = config.context_length + _BEYOND + (config.speculation.width if config.speculation else 0)
     for is_decode, batches in ((True, decoded), (False, prefilled)):
         for tokens, sequences in batches:
-            engine = Imagined(definition, numerics, config.tp, tokens, sequences, length, is_decode)
+            engine = MetaEngine(definition, numerics, config.tp, tokens, sequences, length, is_decode)
             state().weights = cast(Any, engine)
             if numerics.mode == "native":
                 for family in families():
@@ -78,7 +78,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Imagined:
+class MetaEngine:
     """One rank of an engine, and a batch, of which only shapes exist. It answers for the plugin's weights, too."""
 
     definition: Model

@@ -1,4 +1,4 @@
-"""State of the feed in a checkpoint: where it is in the data, and groups that were answered before their step.
+"""The state of the feed in a checkpoint: its place in the data, and groups that were answered before their step.
 
 The groups stand in a file of the checkpoint, one JSON line each, the rest in its `extra`.
 """

@@ -1,6 +1,7 @@
-"""A trainer rank's micro-batches on the meta device, where ops launch what they would on a GPU and compute nothing.
+"""Launches what a trainer rank launches on a GPU: its micro-batches run on the meta device, where nothing is computed.
 
-`numerics.kernels.ahead` notes what is launched. Other ranks are imagined, and of the pipeline one stage has all layers.
+`numerics.kernels.precompile` notes which kernels these are. There are no other ranks, and the one pipeline stage has
+all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from fp8rl.models import Model
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.kernels.ahead import META
+from fp8rl.numerics.kernels.precompile import META
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.numerics.weight_cache import WeightCache
 from fp8rl.trainer import device

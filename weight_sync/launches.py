@@ -1,4 +1,4 @@
-"""What a sync launches on either side, on the meta device: quantizers into a bucket, and digests."""
+"""Launches what a sync launches on a GPU, on the meta device: quantizers into a bucket, and digests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from fp8rl.models import Model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.digest import CHUNK, chunk_sums
-from fp8rl.numerics.kernels.ahead import META
+from fp8rl.numerics.kernels.precompile import META
 from fp8rl.numerics.quantize import QuantizedTensor, quantize_many, scale_shape
 
 _ODD = 3  # words of a tensor whose rows do not begin at multiples of 16 bytes
