@@ -41,7 +41,7 @@ def doctor(
         from fp8rl.diagnose.doctor.doctor_report import rendered
         from fp8rl.diagnose.doctor.machine import gather
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
+        from fp8rl.rl.experiment.fetching import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
         from fp8rl.rl.run.cluster.placement import own_capability
         from fp8rl.rl.run.kernels import warm_once
@@ -85,7 +85,7 @@ def warm(
         from fp8rl.diagnose.subject import read_served
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.budget.job import gpu_named
-        from fp8rl.rl.experiment.contents import fetched
+        from fp8rl.rl.experiment.fetching import fetched
         from fp8rl.rl.run.cluster.placement import own_capability
         from fp8rl.rl.run.kernels import Subject
         from fp8rl.rl.run.kernels import warm as compile_kernels
@@ -169,7 +169,7 @@ def preflight(
         from fp8rl.diagnose.preflight import preflight as examine
         from fp8rl.diagnose.preflight import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
+        from fp8rl.rl.experiment.fetching import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
@@ -186,7 +186,7 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
         from fp8rl.diagnose.audit import audit as examine
         from fp8rl.diagnose.audit.audit_report import rendered
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.contents import fetched
+        from fp8rl.rl.experiment.fetching import fetched
 
         with interruptible():
             found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())

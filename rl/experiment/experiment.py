@@ -17,7 +17,7 @@ from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.grpo import Grpo
-from fp8rl.rl.experiment.gates import GateSection, GuardSection
+from fp8rl.rl.experiment.gate_sections import GateSection, GuardSection
 from fp8rl.rl.experiment.sections import (
     CheckpointSection,
     ClusterSection,

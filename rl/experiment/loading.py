@@ -1,4 +1,4 @@
-"""Makes an :class:`Experiment` of a YAML file, its `defaults:` and `key.sub=value` overrides."""
+"""Makes an :class:`Experiment` of a YAML file, the files that it inherits, and `key.sub=value` overrides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
-from fp8rl.rl.experiment.members import Say, merged
+from fp8rl.rl.experiment.layers import Say, merged
+from fp8rl.rl.experiment.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.named_functions import check_importable
 
@@ -205,7 +206,7 @@ def _parse_override(override: str) -> dict[str, Any]:
             expected="key.sub=value",
             remedy="Write for example run.steps=2; replace a whole list with gates=[].",
         )
-    if comment := _comment_behind(value):
+    if comment := comment_behind(value):
         raise user_error(
             "override",
             found=override,
@@ -257,99 +258,3 @@ def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
         raise UserError(f"spec {path}: found an interpolation that leads back to itself. Write the value.") from error
     except OmegaConfBaseException as error:
         raise UserError(f"spec {path}: {' '.join(str(error).split())}. Correct the interpolation.") from error
-
-
-# YAML of plain values: mappings, lists, text, numbers, true, false and null.
-
-
-DEEPEST = 50
-"""Lists and mappings in one another: no spec nests so many, and libyaml builds them on a stack that ends with the
-process."""
-MOST_VALUES = 1_000_000
-"""Values of a text, with all that its aliases stand for."""
-_TEXT = "tag:yaml.org,2002:str"
-
-
-def parse_yaml(text: str) -> Any:
-    """The value that a YAML text stands for. Raises ValueError: what is wrong with it, and where."""
-    check_yaml(text)
-    try:
-        return OmegaConf.to_container(OmegaConf.create(text))
-    except AssertionError:  # it asserts a mapping or a list
-        raise ValueError("a number, a date or the like") from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ValueError(_problem(error)) from error
-
-
-def parse_override(text: str) -> dict[str, Any]:
-    """The mapping that `key.sub=value` stands for. Raises ValueError, as `parse_yaml` does."""
-    check_yaml(text.partition("=")[2])
-    try:
-        found: dict[str, Any] = OmegaConf.to_container(OmegaConf.from_dotlist([text]))  # type: ignore[assignment]
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ValueError(_problem(error)) from error
-    return found
-
-
-def _comment_behind(text: str) -> str:
-    """Return what YAML leaves out behind a value: a comment, which in an override was meant as text. "": nothing, or
-    the text is no YAML."""
-    end = 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-            begin, stop = event.start_mark, event.end_mark
-            assert begin is not None and stop is not None, "libyaml marks all events"
-            is_bracket = isinstance(event, yaml.CollectionEndEvent) and begin.index < stop.index
-            if is_bracket or isinstance(event, yaml.ScalarEvent | yaml.AliasEvent):
-                end = stop.index
-    except (yaml.YAMLError, ValueError):
-        return ""
-    return text[end:].strip()
-
-
-def check_yaml(text: str) -> None:
-    """Refuse, before anything is built of it, a text that is no YAML or would not be plain values.
-
-    Raises:
-        ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag.
-    """
-    try:
-        _check_events(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(_problem(error)) from error
-
-
-def _check_events(text: str) -> None:
-    sizes: dict[str, int] = {}
-    """Values that an anchor stands for; none while it is read."""
-    open_at: list[tuple[str | None, int]] = []
-    count = 0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:
-                raise ValueError(f"the alias *{event.anchor} of nothing that is whole before it")
-            count += sizes[event.anchor]
-        elif isinstance(event, yaml.NodeEvent):
-            tag = getattr(event, "tag", None)
-            if tag not in (None, "!", _TEXT):
-                raise ValueError(f"the tag {tag}")
-            count += 1
-            if isinstance(event, yaml.CollectionStartEvent):
-                open_at.append((event.anchor, count - 1))
-            elif event.anchor:
-                sizes[event.anchor] = 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_at.pop()
-            if anchor:
-                sizes[anchor] = count - before
-        if len(open_at) > DEEPEST:
-            raise ValueError(f"lists and mappings in one another, more than {DEEPEST} deep")
-        if count > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values")
-
-
-def _problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
-        return " ".join(str(error).split())
-    return f"{error.problem or error.context} in line {mark.line + 1}, column {mark.column + 1}"

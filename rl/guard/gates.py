@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.section import validated
 from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection, GuardSection
+from fp8rl.rl.experiment.gate_sections import SEVERITY, WITHHOLDING, GateSection, GuardSection
 from fp8rl.rl.record.events import Event
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.run_dir import RunDir

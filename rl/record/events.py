@@ -26,8 +26,8 @@ class Event:
     bound: str
     """The bound that it broke, in words."""
     action: str
-    """A gate's action (`rl.experiment.gates`), `replace_engine`, `resync`, `resume`, or `go_on`, without what was lost
-    or has failed."""
+    """A gate's action (`rl.experiment.gate_sections`), `replace_engine`, `resync`, `resume`, or `go_on`, without what
+    was lost or has failed."""
     capsule: str | None
     """Its directory below the run's, None if there is none."""
     text: str

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.rl.experiment.gates import SEVERITY, GateSection
+from fp8rl.rl.experiment.gate_sections import SEVERITY, GateSection
 from fp8rl.rl.guard.gates import Gates, late_metrics
 
 METRIC = "mismatch/tis_clipfrac"

@@ -1,8 +1,8 @@
-"""Layers of a spec, merged: a section keeps what it can where a later layer names another member, such as another
-algorithm.
+"""Merges the layers of a spec: a file over those that it inherits, an override over both.
 
-A key stays if the new member has it, and each that goes is said. So is a default of the one member that differs from
-that of the other: a resolved spec writes all of them out.
+In some sections the other keys depend on one, which names a member, such as an algorithm. Where a later layer names
+another member, the section keeps what that member has too. Each key that is dropped is announced. A value that was the
+former member's default becomes the new member's, and this is announced too: a resolved spec writes all defaults out.
 """
 
 from __future__ import annotations
@@ -27,10 +27,66 @@ Say = Callable[[str], object]
 _NONE: Any = object()
 
 
-def of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[str, Any]:
-    """The settings of the section `key` that its member `name` has too; `settings` says which one they were made for.
+def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Lay `layer` over `base`, both as YAML gives them: mappings are merged, all else is replaced.
 
-    say: told of each that goes. What is wrong with a name is left to the validation.
+    A value that stands for a section is the section with that one key. say: told of each setting of `base` that is
+    dropped although `layer` does not name it: the section's new member has no such key, or a path alone names another
+    source.
+    """
+    return _merged(base, layer, "", Experiment, say)
+
+
+def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type[Section] | None, say: Say) -> Any:
+    if key in MEMBERS and (selector := MEMBERS[key].selector) in layer:
+        base = _of_member(key, base, layer[selector], say)
+    found = dict(base)
+    for name, value in layer.items():
+        kind, listed = _section(section, name)
+        before, after = (_spelled_out(each, kind, listed) for each in (base.get(name), value))
+        found[name] = value
+        if isinstance(before, dict) and isinstance(after, dict):
+            inner = f"{key}.{name}".lstrip(".")
+            if after is not value and kind is not None and issubclass(kind, DataSource):
+                for part, each in dotted(before):
+                    if part != kind.shorthand:
+                        say(f"{inner}.{part}={shown(each)} is left out with its path; {inner}.path=PATH would keep it")
+            else:
+                found[name] = _merged(before, after, inner, kind, say)
+        elif isinstance(before, list) and isinstance(after, dict) and kind is not None and issubclass(kind, DataSource):
+            inner = f"{key}.{name}".lstrip(".")
+            for index, source in enumerate(before):
+                for part, each in dotted(source) if isinstance(source, dict) else ():
+                    if part != kind.shorthand:
+                        say(
+                            f"{inner}.{index}.{part}={shown(each)} is left out: {inner} names one source now, in place "
+                            f"of a list; {inner}=[...] names several"
+                        )
+    return found
+
+
+def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | None, bool]:
+    """The section that a key of a section holds, and whether it is a list of them."""
+    fields = {} if section is None else section.model_fields
+    field = next((each for own, each in fields.items() if (each.alias or own) == name), None)
+    if field is None:
+        return None, False
+    kinds = sections_in(field.annotation)
+    return (kinds[0] if kinds else None), typing.get_origin(field.annotation) is tuple
+
+
+def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:
+    """A value that stands for a section, as the mapping that it stands for."""
+    alone = (str,) if listed else (str, list)
+    if kind is None or not kind.shorthand or not isinstance(value, alone) or str(value).startswith("${"):
+        return value
+    return {kind.shorthand: value}
+
+
+def _of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[str, Any]:
+    """Keep the settings of the section `key` that its new member `name` has too; `settings` names the former member.
+
+    say: told of each that is dropped. A name that is wrong is left to the validation.
     """
     member = MEMBERS[key]
     before = settings.get(member.selector)
@@ -67,12 +123,13 @@ def _kept(values: dict[str, Any], has: Callable[[str], bool], above: str = "") -
 
 @dataclass(frozen=True)
 class _Members:
-    """A section whose other keys depend on one.
+    """A section whose other keys depend on the member that one key names.
 
-    Both raise UserError where there is no such member.
+    `has` and `default` raise UserError where there is no such member.
     """
 
     selector: str
+    """The key that names the member."""
     has: Callable[[str], Callable[[str], bool]]
     """Whether a member has a dotted key."""
     default: Callable[[Any], Callable[[str], Any]] = lambda name: lambda part: _NONE
@@ -128,60 +185,3 @@ MEMBERS = {
     "environment": _Members("function", _environment_has),
 }
 """The sections by their key."""
-
-# Merges the layers of a spec: a file over those that it inherits, an override over both.
-
-
-def merged(base: dict[str, Any], layer: dict[str, Any], say: Say) -> dict[str, Any]:
-    """`layer` over `base`, both as YAML gives them: mappings are merged, all else is replaced.
-
-    A value that stands for a section is the section with that one key. say: told of each setting of `base` that goes
-    although `layer` does not name it: another member of its section has no such key, or a path alone is another source.
-    """
-    return _merged(base, layer, "", Experiment, say)
-
-
-def _merged(base: dict[str, Any], layer: dict[str, Any], key: str, section: type[Section] | None, say: Say) -> Any:
-    if key in MEMBERS and (selector := MEMBERS[key].selector) in layer:
-        base = of_member(key, base, layer[selector], say)
-    found = dict(base)
-    for name, value in layer.items():
-        kind, listed = _section(section, name)
-        before, after = (_spelled_out(each, kind, listed) for each in (base.get(name), value))
-        found[name] = value
-        if isinstance(before, dict) and isinstance(after, dict):
-            inner = f"{key}.{name}".lstrip(".")
-            if after is not value and kind is not None and issubclass(kind, DataSource):
-                for part, each in dotted(before):
-                    if part != kind.shorthand:
-                        say(f"{inner}.{part}={shown(each)} is left out with its path; {inner}.path=PATH would keep it")
-            else:
-                found[name] = _merged(before, after, inner, kind, say)
-        elif isinstance(before, list) and isinstance(after, dict) and kind is not None and issubclass(kind, DataSource):
-            inner = f"{key}.{name}".lstrip(".")
-            for index, source in enumerate(before):
-                for part, each in dotted(source) if isinstance(source, dict) else ():
-                    if part != kind.shorthand:
-                        say(
-                            f"{inner}.{index}.{part}={shown(each)} is left out: {inner} names one source now, in place "
-                            f"of a list; {inner}=[...] names several"
-                        )
-    return found
-
-
-def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | None, bool]:
-    """The section that a key of a section holds, and whether it is a list of them."""
-    fields = {} if section is None else section.model_fields
-    field = next((each for own, each in fields.items() if (each.alias or own) == name), None)
-    if field is None:
-        return None, False
-    kinds = sections_in(field.annotation)
-    return (kinds[0] if kinds else None), typing.get_origin(field.annotation) is tuple
-
-
-def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:
-    """A value that stands for a section, as the mapping that it stands for."""
-    alone = (str,) if listed else (str, list)
-    if kind is None or not kind.shorthand or not isinstance(value, alone) or str(value).startswith("${"):
-        return value
-    return {kind.shorthand: value}
