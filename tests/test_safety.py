@@ -20,7 +20,7 @@ REMOVALS = {
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
     "numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, and a name that was free
     "numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
-    "rl/record/run_dir.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
+    "rl/record/lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
     "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
     "rl/record/trackers/to_wandb.py": {"TemporaryDirectory"},  # of wandb itself
     "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
