@@ -23,7 +23,7 @@ from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.experiment.sections import NumericsSection
 from fp8rl.rl.guard.capsule import read_capsule
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.kernels import ServedModel

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fp8rl.rl.guard.gates import Guard, late_metrics
+from fp8rl.rl.guard.gates import late_metrics
+from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.record.metrics_log import StepClock, read_metrics
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on

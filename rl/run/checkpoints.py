@@ -18,7 +18,7 @@ from fp8rl.numerics.core.reading import RESTORE
 from fp8rl.numerics.core.section import dotted, validated
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir

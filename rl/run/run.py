@@ -16,7 +16,7 @@ from typing import Self
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
-from fp8rl.rl.guard.gates import GateState, Verdict
+from fp8rl.rl.guard.guard import GateState, Verdict
 from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.events import Event, append_event, cut_events
 from fp8rl.rl.record.log import CONSOLE, run_log

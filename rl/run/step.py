@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
-from fp8rl.rl.guard.gates import Fault, Guard
+from fp8rl.rl.guard.guard import Fault, Guard
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.run.feed.feed import RolloutBatch
 from fp8rl.trainer.actor import TrainerGroup

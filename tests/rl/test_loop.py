@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 import fp8rl.rl.loop as loop
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.rl.run.interrupts import Closing

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import Checkpoints
 from fp8rl.rl.run.feed.state import FeedState

@@ -8,7 +8,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from fp8rl.rl.guard.gates import Fault, GateState, Guard, Verdict
+from fp8rl.rl.guard.guard import Fault, GateState, Guard, Verdict
 from tests.support.experiments import experiment
 
 TIS, EXACT, NORM = "mismatch/tis_clipfrac", "mismatch/exact_frac", "train/grad_norm"

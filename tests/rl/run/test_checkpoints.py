@@ -6,7 +6,8 @@ import pytest
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment.contents import Content
-from fp8rl.rl.guard.gates import GateState, RuleState
+from fp8rl.rl.guard.gates import RuleState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.checkpoints import (
     Checkpoints,
