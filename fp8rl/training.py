@@ -111,7 +111,7 @@ def run_experiment(
         from fp8rl.rl.loop import train as run_loop
         from fp8rl.rl.run.attempts import FAILURES, attempted
         from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
-        from fp8rl.rl.run.interrupts import how_to_go_on, say_failed
+        from fp8rl.rl.run.early_end import how_to_go_on, say_failed
 
         if resume:
             check_resumable(files, experiment)

@@ -17,11 +17,13 @@ from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize
 from fp8rl.rl.report.verdict import verdict
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.events import TooManyFailuresError
+from fp8rl.rl.run.early_end import STOPPED
+from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import EnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
 from fp8rl.rl.run.feed.judging import RewardError
-from fp8rl.rl.run.interrupts import STOPPED, Closing, bounded
+from fp8rl.rl.run.forced_end import bounded
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.types import EngineError

@@ -27,11 +27,12 @@ from fp8rl.rl.record.trackers.processes import TrackerProcesses
 from fp8rl.rl.record.trackers.to_wandb import leet
 from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, RunTracker, Samples
 from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, with_older
+from fp8rl.rl.run.early_end import end_without_ray
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
 from fp8rl.rl.run.feed.state import FeedState
-from fp8rl.rl.run.interrupts import Closing, end_without_ray
+from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError

@@ -17,7 +17,7 @@ import torch
 
 import fp8rl.rl.run.sampling as sampling_module
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.events import Failures
+from fp8rl.rl.run.failures import Failures
 from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.feed.state import FeedState, read_answered

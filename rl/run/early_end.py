@@ -1,0 +1,43 @@
+"""What is said of a run that ends before its last step although neither its input nor its code is wrong."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fp8rl.numerics.core.terminal import say_error
+
+if TYPE_CHECKING:
+    from fp8rl.rl.record.run_dir import RunDir
+
+STOPPED = 3
+"""Exit code of a run that a gate, a loss that is not finite, or a failure of what it runs on has stopped."""
+
+
+def say_failed(files: RunDir, error: object) -> None:
+    """Say what the failure was, where its logs are, and how to go on."""
+    say_error(f"error: {error}")
+    if not files.experiment.is_file():
+        say_error(f"{files.path} is gone: put it back for --resume, or begin again")
+        return
+    say_error(f"logs     {files.log}, {files.path}/engine_*.log")
+    unbegun = "the run had not begun: the same command begins again"
+    say_error(how_to_go_on(files, unbegun))
+
+
+def end_without_ray(files: RunDir, why: str) -> None:
+    """Say it and end this process on the spot: without Ray nothing can be unwound. All else dies with its owner."""
+    from fp8rl.rl.record.log import CONSOLE  # the help of a command does without the models of its rows
+
+    CONSOLE.error(why)
+    say_failed(files, why)
+    os._exit(STOPPED)
+
+
+def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leaves nothing") -> str:
+    """Return what to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
+    if files.checkpoint_steps():
+        return f"resume   fp8rl train {files.experiment} --resume"
+    if files.begun:
+        return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
+    return unbegun
