@@ -64,7 +64,8 @@ from fp8rl.numerics.ops.low_rank import (
     with_adapter_gradient,
     with_term_gradient,
 )
-from fp8rl.numerics.ops.norm import add_rms_norm, norm_rows, one_plus, rms_norm, swiglu
+from fp8rl.numerics.ops.norm import add_rms_norm, norm_rows, one_plus, rms_norm
 from fp8rl.numerics.ops.rope import HeadNorms, NewSlots, rope, rope_heads, rope_pairs
 from fp8rl.numerics.ops.short_conv import causal_conv, paged_causal_conv
+from fp8rl.numerics.ops.swiglu import swiglu
 from fp8rl.numerics.ops.trees import gathered, tree_attention

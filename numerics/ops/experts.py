@@ -13,7 +13,7 @@ from fp8rl.numerics.backend.dispatch import op
 from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.numerics.ops.linear import Backward
 from fp8rl.numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank_of
-from fp8rl.numerics.ops.norm import swiglu
+from fp8rl.numerics.ops.swiglu import swiglu
 from fp8rl.numerics.spec import QuantSpec
 
 SMALLEST_SUM = 1e-20

@@ -5,8 +5,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels import norm, rope, swiglu
-from fp8rl.numerics.kernels import swiglu as triton_combine
+from fp8rl.numerics.kernels import combine, norm, rope, swiglu
 from fp8rl.numerics.ops.experts import route
 from fp8rl.numerics.ops.rope import Llama3
 from fp8rl.numerics.quantize import quantize
@@ -106,7 +105,7 @@ def test_combine(top_k):
     probs, experts = route(random(17, 8, dtype=torch.float32), top_k, True)
     order, _ = ops.group_by_expert(experts, 8)
     outputs = random(17 * top_k, 384, seed=3)
-    found = gradients(lambda o, p: triton_combine.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
+    found = gradients(lambda o, p: combine.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
     expected = gradients(lambda o, p: ops.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
     assert torch.equal(found[0], expected[0])  # the same products and sums, none of them fused
     for a, b in zip(found, expected, strict=True):

@@ -10,7 +10,7 @@ SCRIPT = """
 import torch
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels import digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
+from fp8rl.numerics.kernels import combine, digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
 from fp8rl.numerics.kernels.products import gather
 from fp8rl.numerics.ops import HeadNorms, NewSlots
 from tests.support.hopper import compiled_only
@@ -41,7 +41,7 @@ with compiled_only() as found:
     gather.gather_by_expert(quantized, torch.zeros(64, 8).int(), 128, 64)
     gather.gather_by_expert(quantized, torch.zeros(4096, 8).int(), 128, 128)
     probs = tensor(1024, 8, dtype=torch.float32)
-    swiglu.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
+    combine.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
     digest.chunk_sums([torch.empty(8 * CHUNK, dtype=torch.int32, device="meta")])
     embedding.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
     numbers = torch.zeros(64, dtype=torch.int64)

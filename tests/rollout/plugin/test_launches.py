@@ -27,7 +27,7 @@ OF_EXPERTS = {
         "gemm._product_kernel",
         "swiglu._forward_kernel",
         "gemm._product_kernel",
-        "swiglu._combine_kernel",
+        "combine._combine_kernel",
     ],
 }
 """Of a layer of Qwen3-30B-A3B in FP8, 64 answers of up to 4,096 tokens. With 256 answers no chunks are merged."""
