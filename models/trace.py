@@ -2,7 +2,7 @@
 
 The forward is a small program over named values: each op reads some and writes some, which are there for the ops behind
 it. The trainer records what its ops put out; the engine runs its own ops on the same inputs, and, each on what its own
-op before it put out, the whole program. A recording is a flat mapping from `place:in.name` and `place:out.name` to
+op before it put out, the whole program. A recording is a flat mapping from `site:in.name` and `site:out.name` to
 tensors whose first axis is the tokens [T] of some sequences, end to end; besides, it holds TARGETS and LENGTHS.
 """
 
@@ -67,7 +67,7 @@ class Forward:
     layers: tuple[tuple[Op, ...], ...]
     last: tuple[Op, ...]
 
-    def places(self) -> list[OpSite]:
+    def sites(self) -> list[OpSite]:
         """Every op of the model."""
         return [
             *(OpSite(None, op) for op in self.first),
@@ -85,18 +85,18 @@ class OpTrace:
     """Constants of the ops, such as `rope_theta`."""
 
 
-def inputs(record: Mapping[str, Tensor], place: OpSite) -> list[Tensor | None]:
+def inputs(record: Mapping[str, Tensor], site: OpSite) -> list[Tensor | None]:
     """Return what an op read, in the order of `reads`; None for what was not there, such as the first residual."""
-    return [record.get(place.key(f"in.{name}")) for name in place.op.reads]
+    return [record.get(site.key(f"in.{name}")) for name in site.op.reads]
 
 
-def output(record: Mapping[str, Tensor], place: OpSite) -> Tensor:
+def output(record: Mapping[str, Tensor], site: OpSite) -> Tensor:
     """All of an op's output that is compared, [T, ...]."""
-    parts = [record[place.key(f"out.{name}")] for name in place.op.compared]
+    parts = [record[site.key(f"out.{name}")] for name in site.op.compared]
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
-def recorded(place: OpSite, read: Sequence[Tensor | None], written: Sequence[Tensor]) -> dict[str, Tensor]:
+def recorded(site: OpSite, read: Sequence[Tensor | None], written: Sequence[Tensor]) -> dict[str, Tensor]:
     """The entries of one op in a recording: `read` in the order of its `reads`, `written` in that of its `writes`."""
-    entries = {place.key(f"in.{name}"): tensor for name, tensor in zip(place.op.reads, read) if tensor is not None}
-    return entries | {place.key(f"out.{name}"): tensor for name, tensor in zip(place.op.writes, written, strict=True)}
+    entries = {site.key(f"in.{name}"): tensor for name, tensor in zip(site.op.reads, read) if tensor is not None}
+    return entries | {site.key(f"out.{name}"): tensor for name, tensor in zip(site.op.writes, written, strict=True)}

@@ -124,9 +124,9 @@ def attribute(
         live=views.live_mean,
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
         settings={
-            place.op.name: (name, trace.settings[name], answer.settings[name])
-            for place in model.forward.places()
-            for name in place.op.form.constants
+            site.op.name: (name, trace.settings[name], answer.settings[name])
+            for site in model.forward.sites()
+            for name in site.op.form.constants
             if trace.settings[name] != answer.settings[name]
         },
         causes=causes,

@@ -22,12 +22,12 @@ Tensors = Mapping[str, Tensor]
 def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
     """Every op of the trainer's recording against the engine's answer to it, in the order of the forward pass."""
     found = []
-    for place in forward.places():
-        ours, theirs = (output(side, place) for side in (trainer, engine))
+    for site in forward.sites():
+        ours, theirs = (output(side, site) for side in (trainer, engine))
         difference = _difference(ours, theirs)
         differing = (difference != 0).double().mean().item()
         largest = difference.abs().max().item() if difference.numel() else 0.0
-        found.append(OpDifference(place.layer, place.op.name, differing, relative_rms(ours, theirs), largest))
+        found.append(OpDifference(site.layer, site.op.name, differing, relative_rms(ours, theirs), largest))
     return found
 
 
@@ -43,9 +43,9 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
 def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
     """Measure by layer how far the residual stream of the engine's own forward is from the trainer's: relative RMS."""
     streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
-    for place in forward.places():
-        if place.layer is not None and RESIDUAL in place.op.writes:
-            streams.setdefault(place.layer, trainer[place.key(f"out.{RESIDUAL}")])
+    for site in forward.sites():
+        if site.layer is not None and RESIDUAL in site.op.writes:
+            streams.setdefault(site.layer, trainer[site.key(f"out.{RESIDUAL}")])
     return [relative_rms(ours, theirs) for ours, theirs in zip(streams.values(), engine["free.stream"], strict=True)]
 
 
@@ -57,17 +57,17 @@ def expert_differences(
     abs_d: float64 [T], |d| of each token's next one. used: bool [T], whether it counts.
     """
     found = []
-    for place in forward.places():
-        if place.layer is None or place.key(EACH) not in trainer:
+    for site in forward.sites():
+        if site.layer is None or site.key(EACH) not in trainer:
             continue
-        chosen = trainer[place.key(f"in.{CHOSEN}")]
-        ours, theirs = trainer[place.key(EACH)], engine[place.key(EACH)]
-        for expert in range(trainer[place.key("in.probs")].shape[1]):
+        chosen = trainer[site.key(f"in.{CHOSEN}")]
+        ours, theirs = trainer[site.key(EACH)], engine[site.key(EACH)]
+        for expert in range(trainer[site.key("in.probs")].shape[1]):
             here = chosen == expert
             routed = here.any(1)
             found.append(
                 ExpertDifference(
-                    layer=place.layer,
+                    layer=site.layer,
                     expert=expert,
                     tokens=int(routed.sum()),
                     relative_rms=relative_rms(ours[here], theirs[here]),

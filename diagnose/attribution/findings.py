@@ -213,7 +213,7 @@ def _op_finding(clues: Clues, group: list[OpDifference], remark: str = "") -> Fi
     where = f" in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else ""
     if len(layers) > 1 and len(layers) == sum(d.op == op for d in clues.ops):
         where = " in every layer"
-    form = next(place.op.form for place in clues.model.forward.places() if place.op.name == op)
+    form = next(site.op.form for site in clues.model.forward.sites() if site.op.name == op)
     exact = clues.numerics.mode == "exact" and form.definition
     definition = f"; in exact mode it is {form.defined_by}" if exact else ""
     text = (

@@ -132,18 +132,18 @@ def _forms(trainer: Trainer) -> Mapping[str, set[OpForm]]:
     """The forms of the ops that each module computes, by its path on this rank."""
     local = {layer.layer_number - 1: index for index, layer in enumerate(trainer.model.decoder.layers)}
     forms: dict[str, set[OpForm]] = {}
-    for place in trainer.definition.forward.places():
-        if not place.op.megatron or (place.layer is not None and place.layer not in local):
+    for site in trainer.definition.forward.sites():
+        if not site.op.megatron or (site.layer is not None and site.layer not in local):
             continue
-        layer = "" if place.layer is None else f"decoder.layers.{local[place.layer]}."
-        forms.setdefault(layer + place.op.megatron, set()).add(place.op.form)
+        layer = "" if site.layer is None else f"decoder.layers.{local[site.layer]}."
+        forms.setdefault(layer + site.op.megatron, set()).add(site.op.form)
     return forms
 
 
 def _heads(trainer: Trainer) -> set[str]:
     """The products outside the layers."""
-    places = trainer.definition.forward.places()
-    return {place.op.megatron for place in places if place.layer is None and place.op.form is LINEAR}
+    sites = trainer.definition.forward.sites()
+    return {site.op.megatron for site in sites if site.layer is None and site.op.form is LINEAR}
 
 
 def _part(forms: set[OpForm], has_kinds: bool, is_head: bool) -> Part | None:

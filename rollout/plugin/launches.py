@@ -107,7 +107,7 @@ class MetaEngine:
         for layer in range(self.sizes.layers):
             of_layer = [(row.op, row.shape, self.definition.quantizes(row, self.spec)) for row in self._by_layer[layer]]
             kinds.setdefault((self.definition.forward.layers[layer], tuple(of_layer)), layer)
-        return [site for site in self.definition.forward.places() if site.layer in {None, *kinds.values()}]
+        return [site for site in self.definition.forward.sites() if site.layer in {None, *kinds.values()}]
 
     @cached_property
     def _by_layer(self) -> dict[int | None, list[TensorRow]]:

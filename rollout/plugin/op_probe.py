@@ -37,7 +37,7 @@ from fp8rl.rollout.plugin.state import state
 ANSWER = "engine.safetensors"
 """Name of the answer, in the recording's directory.
 
-Keys: `place:out.name` and `place:each` as in the recording, from the trainer's inputs. From the tokens alone, each op
+Keys: `site:out.name` and `site:each` as in the recording, from the trainer's inputs. From the tokens alone, each op
 on the output of the engine's op before it: `free.logits` [T, V], `free.logprobs` FP32 [T], `free.stream` [layers, T, H]
 (the residual stream that goes into each layer), and with experts `free.chosen` int64 [T, layers with experts, k].
 Metadata: `settings`, constants of the ops as JSON.
@@ -52,12 +52,12 @@ def answer(runner: Any, recording: Path) -> str:
         temperature = float(file.metadata()["temperature"])
     engine = EngineOps(runner, state().weights.definition, record[LENGTHS], record[TARGETS], temperature)
     outputs: dict[str, Tensor] = {}
-    for place in engine.places:
-        read = engine.on_device(inputs(record, place))
-        outputs |= recorded(place, (), engine.run(place, read))
-        if (each := engine.sides[place.op.form].each) is not None:
-            outputs[place.key(EACH)] = each(engine.probed, engine.module(place), *read)
-    tokens = next(record[place.key(f"in.{TOKENS}")] for place in engine.places if TOKENS in place.op.reads)
+    for site in engine.sites:
+        read = engine.on_device(inputs(record, site))
+        outputs |= recorded(site, (), engine.run(site, read))
+        if (each := engine.sides[site.op.form].each) is not None:
+            outputs[site.key(EACH)] = each(engine.probed, engine.module(site), *read)
+    tokens = next(record[site.key(f"in.{TOKENS}")] for site in engine.sites if TOKENS in site.op.reads)
     outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(tokens).items()}
     path = recording.with_name(ANSWER)
     save_file(
@@ -75,29 +75,29 @@ class EngineOps:
     """
 
     def __init__(self, runner: Any, definition: Model, lengths: Tensor, targets: Tensor, temperature: float) -> None:
-        self.places, self.sides = definition.forward.places(), sides()
+        self.sites, self.sides = definition.forward.sites(), sides()
         self._model, self._device = runner.model, next(runner.model.parameters()).device
         self.probed = Probed(runner, definition.sizes, lengths.to(self._device), targets, temperature)
 
     def on_device(self, read: Read) -> Read:
         return [None if tensor is None else tensor.to(self._device) for tensor in read]
 
-    def run(self, place: OpSite, read: Read) -> tuple[Tensor, ...]:
+    def run(self, site: OpSite, read: Read) -> tuple[Tensor, ...]:
         """Return what one op writes."""
         # SGLang writes some results into its inputs.
         given = (None if tensor is None else tensor.clone() for tensor in read)
-        return self.sides[place.op.form].run(self.probed, self.module(place), *given)
+        return self.sides[site.op.form].run(self.probed, self.module(site), *given)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         """The whole forward, op after op."""
         values: dict[str, Tensor] = {TOKENS: tokens.to(self._device)}
         streams: dict[int, Tensor] = {}
         chosen = []
-        for place in self.places:
-            values |= zip(place.op.writes, self.run(place, [values.get(name) for name in place.op.reads]), strict=True)
-            if place.layer is not None and RESIDUAL in place.op.writes:
-                streams.setdefault(place.layer, values[RESIDUAL])
-            if CHOSEN in place.op.writes:
+        for site in self.sites:
+            values |= zip(site.op.writes, self.run(site, [values.get(name) for name in site.op.reads]), strict=True)
+            if site.layer is not None and RESIDUAL in site.op.writes:
+                streams.setdefault(site.layer, values[RESIDUAL])
+            if CHOSEN in site.op.writes:
                 chosen.append(values[CHOSEN].sort(-1).values)
         found = {LOGITS: values[LOGITS], LOGPROBS: values[LOGPROBS], "stream": torch.stack(list(streams.values()))}
         return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
@@ -105,11 +105,11 @@ class EngineOps:
     def settings(self) -> dict[str, float]:
         """The constants of the ops, by name, each as the first op with it has it."""
         found: dict[str, float] = {}
-        for at in reversed(self.places):
+        for at in reversed(self.sites):
             if (read := self.sides[at.op.form].constants) is not None:
                 found |= zip(at.op.form.constants, map(float, read(self.module(at))), strict=True)
         return found
 
-    def module(self, place: OpSite) -> Any:
-        owner = self._model if place.layer is None else self._model.model.layers[place.layer]
-        return owner.get_submodule(place.op.engine)
+    def module(self, site: OpSite) -> Any:
+        owner = self._model if site.layer is None else self._model.model.layers[site.layer]
+        return owner.get_submodule(site.op.engine)

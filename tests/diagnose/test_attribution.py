@@ -49,7 +49,7 @@ from tests.support.definitions import SIZES
 from tests.support.paths import EXAMPLES
 
 MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
-PLACES = [(place.layer, place.op.name) for place in MODEL.forward.places()]
+SITES = [(site.layer, site.op.name) for site in MODEL.forward.sites()]
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = replace(EXACT, mode="native")
 DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
@@ -61,7 +61,7 @@ ENTRIES = {DOWN: "a@7", GATE: "b@7", QUERY: "c@7", NORM: "d"}
 
 def clues(**changes: object) -> Clues:
     """Both sides agree on everything but `changes`."""
-    ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in PLACES]
+    ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in SITES]
     same = Clues(MODEL, EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
     return replace(same, **changes)
 
@@ -69,7 +69,7 @@ def clues(**changes: object) -> Clues:
 def differing(*found: tuple[int | None, str, float]) -> list[OpDifference]:
     sizes = {(layer, op): size for layer, op, size in found}
     return [
-        OpDifference(layer, op, float((layer, op) in sizes), sizes.get((layer, op), 0.0), 1.0) for layer, op in PLACES
+        OpDifference(layer, op, float((layer, op) in sizes), sizes.get((layer, op), 0.0), 1.0) for layer, op in SITES
     ]
 
 

@@ -218,5 +218,5 @@ def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, en
     found = op_differences(forward, trace.tensors, answer.tensors)
     assert {difference.differing for difference in found} == {0.0}
     assert all([d.layer for d in found if d.op == op] == [0, 1] for op in ("gates", "attention", "out_norm"))
-    assert sum(place.op.form is GATED for place in forward.places()) == SHAPE.layers
+    assert sum(site.op.form is GATED for site in forward.sites()) == SHAPE.layers
     assert stream_differences(forward, trace.tensors, answer.tensors) == [0.0, 0.0]

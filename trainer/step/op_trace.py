@@ -57,7 +57,7 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
     tensors[LENGTHS] = batch.lengths.cpu().clone()
     constants: dict[str, float] = {}
     known = sides(trainer.definition)
-    for at in reversed(trainer.definition.forward.places()):  # each as the first op with it has it
+    for at in reversed(trainer.definition.forward.sites()):  # each as the first op with it has it
         if (read := known[at.op.form].constants) is not None:
             values = map(float, read(trainer.model, _module(trainer.model, at)))
             constants |= zip(at.op.form.constants, values, strict=True)
@@ -70,15 +70,15 @@ def _trace(model: GPTModel, definition: Model, tokens: Tensor, temperature: floa
     with torch.no_grad(), _watched(model, forward, known) as (written, rows):
         model(tokens, position_ids=None, attention_mask=None)
     record, values = {TARGETS: targets}, {TOKENS: tokens[0]}
-    for place in forward.places():
-        op = place.op
+    for site in forward.sites():
+        op = site.op
         if op.form is LOGPROBS:  # after the forward, in the loss
-            written[place] = (ops.token_logprobs(values[op.reads[0]], targets, temperature)[0],)
-        record |= recorded(place, [values.get(name) for name in op.reads], written[place])
+            written[site] = (ops.token_logprobs(values[op.reads[0]], targets, temperature)[0],)
+        record |= recorded(site, [values.get(name) for name in op.reads], written[site])
         if (each := known[op.form].each) is not None:
             _, probs, chosen, *_ = (values[name] for name in op.reads)
-            record[place.key(EACH)] = each(_module(model, place), probs, chosen, rows[place])
-        values |= zip(op.writes, written[place], strict=True)
+            record[site.key(EACH)] = each(_module(model, site), probs, chosen, rows[site])
+        values |= zip(op.writes, written[site], strict=True)
     return record
 
 
@@ -90,28 +90,28 @@ def _watched(
     written: Written = {}
     rows: dict[OpSite, Tensor] = {}
 
-    def watch(place: OpSite) -> None:
-        side = known[place.op.form]
+    def watch(site: OpSite) -> None:
+        side = known[site.op.form]
 
         def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], returned: Any) -> None:
             call = (module, (*given, *keywords.values()), returned)
-            written[place] = tuple(tensor.detach().clone() for tensor in side.writes(call))
+            written[site] = tuple(tensor.detach().clone() for tensor in side.writes(call))
 
         def note_rows(module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
-            rows[place] = returned[0].detach().clone()
+            rows[site] = returned[0].detach().clone()
 
-        module = _module(model, place)
+        module = _module(model, site)
         taps.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         if side.each is not None:
             taps.callback(module.get_submodule("experts").register_forward_hook(note_rows).remove)
 
     with ExitStack() as taps:
-        for place in forward.places():
-            if place.op.megatron:
-                watch(place)
+        for site in forward.sites():
+            if site.op.megatron:
+                watch(site)
         yield written, rows
 
 
-def _module(model: GPTModel, place: OpSite) -> nn.Module:
-    owner: nn.Module = model if place.layer is None else model.decoder.layers[place.layer]
-    return owner.get_submodule(place.op.megatron)
+def _module(model: GPTModel, site: OpSite) -> nn.Module:
+    owner: nn.Module = model if site.layer is None else model.decoder.layers[site.layer]
+    return owner.get_submodule(site.op.megatron)

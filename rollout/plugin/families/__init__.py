@@ -145,7 +145,7 @@ def check_forms(forward: Forward, provided: tuple[str, ...]) -> None:
     Raises:
         RuntimeError: it names the forms.
     """
-    found, known = {place.op.form for place in forward.places()}, sides()
+    found, known = {site.op.form for site in forward.sites()}, sides()
     unknown = sorted(form.name for form in found - known.keys())
     needed = {form for form in found & known.keys() if form.definition is not None and known[form].hooked}
     stock = sorted(form.name for form in needed if form.name not in provided)

@@ -32,7 +32,7 @@ def test_hooks_compute_every_op_of_the_known_architectures(cuda: bool) -> None:
 
 
 def test_every_form_has_an_engine_side() -> None:
-    assert {place.op.form for forward in forwards() for place in forward.places()} <= sides().keys()
+    assert {site.op.form for forward in forwards() for site in forward.sites()} <= sides().keys()
 
 
 def test_an_op_that_no_hook_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

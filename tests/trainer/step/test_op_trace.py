@@ -33,8 +33,8 @@ def test_a_recording_is_the_forward_of_transformers(kind: str, mode: str, reques
         reference(row[None, :n], output_hidden_states=True, use_cache=False)
         for row, n in zip(batch.tokens, batch.lengths.tolist())
     ]
-    for place in read_model(path).forward.places():
-        assert len(output(record, place)) == int(batch.lengths.sum()), place
+    for site in read_model(path).forward.sites():
+        assert len(output(record, site)) == int(batch.lengths.sum()), site
     for layer in range(LAYERS):
         stream = torch.cat([row.hidden_states[layer][0] for row in rows])
         torch.testing.assert_close(record[f"layers.{layer}.input_norm:out.residual"], stream, rtol=1e-3, atol=1e-4)
