@@ -184,7 +184,7 @@ class TensorTable:
 
 @dataclass(frozen=True)
 class EngineRank:
-    """One of the tensor-parallel ranks of an engine, which share tensors by `Place.split`, and the experts in order."""
+    """One of the tensor-parallel ranks of an engine: they share tensors by `Location.split`, and experts in order."""
 
     rank: int = 0
     ranks: int = 1

@@ -34,8 +34,8 @@ class Commit(Message):
 
 
 class MapBase(Message):
-    """Read the weights of a base (`models.base`) at this address (`numerics.core.shared_memory`), not in the engine's
-    own memory.
+    """Read the weights of a shared base (`models.shared_base`) at this address (`numerics.core.shared_memory`), not in
+    the engine's own memory.
 
     They have no version until a commit. Answer: Mapped.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.base import Base
+from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
@@ -104,7 +104,7 @@ class Scorer:
         """Retire all quantized weights. Whoever writes parameters calls it."""
         self.cache.advance(self.cache.version + 1)
 
-    def adopt(self, base: Base) -> int:
+    def adopt(self, base: SharedBase) -> int:
         """Read what is frozen of the model from a base that others read as well; the bytes of what could not be.
 
         Whoever changes the numerics afterwards changes what is computed with these codes, not the codes.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.base import Base, base_bytes
 from fp8rl.models.checkpoint.peft import digest_of_all
 from fp8rl.models.checkpoint.reading import starting_weights
+from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.core.process import all_gathered, rank, together
 from fp8rl.numerics.core.shared_memory import Shared, mapped, share
 from fp8rl.numerics.digest import tensor_digests
@@ -155,7 +155,7 @@ class Ranks(Protocol):
 class Placed:
     """A base, as one trainer rank knows it."""
 
-    base: Base
+    base: SharedBase
     """The tensors that the rank reads."""
     memory: Shared | None
     """The memory, on the rank that owns it."""
@@ -192,7 +192,7 @@ def place_base(model: Scorer, spec: QuantSpec) -> Placed:
     in_files, written = Recorder(definition.tensors), Recorder(definition.tensors)
 
     def write() -> None:
-        base = Base(view(writable=True), definition, spec)
+        base = SharedBase(view(writable=True), definition, spec)
         weights = starting_weights(model.weights.path, definition, device, rank(), ranks)
         served = served_tensors(in_files.watch(weights), spec, definition)
         for name, tensor in written.watch((name, tensor) for name, tensor in served if name in base.tensors):
@@ -200,7 +200,7 @@ def place_base(model: Scorer, spec: QuantSpec) -> Placed:
 
     together(write)
     together(lambda: None if memory is None else memory.seal())
-    base = Base(view(), definition, spec)
+    base = SharedBase(view(), definition, spec)
     unquantized = {name: digest for part in all_gathered(in_files.sent().digests) for name, digest in part.items()}
     model.placed = Placed(base, memory, written.sent(0), digest_of_all(unquantized), model.adopt(base))
     return model.placed

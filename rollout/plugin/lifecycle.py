@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8rl.models import read_model
-from fp8rl.models.base import Base, places
+from fp8rl.models.shared_base import SharedBase, parameter_spans
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.backend.implementation import choose
@@ -65,7 +65,7 @@ def after_load_model(self: Any) -> None:
         current.without_deepgemm = choose_deepgemm(device, current.numerics.deepgemm)
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
-    of_base = places(definition, current.numerics.rollout_spec) if current.waits else ()
+    of_base = parameter_spans(definition, current.numerics.rollout_spec) if current.waits else ()
     rows = AdaptedRows(self.server_args.max_total_tokens, device) if current.base_name is not None else None
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank, of_base, rows)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
@@ -137,7 +137,7 @@ def map_base(address: str) -> protocol.Mapped:
     """Compute with the weights at this address from the next commit on."""
     current = state()
     flat = mapped(address)
-    current.weights.map_base(Base(flat, current.weights.definition, current.numerics.rollout_spec))
+    current.weights.map_base(SharedBase(flat, current.weights.definition, current.numerics.rollout_spec))
     give_back()
     return protocol.Mapped(bytes=flat.nbytes)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8rl.models import Model
-from fp8rl.models.base import Base
+from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import WHOLE, EngineRank, base_name
 from fp8rl.numerics import delta, ops
 from fp8rl.numerics.core.memory import copy_all, own_memory, tensors_in
@@ -140,7 +140,7 @@ class ServedWeights:
                 self._holders.setdefault(name, []).append(held)
         self.commit(version)
 
-    def map_base(self, base: Base) -> None:
+    def map_base(self, base: SharedBase) -> None:
         """Have the parameters be those of a base, which this engine shares with others and does not write. Nothing may
         be computed with them until `commit`.
 

@@ -18,8 +18,8 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from fp8rl.models.base import Base
 from fp8rl.models.checkpoint.reading import read_tensors
+from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -59,7 +59,7 @@ class Exporter:
 
     @torch.no_grad()
     def share(
-        self, weights: Iterable[tuple[str, Tensor, Tensor]], base: Base | None = None
+        self, weights: Iterable[tuple[str, Tensor, Tensor]], base: SharedBase | None = None
     ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield the (HF name, tensor) pairs of this rank's shard. All ranks must iterate to the end: parts are
         gathered.
@@ -95,7 +95,7 @@ class Exporter:
             if its_rank == at.tp_rank:
                 yield from self._tensors(name, held, parts)
 
-    def _of_base(self, name: str, base: Base) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def _of_base(self, name: str, base: SharedBase) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         return ((row.name, base.tensor(row.name)) for row in self._bridge.rows(name))
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
@@ -139,7 +139,7 @@ def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> lis
 # dtype.
 
 
-def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: TableBridge, layout: Layout) -> bool:
+def adopt(parameter: nn.Parameter, names: Sequence[str], base: SharedBase, scales: TableBridge, layout: Layout) -> bool:
     """Let a frozen parameter read its values from the base; return True if it can.
 
     names: in the whole model; of stacked experts, of each. scales: the bridge of the scales of weights.

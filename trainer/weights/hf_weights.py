@@ -14,11 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from fp8rl.models import Model
-from fp8rl.models.base import Base
 from fp8rl.models.checkpoint.peft import write_adapter
 from fp8rl.models.checkpoint.reading import check_finite, kept_tensors, stored_files
 from fp8rl.models.checkpoint.stored import WeightFiles
 from fp8rl.models.checkpoint.writing import copy_beside_weights, write_directory
+from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory
@@ -59,7 +59,7 @@ class HFWeights:
         scales = TableBridge(self._table, config, quantized_as.group)
         self._exporter = Exporter(self._bridge, scales, quantized_as, layout)
         self._scales, self._layout = scales, layout
-        self._base: Base | None = None
+        self._base: SharedBase | None = None
 
     @torch.no_grad()
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
@@ -94,7 +94,7 @@ class HFWeights:
         """
         return self._exporter.share(self._served(model), self._base)
 
-    def adopt(self, model: GPTModel, base: Base, waits: bool = False) -> int:
+    def adopt(self, model: GPTModel, base: SharedBase, waits: bool = False) -> int:
         """Let the model's frozen parameters read their values from a base; return the bytes of those that could not.
 
         See :func:`trainer.weights.export.adopt`. waits: nothing of the model was loaded, so that the rest is loaded

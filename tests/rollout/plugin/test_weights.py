@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.base import Base, base_bytes, places
 from fp8rl.models.families.ends import first_tensors, last_tensors
 from fp8rl.models.families.latent import Latent, latent_attention_tensors
+from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.core.memory import ZEROS, placeholders
@@ -294,8 +294,8 @@ def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
     return torch.stack(matrices).bfloat16()
 
 
-def base_of(tensors: dict[str, Tensor]) -> Base:
-    base = Base(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+def base_of(tensors: dict[str, Tensor]) -> SharedBase:
+    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
     for name, tensor in tensors.items():
         base.tensors[name].copy_(tensor)
     return base
@@ -349,7 +349,7 @@ def test_an_engine_that_waits_for_a_base_has_no_weights_before_it() -> None:
     held = dict(model.named_parameters())
     served = ServedWeights(SPEC.weight)
     apart = "model.norm.weight"
-    served.attach(model, DEFINITION, "0", of_base=places(DEFINITION, SPEC).keys() - {apart})
+    served.attach(model, DEFINITION, "0", of_base=parameter_spans(DEFINITION, SPEC).keys() - {apart})
     shared = {each.untyped_storage().data_ptr() for name, each in held.items() if name != apart}
     assert len(shared) == 1 and list(served.everything()) == [held[apart]]
     assert held[apart].untyped_storage().nbytes() == held[apart].nbytes
@@ -361,7 +361,7 @@ def test_an_engine_that_waits_for_a_base_has_no_weights_before_it() -> None:
     assert not sent(NEW, "1").differences(served.commit("1"))
 
 
-def places_in(base: Base) -> set[int]:
+def places_in(base: SharedBase) -> set[int]:
     return {view.data_ptr() for view in base.parameters.values()}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.models.base import Base, base_bytes
+from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
@@ -35,7 +35,7 @@ def test_a_model_on_a_base_scores_the_same_and_holds_nothing_twice(
     def served() -> Mapping[str, Tensor]:
         return dict(served_tensors(model.weights.share(model.model), spec, model.definition))
 
-    base = Base(torch.zeros(base_bytes(model.definition, spec), dtype=torch.uint8), model.definition, spec)
+    base = SharedBase(torch.zeros(base_bytes(model.definition, spec), dtype=torch.uint8), model.definition, spec)
     handed_out = {name: tensor.clone() for name, tensor in served().items()}
     for name, tensor in handed_out.items():
         base.tensors[name].copy_(tensor)

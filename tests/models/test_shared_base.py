@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fp8rl.models.base import Base, base_bytes, places
+from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
@@ -16,8 +16,8 @@ from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH,
 TENSORS = hf_tensors_served(0)
 
 
-def filled() -> Base:
-    base = Base(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+def filled() -> SharedBase:
+    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
     for name, tensor in TENSORS.items():
         base.tensors[name].copy_(tensor)
     return base
@@ -33,7 +33,7 @@ def test_a_base_holds_every_parameter_of_the_engine_and_no_more() -> None:
         assert (view.shape, view.dtype) == (parameter.shape, parameter.dtype), name
         if name not in ("model.embed_tokens.weight", "lm_head.weight"):
             assert torch.equal(view.view(torch.uint8), parameter.view(torch.uint8)), name
-    spans = sorted((place.start, place.stop) for place in places(DEFINITION, SPEC).values())
+    spans = sorted((span.start, span.stop) for span in parameter_spans(DEFINITION, SPEC).values())
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
     assert base.flat.numel() <= 1.01 * sum(tensor.nbytes for tensor in engine.values())
 
@@ -53,7 +53,7 @@ def test_fused_tensors_are_views_and_experts_a_stack() -> None:
 
 def test_another_spec_is_refused_by_its_size() -> None:
     with pytest.raises(ValueError, match="expected [0-9]+: another model, or another spec"):
-        Base(filled().flat, DEFINITION, QuantSpec.preset("bf16"))
+        SharedBase(filled().flat, DEFINITION, QuantSpec.preset("bf16"))
 
 
 def test_a_changed_byte_changes_the_digest_of_its_tensor() -> None:

@@ -1,4 +1,4 @@
-"""The tensors of a quantized model in one piece of memory, laid out as the engine's parameters are.
+"""The shared base: a quantized model's tensors in one piece of memory, laid out as the engine's parameters are.
 
 A trainer that does not change them and the engines of the same machine read the same bytes. Either side finds its
 parameters in it as views; where the trainer has rows in another order, it is told the order.
@@ -24,8 +24,8 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of one parameter of the engine."""
+class ParameterSpan:
+    """The bytes of one parameter of the engine within the memory of a base."""
 
     start: int
     """In bytes."""
@@ -37,10 +37,10 @@ class Place:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
-def places(model: Model, spec: QuantSpec) -> dict[str, Place]:
+def parameter_spans(model: Model, spec: QuantSpec) -> dict[str, ParameterSpan]:
     """Return where each parameter of the engine lies, by its name there, scales behind their weight; buffers and
     adapters are left out."""
-    found: dict[str, Place] = {}
+    found: dict[str, ParameterSpan] = {}
     end = 0
     for name, by_index in model.tensors.in_engine.items():
         rows = next(iter(by_index.values()))
@@ -52,14 +52,14 @@ def places(model: Model, spec: QuantSpec) -> dict[str, Place]:
         if quantized:
             kinds.append((SCALE_SUFFIX, scale_shape(shape, spec.weight), spec.weight.scale_dtype))
         for suffix, its_shape, dtype in kinds:
-            found[name + suffix] = Place(-(-end // ALIGNMENT) * ALIGNMENT, its_shape, dtype)
+            found[name + suffix] = ParameterSpan(-(-end // ALIGNMENT) * ALIGNMENT, its_shape, dtype)
             end = found[name + suffix].stop
     return found
 
 
 def base_bytes(model: Model, spec: QuantSpec) -> int:
-    """Bytes of a base."""
-    return max(place.stop for place in places(model, spec).values())
+    """Return the bytes of a base."""
+    return max(span.stop for span in parameter_spans(model, spec).values())
 
 
 def _shape(rows: Sequence[TensorRow], stacked: int | None) -> tuple[int, ...]:
@@ -69,17 +69,17 @@ def _shape(rows: Sequence[TensorRow], stacked: int | None) -> tuple[int, ...]:
     return (*(() if stacked is None else (stacked,)), count, *rows[0].shape[1:])
 
 
-class Base:
-    """Views of the memory of a base: uint8 [base_bytes], with the tensors of a model, quantized by a spec."""
+class SharedBase:
+    """The tensors of a model, quantized by a spec, as views of one piece of memory: uint8 [base_bytes]."""
 
     def __init__(self, flat: Tensor, model: Model, spec: QuantSpec) -> None:
         """Cut the memory. Raises ValueError if it is not that of such a base."""
-        found = places(model, spec)
-        if flat.numel() != (size := max(place.stop for place in found.values())):
+        found = parameter_spans(model, spec)
+        if flat.numel() != (size := max(span.stop for span in found.values())):
             raise ValueError(f"found a base of {flat.numel()} bytes, expected {size}: another model, or another spec")
         self.flat, self.model, self.spec = flat, model, spec
         self.parameters: Mapping[str, Tensor] = {
-            name: flat[place.start : place.stop].view(place.dtype).view(place.shape) for name, place in found.items()
+            name: flat[span.start : span.stop].view(span.dtype).view(span.shape) for name, span in found.items()
         }
         """The parameters by their names in the engine."""
 
@@ -111,8 +111,8 @@ class Base:
 
         Raises ValueError if they do not stand so.
         """
-        place, table = rows[0].engine, self.model.tensors.in_engine
-        together = list(table[place.parameter][place.index])
+        location, table = rows[0].engine, self.model.tensors.in_engine
+        together = list(table[location.parameter][location.index])
         first = together.index(rows[0])
         if together[first : first + len(rows)] != list(rows):
             names = ", ".join(row.name for row in rows)
@@ -120,11 +120,11 @@ class Base:
         before, count = (sum(row.shape[0] for row in part) for part in (together[:first], rows))
 
         def cut(suffix: str, block: int) -> Tensor:
-            held = self.parameters[place.parameter + suffix]
-            if place.index is not None:
-                held = held[place.index : place.index + stacked] if stacked else held[place.index]
+            held = self.parameters[location.parameter + suffix]
+            if location.index is not None:
+                held = held[location.index : location.index + stacked] if stacked else held[location.index]
             return held.narrow(1 if stacked else 0, before // block, -(-count // block))
 
-        if place.parameter + SCALE_SUFFIX not in self.parameters:
+        if location.parameter + SCALE_SUFFIX not in self.parameters:
             return cut("", 1)
         return QuantizedTensor(cut("", 1), cut(SCALE_SUFFIX, self.spec.weight.group), self.spec.weight)
