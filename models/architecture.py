@@ -114,7 +114,7 @@ class Model:
         return self.architecture.forward(self.sizes)
 
     def adapted(self, adapter: AdapterSection | None) -> Model:
-        """The same model with these adapters.
+        """Return the model with these adapters beside its weights.
 
         Raises:
             UserError: it cannot have them; see :func:`models.adapters.check_adapter`.

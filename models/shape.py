@@ -154,7 +154,7 @@ class Shape:
 
     @cached_property
     def _activations(self) -> list[dict[str | None, Activations]]:
-        """Those of each layer by part, None: of the whole layer. A planner asks for them a hundred thousand times."""
+        """The activations of each layer by part, None: of the whole layer. A planner asks a hundred thousand times."""
 
         def total(kept: list[Activations]) -> Activations:
             return Activations(*(sum(getattr(each, field.name) for each in kept) for field in fields(Activations)))

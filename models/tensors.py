@@ -116,7 +116,7 @@ class TensorTable:
         return self.rows[name.removesuffix(SCALE_SUFFIX)]
 
     def get(self, name: str) -> TensorRow | None:
-        """The same, or None for a name that the table has not."""
+        """Return the row of a tensor, or of the weight of these scales; None for a name that the table has not."""
         return self.rows.get(name.removesuffix(SCALE_SUFFIX))
 
     @functools.cached_property

@@ -40,7 +40,7 @@ class KVFormat:
 
     @property
     def dtype_name(self) -> str:
-        """The same as reports of engines name it."""
+        """The dtype as reports of engines name it."""
         return str(self.dtype).removeprefix("torch.")
 
     def keys(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class KVFormat:
         return _Rounded.apply(x, self.key_scale) if self.quantized else x
 
     def values(self, x: Tensor) -> Tensor:
-        """The same of values."""
+        """Round values as the cache does."""
         return _Rounded.apply(x, self.value_scale) if self.quantized else x
 
     def result(self, out: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ class TrainerGroup:
         return survival
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> PassResult:
-        """`forward_backward` and `update` in one."""
+        """Call `forward_backward` and `update`, as tests and benchmarks do; the loop judges the step between them."""
         result = self.forward_backward(batch, objective)
         self.update()
         return result

@@ -153,7 +153,7 @@ def _keep_one_of_each(model: GPTModel, precision: Precision) -> None:
 
 
 def _evenly(sizes: torch.Tensor, rows: int) -> list[list[int]]:
-    """What ranks send each other where nobody can count it."""
+    """Stand in for the counts that ranks send each other, which nobody can read on the meta device."""
     ranks = sizes.shape[1]
     return [[rows // ranks + (rank < rows % ranks) for rank in range(ranks)]] * 2
 

@@ -89,7 +89,7 @@ class Scorer:
         self._finish(self.model)
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
-        """This rank's rows and their log-probabilities fp32 [len(rows), S]."""
+        """Return this rank's rows and their log-probabilities, fp32 [len(rows), S]."""
         rows, scored = self.score_routed(batch)
         return rows, scored.logprobs
 

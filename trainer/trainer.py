@@ -145,7 +145,7 @@ class Trainer(Scorer):
             yield
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
-        """`forward_backward` and `update` in one."""
+        """Call `forward_backward` and `update`, as tests and benchmarks do; the loop judges the step between them."""
         done = self.forward_backward(batch, objective)
         self.update()
         return done
@@ -168,7 +168,7 @@ class Trainer(Scorer):
         self.weights.write_adapters(self.model, path, base)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint, and wait for it."""
+        """Write a checkpoint, and wait for it, as tests do. A run uses `stage`, and trains while files are written."""
         checkpoint.save(path, {"": self.trained}, self.weight_version, extra, texts or {})
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:

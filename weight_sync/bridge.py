@@ -141,7 +141,7 @@ class Bridge:
 
 @dataclasses.dataclass(frozen=True)
 class SendTask:
-    """What each trainer rank does in a sync: send its shard of `version`, as served under `spec`, to the engines."""
+    """The task of each trainer rank in a sync: send its shard of `version`, as served under `spec`, to the engines."""
 
     transport: Transport
     spec: QuantSpec

@@ -203,7 +203,7 @@ class Writer:
         return ids if self._server.takes_ids else " ".join(map(str, ids))
 
     def ids(self, tokens: int) -> list[int]:
-        """So many token ids."""
+        """Draw so many token ids. Each prompt begins with another one, so that no two share a prefix."""
         self._first += 1
         return [IDS[self._first % len(IDS)], *self._draw.choices(IDS, k=tokens - 1)] if tokens > 0 else []
 

@@ -1,4 +1,4 @@
-"""The same answers, asked for in two ways: what of them is equal, bit for bit."""
+"""Compares the same answers, asked for in two ways, bit for bit."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Cause = Literal["repetition", "cached prefix", "batch", "prefill", "chunked pref
 
 @dataclass(frozen=True)
 class Way:
-    """The same answers, asked for in another way."""
+    """The outcome of asking for the same answers in another way, such as in a larger batch."""
 
     name: str
     cause: Cause

@@ -99,7 +99,7 @@ class Machine:
 
 
 def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: bool = False) -> Machine:
-    """This machine. Takes some ten seconds: a process starts as a trainer's would, and tries the ops.
+    """Describe this machine. Takes some ten seconds: a process starts as a trainer's would, and tries the ops.
 
     say: told what is going on. quick: leave that process out.
     """

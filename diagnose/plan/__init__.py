@@ -274,7 +274,7 @@ def _left_out(experiment: Experiment) -> Iterator[str]:
 
 
 def _batches(job: Job) -> list[int]:
-    """Those of DECODED whose answers, half grown, the cache holds, and all that it holds."""
+    """Return the batches of DECODED whose answers, half grown, fit the cache; and the largest batch that does."""
     room = max(1, job.kv_tokens // (job.length // 2 or 1))
     return sorted({min(batch, room) for batch in DECODED})
 

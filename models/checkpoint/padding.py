@@ -177,8 +177,10 @@ def _corner(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _check_zeros(name: str, tensor: Tensor, row: TensorRow, key: str) -> None:
-    """What a product puts out in place of zeros, or what an embedding or a norm has there. The columns of a product may
-    have anything, such as what a merged adapter began with: they are multiplied by zeros."""
+    """Raise UserError if rows behind a tensor's own, or an embedding's columns, are not zero.
+
+    The columns of a product may have anything, such as what a merged adapter began with: they are multiplied by zeros.
+    """
     beyond = [tensor[row.shape[0] :]]
     if tensor.dim() > 1 and row.op == "embed":
         beyond.append(tensor[:, row.shape[1] :])

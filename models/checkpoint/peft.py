@@ -50,7 +50,7 @@ def base_digest(path: Path, model: Model) -> str:
 
 
 def digest_of_all(weights: Mapping[str, str]) -> str:
-    """The same of the digests of all weights, by name."""
+    """Combine the digests of all weights, by name, into one of 32 hex digits."""
     return hashlib.blake2b(json.dumps(dict(weights), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

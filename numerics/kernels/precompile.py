@@ -109,7 +109,7 @@ def launch_probe(kv: KVFormat) -> None:
 
 @dataclass
 class Compiled:
-    """What became of some variants."""
+    """The variants that were compiled, and those that the cache had."""
 
     compiled: list[str] = field(default_factory=list)
     """Names of those that the cache lacked."""

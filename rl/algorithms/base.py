@@ -74,7 +74,7 @@ class AlgorithmConfig(Section):
         return self.formula or f"as {self.name} says"
 
     def resolved(self, rollout: RolloutSection) -> Self:
-        """The same with the settings resolved that depend on sampling."""
+        """Return the algorithm with the settings resolved that depend on sampling."""
         return self
 
     @property

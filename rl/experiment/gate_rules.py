@@ -150,7 +150,7 @@ class NumberedGate:
 
     @property
     def said(self) -> str:
-        """Its metric with its bound."""
+        """The gate's metric with its bound, for messages."""
         return f"{self.gate.metric} {self.gate.bound}"
 
     @property

@@ -66,7 +66,7 @@ class RunTracker:
             self._to_write, self._writing = None, self._writer.submit(self._write, step, samples)
 
     def wait(self) -> None:
-        """Until the trajectories of the last step are on disk."""
+        """Wait until the trajectories of the last step are on disk."""
         self.write()
         writing, self._writing = self._writing, None
         if writing is not None:

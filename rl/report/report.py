@@ -89,7 +89,7 @@ def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
 
 
 def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
-    """That the run has not got to its last step, if so, and why."""
+    """Say why the run has not come to its last step; nothing if it has."""
     wanted = _steps_of(spec)
     if wanted is None or last >= wanted:
         return []

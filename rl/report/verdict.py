@@ -1,4 +1,4 @@
-"""What came of a run in a few sentences, which its end, the report and `fp8rl.Run` print."""
+"""Sums up a run in a few sentences, which its end, the report and `fp8rl.Run` print."""
 
 from __future__ import annotations
 

@@ -129,7 +129,10 @@ def waited(
 def waited_with_events(
     method: Callable[Concatenate[Telling, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Telling, Parameters], Result]:
-    """As `waited`, for the run's own thread: it delivers the owner's events meanwhile, which may say why it waits."""
+    """Wait for the method as `waited` does, and deliver the owner's events meanwhile, which may say why it waits.
+
+    For the run's own thread.
+    """
 
     @functools.wraps(method)
     def run(self: Telling, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

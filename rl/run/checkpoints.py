@@ -87,7 +87,7 @@ class Checkpoints:
             self._written = None
 
     def wait(self) -> None:
-        """Until the last one has its name."""
+        """Wait until the last checkpoint has its name."""
         if self._named is not None:
             self._named.result()
             self._named = None

@@ -193,7 +193,7 @@ def agreement_on(
 
 
 def _answers(item: PendingGroup) -> list[JudgedAnswer]:
-    """Those to one problem, with its number as their group; of several rows of a conversation the one that ended it."""
+    """Return the answers to one problem, its number as their group; of a conversation the row that ended it."""
     return [
         replace(answer, trajectory=replace(answer.trajectory, group=item.number))
         for answer in item.judged()

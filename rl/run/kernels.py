@@ -53,7 +53,7 @@ class ServedModel:
     """A user's file that has the model's."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same in plain data."""
+        """Return the model as JSON values."""
         return {
             "path": str(self.path),
             "numerics": self.numerics.to_dict(),
@@ -177,7 +177,7 @@ def _architecture(subject: Subject) -> str | None:
 
 
 def _recorded(subject: Subject, capability: tuple[int, int]) -> tuple[list[Variant], list[str]]:
-    """What `record` finds, in a process of its own."""
+    """Call `record` in a process of its own."""
     from fp8rl.numerics.kernels.precompile import Variant
 
     # As on a machine without GPUs, which the process could otherwise take for those that it imagines.

@@ -95,7 +95,7 @@ class Sampling:
 
     @property
     def failures(self) -> list[Failures]:
-        """Those of the user's functions that every answer meets."""
+        """The failures of the user's functions that every answer meets."""
         return [self.judge.failures] + ([] if self.conversations is None else [self.conversations.failures])
 
     def at(self, temperature: float) -> SamplingParams:
@@ -133,7 +133,7 @@ class Sampling:
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
     def wait_for_some(self, asked: Sequence[PendingGroup], count: int) -> None:
-        """Until `count` of the groups, or all of them, have their answers; see `collect`."""
+        """Wait until `count` of the groups, or all of them, have their answers; see `collect`."""
         wanted = min(count, len(asked))
         with self.turns.turn("rollout"):
             while (answered := sum(item.answered for item in asked)) < wanted:
@@ -143,7 +143,7 @@ class Sampling:
         self.events.deliver()
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
-        """Until a group has a sound answer with a token of the trainer's weights, or all are there; see `collect`."""
+        """Wait until a group has a sound answer with a token of the trainer's weights, or all are there (`collect`)."""
         version = self.syncing.version
 
         def fresh(item: PendingGroup) -> bool:

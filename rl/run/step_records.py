@@ -1,4 +1,4 @@
-"""What a step leaves in `rollouts/`: its trajectories, and the answers to later steps that were scored beside them."""
+"""Makes the records of a step: its trajectories, and the answers to later steps that were scored beside them."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class MetaEngine:
 
     @cached_property
     def quantized_widths(self) -> list[int]:
-        """What one rank's FP8 products sum over."""
+        """The lengths K over which one rank's FP8 products sum."""
         rows = [row for row in self.definition.tensors.rows.values() if self.definition.quantizes(row, self.spec)]
         return sorted({row.shape[1] // (self.ranks if row.engine.split == 1 else 1) for row in rows})
 
@@ -148,7 +148,7 @@ class MetaEngine:
         return self.empty(size, dtype=torch.float32 if self.sizes.zero_centered_norms else torch.bfloat16)
 
     def heads(self, number: int) -> int:
-        """Those of `number` heads that a rank has."""
+        """Return how many of `number` heads a rank has."""
         return max(number // self.ranks, 1)
 
     def rows(self, site: OpSite) -> list[TensorRow]:
@@ -181,16 +181,18 @@ class MetaEngine:
         return whole_product(x, state().rows_of(x), operand, plain)(splits, plus)
 
     def weight(self, rows: Sequence[TensorRow], experts: int | None = None) -> Tensor:
-        """This rank's parameter of some tensors, one below the other: FP8 codes if they are quantized. experts: of a
-        stack."""
-        place, (_, columns) = EngineRank(0, self.ranks), rows[0].shape
-        shape = (sum(place.rows(row) for row in rows), columns // (self.ranks if rows[0].engine.split == 1 else 1))
+        """Make this rank's parameter of some tensors, one below the other: FP8 codes if they are quantized.
+
+        experts: how many of them are stacked.
+        """
+        rank, (_, columns) = EngineRank(0, self.ranks), rows[0].shape
+        shape = (sum(rank.rows(row) for row in rows), columns // (self.ranks if rows[0].engine.split == 1 else 1))
         quantized = self.definition.quantizes(rows[0], self.spec)
         dtype = self.spec.weight.dtype if quantized else rows[0].served
         return self.empty(*((experts,) if experts else ()), *shape, dtype=dtype)
 
     def operand(self, weight: Tensor) -> Any:
-        """What an FP8 parameter multiplies as; None of another."""
+        """Make the GEMM operand of an FP8 parameter; None of another."""
         if weight.dtype != self.spec.weight.dtype or not self.spec.quantized:
             return None
         scales = self.empty(*scale_shape(tuple(weight.shape), self.spec.weight), dtype=torch.float32)

@@ -121,7 +121,7 @@ class AdaptedRows:
         """bool [most], the first of them those of the pass, in memory that stays where it is: CUDA graphs read it."""
 
     def take(self, batch: Any) -> None:
-        """Those of SGLang's ForwardBatch, of whose requests each has one row in a decode step, else its new tokens."""
+        """Mark the rows of SGLang's ForwardBatch: a request has one in a decode step, else one for each new token."""
         rows = torch.tensor([name is None for name in batch.lora_ids], dtype=torch.bool).to(self.mask.device)
         if not batch.forward_mode.is_decode_or_idle():
             rows = rows.repeat_interleave(batch.extend_seq_lens, output_size=len(batch.input_ids))

@@ -73,7 +73,7 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
 
 
 def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-    """Stage a checkpoint, and wait until it is written."""
+    """Stage a checkpoint and write it at once, for `Trainer.save`; a run's actors write while training goes on."""
     path = Path(path).absolute()
     try:
         staged = stage(path, parts, step, extra, texts)
@@ -87,10 +87,10 @@ def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapp
 
 
 def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
-    """Restore a checkpoint of :func:`save` on this layout. All ranks take part.
+    """Restore a checkpoint of :func:`stage` on this layout. All ranks take part.
 
     Returns:
-        The step, and the `extra` given to `save`.
+        The step, and the `extra` given to `stage`.
 
     Raises:
         UserError: no checkpoint there, or one of another format, of other adapters or of another base.

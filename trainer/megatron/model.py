@@ -47,7 +47,7 @@ def build_model(
     max_sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GPTModel:
-    """This rank's part of the model, with uninitialised weights.
+    """Build this rank's part of the model, with uninitialised weights.
 
     Raises:
         UserError: TransformerEngine would not quantize as `lowering` says, or a family of the model's ops has no

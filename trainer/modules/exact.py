@@ -100,7 +100,7 @@ class NormColumnLinear(ColumnLinear):
 
     @property
     def _norm_weight(self) -> Tensor:
-        """What the norm multiplies by."""
+        """The factor of the norm."""
         weight = self.layer_norm_weight
         return ops.one_plus(weight) if self.config.layernorm_zero_centered_gamma else weight
 

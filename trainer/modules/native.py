@@ -30,8 +30,10 @@ def layer_modules(precision: LayerPrecision) -> LayerModules:
 
 
 def transformer_engine_modules(precision: LayerPrecision) -> LayerModules:
-    """The same of TransformerEngine. The FP8 context that Megatron opens around each layer decides what is quantized,
-    by the model's config."""
+    """Return TransformerEngine's modules of a layer.
+
+    The FP8 context that Megatron opens around each layer decides what is quantized, by the model's config.
+    """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs TransformerEngine
 
     provider = TESpecProvider()

@@ -65,7 +65,7 @@ DRAWN_TOGETHER = 1024
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the head gives for a micro-batch, by its rows; arbitrary in the padding."""
+    """The output of the head for a micro-batch, by its rows; arbitrary in the padding."""
 
     values: Tensor
     """FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before them."""

@@ -243,7 +243,7 @@ class _Named:
 
 
 class _StandIn(_Named):
-    """The same, with tensors that are tagged as those that the model holds."""
+    """A model as mbridge sees it, with tensors that are tagged as those that the model holds."""
 
     def __init__(
         self,

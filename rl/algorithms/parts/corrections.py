@@ -118,7 +118,7 @@ class Correction:
 
     @property
     def summary(self) -> list[str]:
-        """What it does, in a few words each."""
+        """What the correction does, in a few words each."""
         level = {"icepop": "token", "mis": "sequence"}.get(self.rejection or "", self.level)
         cap = "" if self.tis_cap is None else f", at most {self.tis_cap:g}"
         low, high = self.low or 0.0, math.inf if self.high is None else self.high

@@ -140,8 +140,9 @@ class OverlongSection(Section):
         return self.model_copy(update={"limit": limit, "buffer": self.buffer or max(1, limit // 5)})
 
     def shaped(self, outcomes: Outcomes, lengths: Tensor) -> Outcomes:
-        """The same with rewards + penalty · min(0, -(length - (limit - buffer)) / buffer); lengths: int64 [N], of the
-        answers, stop tokens and an environment's tokens included.
+        """Lower the rewards of long answers: + penalty · min(0, -(length - (limit - buffer)) / buffer).
+
+        lengths: int64 [N], of the answers, stop tokens and an environment's tokens included.
         """
         assert self.limit is not None and self.buffer is not None, "not resolved"
         excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)

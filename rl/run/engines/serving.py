@@ -97,7 +97,7 @@ def report_on(
     adapter: AdapterSection | None = None,
     architecture: str | None = None,
 ) -> EngineReport:
-    """The same on a GPU of this compute capability; None: on a CPU."""
+    """Return the report expected of an engine on a GPU of this compute capability; None: on a CPU."""
     hooks = hooks_for(numerics, cuda=capability is not None)
     return EngineReport(
         role=role,

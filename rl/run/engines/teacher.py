@@ -69,7 +69,7 @@ class Teacher:
         return cls(Engines(section.engines, serving, engine_config(experiment, _ROLE), events))
 
     async def logprobs(self, answers: Sequence[Trajectory]) -> list[list[float]]:
-        """Its log-probability, at temperature 1, of each token of each answer.
+        """Ask for the teacher's log-probability, at temperature 1, of each token of each answer.
 
         Raises EngineError: engines were lost too often, or a value is not finite.
         """

@@ -60,7 +60,7 @@ def in_fp32(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class States:
-    """What the sequences of a batch have left behind in one layer, and get back."""
+    """The states of a batch's sequences in one layer: read from SGLang's memory, updated, and written back."""
 
     rows: Tensor
     """[slots, W - 1, C], the last inputs of the convolution, the oldest first."""
@@ -75,7 +75,7 @@ class States:
 
     @classmethod
     def of(cls, backend: Any, layer: int, batch: Any) -> States:
-        """Those of SGLang's ForwardBatch. backend: of its linear attention, which knows the slots of the batch."""
+        """Find the states of SGLang's ForwardBatch. backend: of its linear attention, which knows the batch's slots."""
         if batch.forward_mode.is_target_verify():
             raise NotImplementedError("fp8rl plugin: found drafts for a model with states, which cannot give them back")
         held = backend.req_to_token_pool.mamba2_layer_cache(layer)
@@ -103,7 +103,7 @@ def linear_attention(self: Any, hidden_states: Tensor, forward_batch: Any) -> Te
 
 
 def projected(net: Any, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the two products [T, ...] say -> queries, keys and values [T, C], z [T, heads, V], b and a [T, heads]."""
+    """Split the outputs [T, ...] of two products: queries, keys, values [T, C], z [T, heads, V], b and a [T, heads]."""
     query, key, value, z, b, a = net.fix_query_key_value_ordering(qkvz, ba)
     return torch.cat([each.flatten(1) for each in (query, key, value)], -1), z, b, a
 

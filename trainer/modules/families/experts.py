@@ -93,7 +93,7 @@ class MoE(MoELayer):
         return self._forward(hidden_states), None
 
     def _forward(self, x: Tensor) -> Tensor:
-        """What shared experts put out is added to the rounded sum of the routed ones, and rounded again."""
+        """Add shared experts' output to the rounded sum of the routed ones, and round again."""
         shared, top_k = self.shared_experts_compute(x), self.config.moe_router_topk
         probs, chosen = self.router(x)
         order, counts = ops.group_by_expert(chosen, self.config.num_moe_experts)
@@ -247,7 +247,7 @@ def _own_formats(sizes: ModelSizes, mode: Mode) -> Mapping[str, str]:
 
 
 def _topk(call: Call) -> tuple[Tensor, ...]:
-    """Of our router, which puts out a token's experts; of Megatron's, which puts out a map of them."""
+    """Read weights and experts from a router's output: ours has each token's experts, Megatron's a map of them."""
     probs, routing_map = call[2]
     if routing_map.dtype != torch.bool:
         dense = probs.new_zeros(len(probs), call[0].config.num_moe_experts)

@@ -40,7 +40,7 @@ class GatedAttention(SelfAttention):
 
 
 class ExactGatedAttention(GatedAttention):
-    """The same, gated by `ops.sigmoid_gate`."""
+    """Gated attention in exact mode: the gate is `ops.sigmoid_gate`."""
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return ops.sigmoid_gate(x, gate.reshape(x.shape))
