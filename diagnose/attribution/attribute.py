@@ -95,16 +95,9 @@ def attribute(
     fit = fit_temperature(views.logits[at], views.targets[at], views.recorded[at]) if at.any() else None
     causes = []
     if fit is not None and explains(fit, batch.temperature, views.reproduced, numerics.mode):
-        fitted = trainer.score(replace(batch, temperature=fit.temperature)) - recorded
-        before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
-        note = f"temperature {fit.temperature:.4g} in place of {batch.temperature:.4g}"
-        causes.append(Cause("sampler", before, after, note))
+        causes.append(_without_sampler(trainer, batch, d, fit.temperature))
     if views.chosen is not None:
-        routes = torch.full((*traced.tokens.shape, *views.chosen.shape[1:]), UNKNOWN, dtype=torch.int16)
-        routes[traced.real_tokens()] = views.chosen.to(torch.int16)
-        replayed = _behind(trainer.score(replace(traced, routes=routes, replay=True)), traced).double()
-        after = _mean_abs((replayed - views.engine)[views.sampled])
-        causes.append(Cause("routing", views.live_mean, after, "the engine's experts in the trainer (R3)"))
+        causes.append(_without_routing(trainer, traced, views, views.chosen))
     if resync is not None and expected.mismatched(held):
         resync()
         _, synced = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
@@ -203,6 +196,22 @@ async def _ask(
     async with EngineClient(endpoint) as client:
         held = (await client.manifest()).entries
         return held, None if uncommitted(expected, held) else await ask_engine(client, trace, temperature)
+
+
+def _without_sampler(trainer: TrainerGroup, batch: TokenBatch, d: Tensor, temperature: float) -> Cause:
+    """Score the batch at the temperature that the engine seems to have sampled with. d: as it is."""
+    fitted = trainer.score(replace(batch, temperature=temperature)) - batch.fields["rollout_logprobs"]
+    before, after = (_mean_abs(x[batch.loss_mask]) for x in (d, fitted))
+    return Cause("sampler", before, after, f"temperature {temperature:.4g} in place of {batch.temperature:.4g}")
+
+
+def _without_routing(trainer: TrainerGroup, traced: TokenBatch, views: _Views, chosen: Tensor) -> Cause:
+    """Score the traced sequences with the engine's experts. chosen: [T, L, k]."""
+    routes = torch.full((*traced.tokens.shape, *chosen.shape[1:]), UNKNOWN, dtype=torch.int16)
+    routes[traced.real_tokens()] = chosen.to(torch.int16)
+    replayed = _behind(trainer.score(replace(traced, routes=routes, replay=True)), traced).double()
+    after = _mean_abs((replayed - views.engine)[views.sampled])
+    return Cause("routing", views.live_mean, after, "the engine's experts in the trainer (R3)")
 
 
 def _other_numerics(

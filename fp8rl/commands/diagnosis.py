@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,6 +19,9 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fp8rl.diagnose.certify.dump.dump_report import DumpReport
     from fp8rl.numerics.config import Mode
 
 _SERVER, _DUMP = "A server", "A dump"
@@ -312,23 +316,39 @@ def certify(
                 text, shown, ok = found.to_json(), servers.rendered(found), found.ok
             else:
                 assert dump is not None
-                from fp8rl.diagnose.certify import dump as dumps
-                from fp8rl.diagnose.certify.dump.dump_report import rendered, write_page
-                from fp8rl.diagnose.certify.dump.rows import Sampling
-                from fp8rl.models.hub import model_directory
-                from fp8rl.numerics.core.files import check_page, writing
-                from fp8rl.numerics.core.reading import check_path
-
-                check_path(dump, "DUMP")
-                beside = dump / "certify.html" if dump.is_dir() else dump.with_suffix(".certify.html")
-                written = page or beside
-                check_page(written, "--page")
-                said = partial(Sampling.replaced, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-                weights = None if model is None else model_directory(model, None, "--model")
-                report = dumps.certify_dump(dump, weights, sampling=said, preset=preset, budget=tokens, say=progress())
-                with writing(written, "--page"):
-                    write_page(report, written)
-                progress()(f"page     {written}")
-                text, shown, ok = report.to_json(), rendered(report), report.ok
+                sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+                report, shown = _certify_dump(dump, model, sampling, preset, tokens, page)
+                text, ok = report.to_json(), report.ok
     print(text) if as_json else show(shown, soft_wrap=True)
     end(ok)
+
+
+def _certify_dump(
+    dump: Path,
+    model: str | None,
+    sampling: Mapping[str, Any],
+    preset: Preset,
+    tokens: int,
+    page: Path | None,
+) -> tuple[DumpReport, RenderableType]:
+    """Certify a dump, write its page, and return the report and its text.
+
+    sampling: settings for rows without their own; None: as the dump has them.
+    """
+    from fp8rl.diagnose.certify import dump as dumps
+    from fp8rl.diagnose.certify.dump.dump_report import rendered, write_page
+    from fp8rl.diagnose.certify.dump.rows import Sampling
+    from fp8rl.models.hub import model_directory
+    from fp8rl.numerics.core.files import check_page, writing
+    from fp8rl.numerics.core.reading import check_path
+
+    check_path(dump, "DUMP")
+    page = page or (dump / "certify.html" if dump.is_dir() else dump.with_suffix(".certify.html"))
+    check_page(page, "--page")
+    said = partial(Sampling.replaced, **sampling)
+    weights = None if model is None else model_directory(model, None, "--model")
+    report = dumps.certify_dump(dump, weights, sampling=said, preset=preset, budget=tokens, say=progress())
+    with writing(page, "--page"):
+        write_page(report, page)
+    progress()(f"page     {page}")
+    return report, rendered(report)
