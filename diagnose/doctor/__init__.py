@@ -14,16 +14,22 @@ from packaging.specifiers import SpecifierSet
 from fp8rl.diagnose.doctor.doctor_report import Blocks, Diagnosis, Features, Side
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine
 from fp8rl.diagnose.report import Remark
-from fp8rl.numerics.backend.implementation import FEWEST_CAPABILITY, deepgemm_lacks, implementation_for
+from fp8rl.numerics.backend.implementation import (
+    BLACKWELL,
+    FEWEST_CAPABILITY,
+    HOPPER,
+    deepgemm_lacks,
+    implementation_for,
+)
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.preconditions.rules import ALLOCATOR, Target
+from fp8rl.rl.experiment.preconditions.rules import ALLOCATOR
+from fp8rl.rl.experiment.preconditions.target import Target
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
 BLOCK_CUDA = (12, 9)
 """cuBLASLt multiplies with 128-blocks from this CUDA release on, and TransformerEngine asks for it."""
 

@@ -11,7 +11,7 @@ from fp8rl.diagnose.plan.efficiency import Rates
 from fp8rl.models.shape import BF16_BYTES, Shape
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.budget.job import Gpu
+from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.weight_sync.served import weight_bytes
 
 NODE_S = 2.3e-6

@@ -15,7 +15,7 @@ from typing import Any
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.reading import parsed
-from fp8rl.rl.experiment.budget.job import Gpu
+from fp8rl.rl.experiment.budget.gpus import Gpu
 
 LARGE = 4096
 """Tokens from which a product's rate in `gpu.json` counts: smaller ones are bound by memory, which is calculated."""

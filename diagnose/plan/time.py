@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from fp8rl.diagnose.plan.efficiency import Rates
 from fp8rl.models.shape import WeightGroup, overlap
-from fp8rl.rl.experiment.budget.job import GPUS_PER_NODE, Gpu, Job
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes

@@ -14,10 +14,12 @@ from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
-from fp8rl.rl.experiment.budget.job import Gpu, Job
+from fp8rl.rl.experiment.budget.gpus import Gpu
+from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
 from fp8rl.rl.experiment.preconditions.model import check_teacher_layout
-from fp8rl.rl.experiment.preconditions.rules import Target, broken_rules
+from fp8rl.rl.experiment.preconditions.rules import broken_rules
+from fp8rl.rl.experiment.preconditions.target import Target
 
 Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
 FEWEST, MOST = 1 << 7, 1 << 27

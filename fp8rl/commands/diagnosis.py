@@ -88,7 +88,7 @@ def warm(
     with user_errors():
         from fp8rl.diagnose.subject import read_served
         from fp8rl.rl.experiment import load_experiment
-        from fp8rl.rl.experiment.budget.job import gpu_named
+        from fp8rl.rl.experiment.budget.gpus import gpu_named
         from fp8rl.rl.experiment.fetching import fetched
         from fp8rl.rl.run.cluster.placement import own_capability
         from fp8rl.rl.run.kernels import Subject
@@ -143,7 +143,7 @@ def plan(
         from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
         from fp8rl.diagnose.plan.plan_report import rendered
         from fp8rl.diagnose.plan.subject import read_plan_subject
-        from fp8rl.rl.experiment.budget.job import gpu_named
+        from fp8rl.rl.experiment.budget.gpus import gpu_named
 
         kind = gpu_named(gpu)
 

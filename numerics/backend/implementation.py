@@ -18,12 +18,12 @@ from fp8rl.numerics.spec import Granularity, QuantSpec, TensorSpec
 
 Implementation = Literal["torch", "triton"]
 
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capabilities, of an H100 and a B200."""
 FEWEST_CAPABILITY = (8, 9)
 """Compute capability from which a GPU converts to FP8."""
 SMALL_CAPABILITY = (12, 0)
 """GPUs from this capability on have less shared memory again (99 KiB) than a product's tile takes."""
-_HOPPER = 9
-"""Major capability of the GPUs on which DeepGEMM multiplies by our formula; on later ones it scales otherwise."""
 _GROUP = 128
 # Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
 _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
@@ -79,7 +79,7 @@ def has_deepgemm() -> bool:
 
 def deepgemm_lacks(capability: tuple[int, int] | None, installed: bool) -> str | None:
     """Name what DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
-    if capability is None or capability[0] != _HOPPER:
+    if capability is None or capability[0] != HOPPER[0]:  # on later GPUs DeepGEMM scales otherwise than our formula
         return "Hopper GPU (compute capability 9.0)"
     return None if installed else "DeepGEMM (the package sgl-deep-gemm)"
 

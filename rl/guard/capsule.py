@@ -84,7 +84,7 @@ class Capsule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KeptStep:
     """A step to keep, apart from its scored batch."""
 
     step: int
@@ -127,31 +127,31 @@ def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: 
         trainer.export_adapter(path / _ADAPTER, path)
 
 
-def write_capsule(path: Path, case: Case, scored: ScoredBatch, export: Callable[[Path], object] | None) -> None:
-    """Keep a case as the capsule `path`; it appears whole or not at all.
+def write_capsule(path: Path, kept: KeptStep, scored: ScoredBatch, export: Callable[[Path], object] | None) -> None:
+    """Keep a step as the capsule `path`; it appears whole or not at all.
 
     export: writes the weights that scored the batch to a new directory; None leaves them out.
     """
-    chosen = scored.select(case.rows)
+    chosen = scored.select(kept.rows)
     about = {
         "format": FORMAT,
-        "step": case.step,
-        "why": list(case.why),
-        "spec_digest": case.numerics.spec.digest(),
-        "numerics": case.numerics.to_dict(),
+        "step": kept.step,
+        "why": list(kept.why),
+        "spec_digest": kept.numerics.spec.digest(),
+        "numerics": kept.numerics.to_dict(),
         "weight_version": scored.version,
         "temperature": chosen.batch.temperature,
         "replay": chosen.batch.replay,
         **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
-        "rows": list(case.rows),
+        "rows": list(kept.rows),
         "tis_cap": scored.tis_cap,
         "metrics": chosen.metrics() | chosen.drift(),
     }
     with new_directory(path) as partial:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
-        shutil.copy(case.manifest, partial / _MANIFEST)
-        shutil.copy(case.experiment, partial / _EXPERIMENT)
+        shutil.copy(kept.manifest, partial / _MANIFEST)
+        shutil.copy(kept.experiment, partial / _EXPERIMENT)
         if export is not None:
             export(partial / _WEIGHTS)
         files = sorted(file for file in partial.rglob("*") if file.is_file())

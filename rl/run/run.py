@@ -15,7 +15,7 @@ from typing import Self
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
-from fp8rl.rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
+from fp8rl.rl.guard.capsule import KeptStep, cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import GateState, Verdict
 from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.events import Event, append_event, cut_events
@@ -200,7 +200,7 @@ class LiveRun:
         if verdict.events and passed is not None and scored is not None and self.manifest is not None:
             faulty = () if passed.fault is None else passed.fault.rows
             worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
-            case = Case(
+            kept = KeptStep(
                 step=self.step,
                 why=verdict.why,
                 rows=list(dict.fromkeys([*faulty, *worst])),
@@ -210,7 +210,7 @@ class LiveRun:
             )
             export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
             write_capsule(
-                self.files.capsule(self.step), case, scored, export if self.experiment.guard.capsule_weights else None
+                self.files.capsule(self.step), kept, scored, export if self.experiment.guard.capsule_weights else None
             )
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:

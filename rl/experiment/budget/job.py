@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass, replace
 
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.rl.experiment.budget.engine_bytes import engine_room, graph_buffers
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.state_bytes import Storage
 from fp8rl.weight_sync.served import served_bytes
@@ -181,124 +178,3 @@ def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> Te
     kept = shape.kv_bytes(numerics.kv_format.dtype.itemsize)
     cache = float(teacher.max_total_tokens * kept + engine.states(True) * shape.request_bytes())
     return TeacherBytes(served_bytes(shape, numerics.rollout_spec), cache, room.graphs, room.working)
-
-
-# What an SGLang engine (0.5.19) takes of a GPU beside weights and keys and values.
-#
-# SGLang fills a part of the GPU, its `mem_fraction_static`, with weights and cache, and wants to find the rest of it
-# free when it sizes the cache: for the activations of a prefill, and for CUDA graphs. Unless the fraction is given,
-# it follows from the longest prefill chunk and the largest graph (`sglang/srt/arg_groups/memory_hook.py`, whose
-# figures these are).
-
-_MIB, _GIB = 2**20, 2**30
-CONTEXT_BYTES = 450 * _MIB
-"""Bytes of a CUDA context of a process that maps memory of a GPU on which it computes nothing. Assumed."""
-_SMALL, _LARGE = 60 * _GIB, 160 * _GIB
-_LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512, 2.0, 10 * 1024
-
-
-@dataclass(frozen=True)
-class EngineRoom:
-    """Bytes of one rank of an engine."""
-
-    graphs: float
-    """Bytes of its CUDA graphs."""
-    working: float
-    """Bytes that it wants to find free beside them."""
-
-
-def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
-    """Return what an engine wants on a GPU of so many bytes."""
-    graphs = _GRAPH_MIB * _MIB * max(config.graphs)
-    chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
-    wanted = (_CONSTANT_MIB + chunk * _CHUNK_MIB + config.tp / 8 * 1024) * _MIB + graphs
-    if gpu_memory > _SMALL:
-        wanted = max(wanted, _FLOOR_MIB * _MIB)
-    if config.memory_fraction is not None:
-        wanted = gpu_memory * (1 - config.memory_fraction)
-    return EngineRoom(graphs, max(0.0, wanted - graphs))
-
-
-_SMS, _LEAN_ROWS = 132, 16  # of a Hopper GPU; of SGLang's `_LEAN_BLOCK_M`
-
-
-def graph_buffers(config: RolloutSection, shape: Shape) -> float:
-    """Return the bytes of what SGLang allocates for its CUDA graphs outside the regions that sleep, on one rank.
-
-    For each answer of the largest graph: logits in FP32, the slots of its context, and the workspace of one split of
-    keys (`TritonAttnBackend.init_cuda_graph_state`, `GraphSharedOutput`), which exact mode's attention does not use.
-    """
-    sizes, batch = shape.sizes, max(config.graphs)
-    value = max(family.value(sizes) for family, _ in shape.layers_of())
-    of_answer = 4 * sizes.heads // config.tp * (value + 1) + 8 * config.context_length + 4 * sizes.vocab_size
-    return float(batch * of_answer + 4 * _SMS * _LEAN_ROWS * (value + 2))
-
-
-# The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds.
-
-
-GPUS_PER_NODE = 8
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU."""
-
-    name: str
-    capability: tuple[int, int]
-    """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
-    memory: float
-    """Bytes that a process can allocate, as torch's messages name them."""
-    bandwidth: float
-    """Bytes/s of the memory."""
-    bf16: float
-    """FLOP/s without sparsity."""
-    fp8: float
-    """The same; 0 where the GPU has none."""
-    nvlink: float
-    """Bytes/s that one GPU sends within its node, over NVLink or PCIe."""
-    network: float
-    """Bytes/s that one GPU sends to other nodes (400 Gbit/s InfiniBand)."""
-    source: str
-    """Where the figures were published."""
-
-    def peak(self, fp8: bool) -> float:
-        """FLOP/s of products."""
-        return self.fp8 if fp8 else self.bf16
-
-
-_IB, _GIB = 50e9, 2**30
-_PCIE4, _PCIE5 = 32e9, 64e9
-_HOPPER = (9, 0)
-
-GPUS = {
-    "h100": Gpu("H100 SXM", _HOPPER, 79 * _GIB, 3.35e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H100 data sheet"),
-    "h200": Gpu("H200 SXM", _HOPPER, 139 * _GIB, 4.8e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H200 data sheet"),
-    "h800": Gpu("H800 SXM", _HOPPER, 79 * _GIB, 3.35e12, 989e12, 1979e12, 200e9, _IB, "H100 with half of its NVLink"),
-    "h20": Gpu("H20", _HOPPER, 95 * _GIB, 4.0e12, 148e12, 296e12, 450e9, _IB, "press reports of its data sheet (2023)"),
-    "b200": Gpu("B200 SXM", (10, 0), 178 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B200 data sheet"),
-    "b300": Gpu("B300 SXM", (10, 3), 267 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B300 data sheet"),
-    "l40s": Gpu("L40S", (8, 9), 44 * _GIB, 0.864e12, 362e12, 733e12, _PCIE4, _IB, "NVIDIA L40S data sheet"),
-    "4090": Gpu("RTX 4090", (8, 9), 23.5 * _GIB, 1.008e12, 165e12, 330e12, _PCIE4, _IB, "NVIDIA Ada whitepaper"),
-    "rtx pro 6000": Gpu(
-        "RTX PRO 6000", (12, 0), 94 * _GIB, 1.792e12, 503e12, 1007e12, _PCIE5, _IB, "NVIDIA RTX Blackwell whitepaper"
-    ),
-    "a100": Gpu("A100 SXM 80GB", (8, 0), 79 * _GIB, 2.039e12, 312e12, 0.0, 300e9, _IB, "NVIDIA A100 data sheet"),
-}
-_SAYS_NOTHING = re.compile(
-    r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"
-)
-"""What people write into a GPU's name beside that which tells it from the others here."""
-
-
-def gpu_named(name: str) -> Gpu:
-    """The GPU of a name as people write it, such as `RTX-PRO-6000`. Raises UserError for one that is not known."""
-    known = {_SAYS_NOTHING.sub("", key): key for key in GPUS}
-    plain = _SAYS_NOTHING.sub("", name.lower())
-    if plain not in known:
-        near = difflib.get_close_matches(plain, known, n=1)
-        remedy = f"Did you mean {known[near[0]]}?" if near else "Choose the one whose memory is nearest."
-        if not plain:  # the first word of a name of several, without quotes
-            remedy = "Write the whole name, with - in place of blanks: --gpu rtx-pro-6000."
-        raise user_error("--gpu", found=name, expected=f"one of {', '.join(GPUS)}", remedy=remedy)
-    return GPUS[known[plain]]

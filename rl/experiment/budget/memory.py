@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8rl.models.shape import BF16_BYTES, WeightGroup
-from fp8rl.rl.experiment.budget.job import CONTEXT_BYTES, GPUS_PER_NODE, Job
+from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE
+from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
 from fp8rl.weight_sync.served import served_bytes
 
@@ -15,6 +16,8 @@ Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
 RUNTIME_BYTES = 2 << 30
 """Bytes of a GPU process beside tensors: CUDA context, NCCL's buffers, workspaces. Assumed: nobody has measured it."""
+CONTEXT_BYTES = 450 << 20
+"""Bytes of a CUDA context of a process that maps memory of a GPU on which it computes nothing. Assumed."""
 CPU_PROCESS_BYTES = 715e6
 """Bytes of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for
 Ray and what a sync needs (measured)."""

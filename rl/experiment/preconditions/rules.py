@@ -6,131 +6,34 @@ nobody has yet.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from fp8rl.models import ModelSizes
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.backend.cuda_toolkit import other_compilers
 from fp8rl.numerics.backend.implementation import (
+    BLACKWELL,
     FEWEST_CAPABILITY,
+    HOPPER,
     SMALL_CAPABILITY,
-    capability_of,
     deepgemm_lacks,
-    expandable_segments,
-    has_deepgemm,
     implementation_for,
 )
 from fp8rl.numerics.core.errors import Rule, UserError, check_rules
-from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.target import PlannedRun, Target, dotted
 from fp8rl.rollout.config import check_drafts
-from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+def _lacks_for_deepgemm(run: PlannedRun) -> str | None:
+    asked = run.experiment.numerics.mode == "exact" and run.experiment.numerics.deepgemm and run.target.known
+    return deepgemm_lacks(run.target.capability, run.target.deepgemm) if asked else None
 
 
-@dataclass(frozen=True)
-class Target:
-    """The machines that a run is for."""
-
-    gpus: bool
-    """They have some."""
-    transformer_engine: bool
-    """It is installed there; so is `deepgemm`."""
-    deepgemm: bool = True
-    capability: tuple[int, int] | None = None
-    """Compute capability of the GPUs; None: nobody knows it here."""
-    expandable_segments: str | None = None
-    """The setting of torch's allocator that asks for them there."""
-    other_compilers: str | None = None
-    """CUDA's compilers there, or `none`, where none is of the release that torch is built for; None: one is."""
-    known: bool = True
-    """False for a cluster that is not ours, whose machines are looked at when the run is placed on them."""
-
-    @classmethod
-    def here(cls) -> Target:
-        """Return this machine; where RAY_ADDRESS names a cluster, as far as it tells of that."""
-        gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
-        capability = capability_of("cuda") if gpus and known else None
-        compilers = other_compilers(torch.version.cuda) if gpus and known and torch.version.cuda else None
-        return cls(
-            gpus,
-            has_transformer_engine(),
-            has_deepgemm(),
-            capability,
-            expandable_segments(),
-            compilers,
-            known,
-        )
-
-
-@dataclass(frozen=True)
-class Case:
-    """A spec with such a model, on such machines."""
-
-    experiment: Experiment
-    shape: Shape
-    target: Target
-
-    @property
-    def sizes(self) -> ModelSizes:
-        return self.shape.sizes
-
-    @property
-    def exact_on(self) -> tuple[int, int] | None:
-        """Compute capability of the GPUs that exact mode is to run on; None: nobody knows it, or the mode is native."""
-        return self.target.capability if self.experiment.numerics.mode == "exact" else None
-
-    @property
-    def native_on(self) -> tuple[int, int] | None:
-        """Compute capability of the GPUs that native mode is to run on; else None."""
-        return self.target.capability if self.experiment.numerics.mode == "native" else None
-
-    @property
-    def has_kernels(self) -> bool:
-        """True if exact mode has kernels for these GPUs: the definitions in torch do not run in a CUDA graph."""
-        numerics = self.experiment.numerics_config()
-        return self.exact_on is None or implementation_for(self.exact_on, numerics.spec) == "triton"
-
-    @property
-    def lacking(self) -> list[tuple[str, str]]:
-        """The families of the model's ops whose exact kernels do not run on these GPUs, and where they do, in words."""
-        return [
-            (f"{family.name} {family.part}", f"{_dotted(family.kernels[0])} to 11.x: {family.kernels[1]}")
-            for family, _ in self.shape.layers_of()
-            if self.exact_on and self.has_kernels and family.kernels and self.exact_on < family.kernels[0]
-        ]
-
-    @property
-    def on_gpus(self) -> str:
-        """The GPUs, as messages name them."""
-        return f"on GPUs of compute capability {_dotted(self.target.capability or ())}"
-
-    @property
-    def trains_on_te(self) -> QuantSpec | None:
-        """The spec that TransformerEngine is to quantize the trainer's products by, on GPUs that are known; None:
-        nothing."""
-        spec = self.experiment.numerics_config().trainer_spec
-        return spec if self.native_on and self.target.transformer_engine and spec.quantized else None
-
-
-def _dotted(capability: tuple[int, ...]) -> str:
-    return ".".join(map(str, capability))
-
-
-def _lacks_for_deepgemm(case: Case) -> str | None:
-    asked = case.experiment.numerics.mode == "exact" and case.experiment.numerics.deepgemm and case.target.known
-    return deepgemm_lacks(case.target.capability, case.target.deepgemm) if asked else None
-
-
-DEEPGEMM: tuple[Rule[Case], ...] = (
+DEEPGEMM: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "numerics.deepgemm",
         _lacks_for_deepgemm,
@@ -161,7 +64,7 @@ ENGINE_RANKS: tuple[Rule[OnGpus], ...] = (
 )
 """On GPUs no exact engine of several ranks has run yet; on CPUs, native engines have one."""
 
-SLEEPERS: tuple[Rule[Case], ...] = (
+SLEEPERS: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "rollout.sleep",
         lambda c: c.target.gpus and c.experiment.rollout.sleep and c.experiment.rollout.tp > 1,
@@ -171,7 +74,7 @@ SLEEPERS: tuple[Rule[Case], ...] = (
     ),
 )
 
-BASE: tuple[Rule[Case], ...] = (
+BASE: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "sync.shared_base",
         lambda c: (
@@ -198,7 +101,7 @@ ALLOCATOR: tuple[Rule[Target], ...] = (
     ),
 )
 
-COMPILER: tuple[Rule[Case], ...] = (
+COMPILER: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "CUDA_HOME",
         lambda c: c.experiment.needs_engines and c.target.other_compilers,
@@ -208,7 +111,7 @@ COMPILER: tuple[Rule[Case], ...] = (
     ),
 )
 
-KERNELS: tuple[Rule[Case], ...] = (
+KERNELS: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "numerics.mode",
         lambda c: c.lacking,
@@ -231,7 +134,7 @@ KERNELS: tuple[Rule[Case], ...] = (
         "numerics.mode",
         lambda c: c.experiment.needs_engines and not c.has_kernels,
         lambda c: f"exact {c.on_gpus}",
-        f"{_dotted(FEWEST_CAPABILITY)} to 11.x: earlier ones have no FP8, and later ones too little shared memory for "
+        f"{dotted(FEWEST_CAPABILITY)} to 11.x: earlier ones have no FP8, and later ones too little shared memory for "
         "a tile of the exact kernels",
         lambda c: f"Set numerics.mode=native{_bf16_below(FEWEST_CAPABILITY, c.exact_on)}, or take other GPUs.",
     ),
@@ -250,21 +153,21 @@ def _bf16_below(least: tuple[int, int], capability: tuple[int, int] | None) -> s
 
 def _native(
     key: str,
-    is_used: Callable[[Case], object],
+    is_used: Callable[[PlannedRun], object],
     whose: str,
     least: tuple[int, int],
     below: tuple[int, int] | None = None,
-) -> Rule[Case]:
+) -> Rule[PlannedRun]:
     return Rule(
         key,
         lambda c: c.native_on and is_used(c) and not least <= c.native_on < (below or (99, 0)),
         lambda c: f"fp8 with numerics.mode=native {c.on_gpus}",
-        f"{_dotted(least)} or higher{f', below {_dotted(below)}' if below else ''}, for {whose}",
+        f"{dotted(least)} or higher{f', below {dotted(below)}' if below else ''}, for {whose}",
         f"Set {key}=bf16, or take other GPUs.",
     )
 
 
-NATIVE_PRODUCTS: tuple[Rule[Case], ...] = (
+NATIVE_PRODUCTS: tuple[Rule[PlannedRun], ...] = (
     _native(
         "numerics.rollout",
         lambda c: c.experiment.needs_engines and c.experiment.numerics_config().rollout_spec.quantized,
@@ -294,7 +197,7 @@ NATIVE_PRODUCTS: tuple[Rule[Case], ...] = (
 )
 """FP8 products of native mode are those of SGLang and TransformerEngine, which ask for such GPUs."""
 
-LAYOUT: tuple[Rule[Case], ...] = (
+LAYOUT: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "trainer.pp",
         lambda c: c.experiment.trainer.pp > 1 and c.experiment.numerics.router_replay != "off",
@@ -311,7 +214,7 @@ LAYOUT: tuple[Rule[Case], ...] = (
     ),
 )
 
-CONTEXT: tuple[Rule[Case], ...] = (
+CONTEXT: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "rollout.context_length",
         lambda c: c.experiment.rollout.context_length > c.sizes.max_positions,
@@ -337,7 +240,7 @@ CONTEXT: tuple[Rule[Case], ...] = (
     ),
 )
 
-STATES: tuple[Rule[Case], ...] = (
+STATES: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "rollout.speculation",
         lambda c: c.experiment.rollout.speculation is not None and c.shape.request_bytes() > 0,
@@ -348,7 +251,7 @@ STATES: tuple[Rule[Case], ...] = (
 )
 
 
-CPU_HEADS: tuple[Rule[Case], ...] = (
+CPU_HEADS: tuple[Rule[PlannedRun], ...] = (
     Rule(
         "numerics.mode",
         lambda c: (
@@ -374,41 +277,41 @@ def _behind(experiment: Experiment) -> str:
 
 def check_model_layout(shape: Shape, experiment: Experiment) -> None:
     """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks. Raises UserError."""
-    check_rules(LAYOUT, Case(experiment, shape, Target(gpus=False, transformer_engine=False)))
+    check_rules(LAYOUT, PlannedRun(experiment, shape, Target(gpus=False, transformer_engine=False)))
     numerics = experiment.numerics_config()
     check_layout(shape, experiment.trainer, numerics.blocks_spec)
     check_training(shape, experiment.trainer, numerics.trainer_spec)
     check_engine_layout(shape, experiment.rollout.tp, numerics.blocks_spec)
 
 
-def _check_engines(case: Case) -> None:
-    if case.target.known:
-        check_rules(ENGINE_RANKS, (case.experiment, case.target.gpus))
-        check_rules(SLEEPERS, case)
+def _check_engines(run: PlannedRun) -> None:
+    if run.target.known:
+        check_rules(ENGINE_RANKS, (run.experiment, run.target.gpus))
+        check_rules(SLEEPERS, run)
 
 
-def _check_optimizer(case: Case) -> None:
-    target = case.target
-    lowered = lower(case.experiment.numerics_config(), target.transformer_engine)
+def _check_optimizer(run: PlannedRun) -> None:
+    target = run.target
+    lowered = lower(run.experiment.numerics_config(), target.transformer_engine)
     held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
-    lower_optimizer(case.experiment.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
+    lower_optimizer(run.experiment.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
 
 
-def _check_rows(case: Case) -> None:
-    experiment, mode = case.experiment, case.experiment.numerics.mode
-    check_rows(experiment.trainer, mode, case.target.transformer_engine, experiment.rollout.context_length)
+def _check_rows(run: PlannedRun) -> None:
+    experiment, mode = run.experiment, run.experiment.numerics.mode
+    check_rows(experiment.trainer, mode, run.target.transformer_engine, experiment.rollout.context_length)
 
 
-CHECKS: tuple[Callable[[Case], None], ...] = (
+CHECKS: tuple[Callable[[PlannedRun], None], ...] = (
     partial(check_rules, DEEPGEMM),
-    lambda case: check_drafts(case.experiment.rollout.speculation, case.target.gpus),
+    lambda run: check_drafts(run.experiment.rollout.speculation, run.target.gpus),
     _check_engines,
-    lambda case: check_rules(ALLOCATOR, case.target),
+    lambda run: check_rules(ALLOCATOR, run.target),
     partial(check_rules, COMPILER),
     partial(check_rules, BASE),
     partial(check_rules, KERNELS),
     partial(check_rules, NATIVE_PRODUCTS),
-    lambda case: check_model_layout(case.shape, case.experiment),
+    lambda run: check_model_layout(run.shape, run.experiment),
     _check_optimizer,
     _check_rows,
     partial(check_rules, CONTEXT),
@@ -421,13 +324,13 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
 def check_target(experiment: Experiment, shape: Shape, target: Target) -> None:
     """Raise `UserError` for the first rule that the spec does not keep with such a model on such machines."""
     for check in CHECKS:
-        check(Case(experiment, shape, target))
+        check(PlannedRun(experiment, shape, target))
 
 
 def broken_rules(experiment: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     """Return the first refusal of each check that the spec does not pass."""
     for check in CHECKS:
         try:
-            check(Case(experiment, shape, target))
+            check(PlannedRun(experiment, shape, target))
         except UserError as refusal:
             yield refusal

@@ -19,7 +19,7 @@ from fp8rl.diagnose.plan.efficiency import assumed, measured
 from fp8rl.diagnose.plan.plan_report import rendered
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment.budget.job import GPUS, gpu_named
+from fp8rl.rl.experiment.budget.gpus import GPUS, gpu_named
 from fp8rl.rl.experiment.budget.memory import (
     PHASES,
     Phase,

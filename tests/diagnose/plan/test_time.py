@@ -18,7 +18,8 @@ from fp8rl.diagnose.plan.time import (
 from fp8rl.diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from fp8rl.models import read_shape
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.rl.experiment.budget.job import GPUS, Job
+from fp8rl.rl.experiment.budget.gpus import GPUS
+from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.trainer.config import TrainerSection
 from lab.studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
 

@@ -151,7 +151,7 @@ def test_layouts_that_divide_the_model_pass(values, trainer):
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
     native = {"mode": "native", "activation": {"granularity": "tensor"}}
     check(parse_experiment(merged(values, numerics=native)))
-    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.target.has_transformer_engine", lambda: True)
     assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
     check(parse_experiment(merged(values, numerics={"mode": "native"})))
 
@@ -220,7 +220,7 @@ def test_weights_that_are_not_finite_are_refused(values, model, value):
 def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
     assert refusal(values, trainer={"packing": True}, numerics={"mode": "native"}).startswith("trainer.packing: found")
     check(parse_experiment(merged(values, trainer={"packing": True})))
-    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.target.has_transformer_engine", lambda: True)
     check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))
 
 

@@ -15,7 +15,7 @@ from fp8rl.models.shape import Shape
 from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.budget.job import GPUS, GPUS_PER_NODE, gpu_named
+from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE, gpu_named
 from fp8rl.rl.experiment.preconditions.rules import (
     CONTEXT,
     DEEPGEMM,
@@ -24,10 +24,9 @@ from fp8rl.rl.experiment.preconditions.rules import (
     LAYOUT,
     NATIVE_PRODUCTS,
     SLEEPERS,
-    Case,
-    Target,
     check_target,
 )
+from fp8rl.rl.experiment.preconditions.target import PlannedRun, Target
 from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
@@ -207,7 +206,7 @@ def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
     shape = read_plan_subject(model).shape
 
     def refusal(spec: Experiment) -> UserError | None:
-        subject = (spec, gpu is not None) if rule in ENGINE_RANKS else Case(spec, shape, on(gpu))
+        subject = (spec, gpu is not None) if rule in ENGINE_RANKS else PlannedRun(spec, shape, on(gpu))
         return rule.refusal(subject)
 
     spec = overridden(overrides)
