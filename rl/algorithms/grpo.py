@@ -8,15 +8,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp8rl.rl.algorithms.parts.advantages import group_advantages, leave_one_out, relative_to_mean
-from fp8rl.rl.algorithms.parts.surrogates import (
-    Mode,
-    OverlongSection,
-    Surrogate,
-    clipped,
-    clipped_weight,
-    sequence_ratio,
-    token_ratio,
-)
+from fp8rl.rl.algorithms.parts.aggregation import AggregationMode
+from fp8rl.rl.algorithms.parts.overlong import OverlongSection
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, clipped_weight, sequence_ratio, token_ratio
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 
 
@@ -45,7 +39,7 @@ class DrGrpo(GroupRelative):
 
     name: Literal["drgrpo"]
     group_norm_std: bool = False
-    loss_aggregation: Mode = "seq_mean_token_sum_norm"
+    loss_aggregation: AggregationMode = "seq_mean_token_sum_norm"
 
 
 class Dapo(GroupRelative):
@@ -67,7 +61,7 @@ class Gspo(GroupRelative):
     name: Literal["gspo"]
     clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
     clip_high: float = Field(default=4e-4, gt=0.0)
-    loss_aggregation: Mode = "seq_mean_token_mean"
+    loss_aggregation: AggregationMode = "seq_mean_token_mean"
     formula: ClassVar[str] = "max(-A s, -A clip(s)), s the geometric mean of r over the answer; A as in grpo"
 
     def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:

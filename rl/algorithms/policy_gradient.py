@@ -20,18 +20,11 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, UnwrittenMethodError, used_tokens
 from fp8rl.rl.algorithms.parts.advantages import per_token, whitened
+from fp8rl.rl.algorithms.parts.aggregation import Aggregation, AggregationMode
 from fp8rl.rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionSection
-from fp8rl.rl.algorithms.parts.surrogates import (
-    ESTIMATORS,
-    Aggregation,
-    KlSection,
-    Mode,
-    OverlongSection,
-    Surrogate,
-    clipped,
-    k3,
-    token_ratio,
-)
+from fp8rl.rl.algorithms.parts.kl import ESTIMATORS, KlSection, k3
+from fp8rl.rl.algorithms.parts.overlong import OverlongSection
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
@@ -188,7 +181,7 @@ class PolicyGradient(AlgorithmConfig):
     """Tokens or sequences that are not trained on because trainer and engine disagree too much."""
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """A sequence with a token whose ratio trainer / rollout is below this is not trained on; 1e-4 is usual."""
-    loss_aggregation: Mode = "token_mean"
+    loss_aggregation: AggregationMode = "token_mean"
     """The mean that is the loss. `token_mean`: of all tokens of a batch. `seq_mean_token_mean`: over answers of the
     mean over their tokens. `seq_mean_token_sum`: over answers of the sum. `seq_mean_token_sum_norm`: of the sum over
     `loss_length`."""

@@ -11,14 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS, Algorithm
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.algorithms.parts.surrogates import Mode
+from fp8rl.rl.algorithms.parts.aggregation import AggregationMode
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
 
 LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient))
-MODES: list[Mode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+MODES: list[AggregationMode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 ROLLOUT = RolloutSection(max_new_tokens=20)
 GROUPS = torch.tensor([7, 2, 7, 9, 2, 7, 5, 5])
 """Out of order, of unequal sizes, and one of which a single answer is left."""
@@ -180,7 +180,7 @@ def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: s
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
-def test_loss_and_gradient_are_those_of_the_formula(name: str, mode: Mode) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(name: str, mode: AggregationMode) -> None:
     # GSPO's gradient is the direct derivative of a sequence's ratio if its tokens weigh the same.
     chosen = algorithm(name, loss_aggregation=mode, **({"tis_cap": None} if name == "gspo" else {}))
     batch, logprobs = sampled(seed=1)
@@ -238,7 +238,7 @@ def test_on_fresh_tokens_with_equal_logprobs_every_correction_is_the_identity_bi
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
-def test_the_entropy_bonus_is_a_mean_of_the_same_kind_as_the_loss(name: str, mode: Mode) -> None:
+def test_the_entropy_bonus_is_a_mean_of_the_same_kind_as_the_loss(name: str, mode: AggregationMode) -> None:
     plain, chosen = (algorithm(name, loss_aggregation=mode, entropy=c) for c in (0.0, 0.01))
     batch, logprobs = sampled(seed=1)
     batch = with_advantages(batch, plain)
