@@ -27,7 +27,7 @@ REMOVALS = {
     "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
-    "rollout/environments/builtin.py": {"TemporaryDirectory"},  # where a program runs
+    "rollout/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
     "rollout/server/scratch.py": {
         "mkdtemp",
         "rename",

@@ -23,9 +23,9 @@ Environment = Callable[[Conversation], Awaitable[Any]]
 BUILT_IN = {
     "single_turn": "fp8rl.rollout.environments.builtin:single_turn",
     "calculator": "fp8rl.rollout.environments.builtin:calculator",
-    "python": "fp8rl.rollout.environments.builtin:python",
+    "python": "fp8rl.rollout.environments.sandbox:python",
     "guess": "fp8rl.rollout.environments.builtin:guess",
-    "openenv": "fp8rl.rollout.environments.builtin:openenv",
+    "openenv": "fp8rl.rollout.environments.openenv:openenv",
 }
 
 

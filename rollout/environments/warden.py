@@ -2,7 +2,7 @@
 
 It imports the standard library alone. With a command as its arguments it runs that, ends it when it is asked to or its
 owner dies, and exits with the command's status, or 128 and the number of the signal that ended it. Without arguments it
-runs a model's Python code (`rollout.environments.builtin`): standard input is one JSON object with the code, its limits
+runs a model's Python code (`rollout.environments.sandbox`): standard input is one JSON object with the code, its limits
 of time and memory and the length of output that is wanted, standard output the result.
 """
 

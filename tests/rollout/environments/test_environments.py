@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.environments.builtin import calculator, guess, last_block, python, worked_out
+from fp8rl.rollout.environments.builtin import calculator, guess, worked_out
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.environments.conversation import transcript
 from fp8rl.rollout.environments.functions import load_environment
+from fp8rl.rollout.environments.sandbox import last_block, python
 from tests.support.conversations import EOS, Stage
 
 

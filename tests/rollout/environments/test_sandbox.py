@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8rl.rollout.environments.builtin import LONGEST_OUTPUT, Ran, run_python
+from fp8rl.rollout.environments.sandbox import LONGEST_OUTPUT, Ran, run_python
 from tests.support.servers import wait_until
 
 pytestmark = pytest.mark.slow
