@@ -109,9 +109,9 @@ def run_experiment(
     )
     with interruptible(), opened as files:
         from fp8rl.rl.loop import train as run_loop
-        from fp8rl.rl.run.attempts import FAILURES, attempted
         from fp8rl.rl.run.checkpoints import changes, check_contents, check_resumable
         from fp8rl.rl.run.early_end import how_to_go_on, say_failed
+        from fp8rl.rl.run.restarts import FAILURES, run_with_restarts
 
         if resume:
             check_resumable(files, experiment)
@@ -130,7 +130,7 @@ def run_experiment(
             return run_loop(run)
 
         try:
-            return files.path, attempted(experiment, files, loop, notes)
+            return files.path, run_with_restarts(experiment, files, loop, notes)
         except KeyboardInterrupt:
             say_error(how_to_go_on(files))
             raise

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, complete_models, end, progress, refuse_given, show, user_errors
+from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, refuse_given, show, user_errors
+from fp8rl.commands.completions import complete_models
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 

@@ -15,13 +15,13 @@ from fp8rl.commands import (
     Overwrite,
     Resume,
     SpecPath,
-    complete_runs,
     end,
     progress,
     refuse_given,
     show,
     user_errors,
 )
+from fp8rl.commands.completions import complete_runs
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.early_end import STOPPED

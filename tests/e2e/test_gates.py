@@ -26,9 +26,9 @@ from fp8rl.rl.loop import train
 from fp8rl.rl.record.events import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.attempts import finish
 from fp8rl.rl.run.feed.feed import RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import JudgedAnswer
+from fp8rl.rl.run.restarts import finish
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.server.client import EngineClient

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8rl import commands
+from fp8rl.commands import completions
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, read_resolved
 from fp8rl.rl.experiment.reference import schema_text
@@ -121,21 +121,23 @@ def test_a_narrow_terminal_folds_names_and_cuts_none(two_runs: Path, monkeypatch
 
 
 def test_keys_values_and_names_of_runs_are_completed(two_runs: Path) -> None:
-    assert set(valid_keys()) >= {key[:-1] for key, _ in commands.complete_keys([], "")}
-    assert [key for key, _ in commands.complete_keys([], "trainer.l")] == ["trainer.lr="]
-    assert ("numerics.preset=mxfp8", "") in commands.complete_keys([], "numerics.preset=")
-    assert commands.complete_keys(["numerics.mode", "="], "n") == [("native", "")], "bash splits at ="
-    assert {("algorithm.name=grpo", ""), ("algorithm.name=sft", "")} <= {*commands.complete_keys([], "algorithm.name=")}
-    assert commands.complete_runs("a") == ["a"] and commands.complete_runs(f"{two_runs}/runs/b") == [
+    assert set(valid_keys()) >= {key[:-1] for key, _ in completions.complete_keys([], "")}
+    assert [key for key, _ in completions.complete_keys([], "trainer.l")] == ["trainer.lr="]
+    assert ("numerics.preset=mxfp8", "") in completions.complete_keys([], "numerics.preset=")
+    assert completions.complete_keys(["numerics.mode", "="], "n") == [("native", "")], "bash splits at ="
+    assert {("algorithm.name=grpo", ""), ("algorithm.name=sft", "")} <= {
+        *completions.complete_keys([], "algorithm.name=")
+    }
+    assert completions.complete_runs("a") == ["a"] and completions.complete_runs(f"{two_runs}/runs/b") == [
         f"{two_runs}/runs/b[red]"
     ]
-    assert "qwen3_30b_a3b" in commands.complete_models("qwen3_3")
-    assert commands.SCHEMA.read_text() == schema_text()
+    assert "qwen3_30b_a3b" in completions.complete_models("qwen3_3")
+    assert completions.SCHEMA.read_text() == schema_text()
 
 
 def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> None:
     code = (
-        "import sys; from fp8rl import commands; commands.complete_keys([], 'tr');"
+        "import sys; from fp8rl.commands import completions; completions.complete_keys([], 'tr');"
         "print([name for name in ('torch', 'pydantic', 'transformers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -10,7 +10,7 @@ import yaml
 
 import fp8rl.rl.experiment.preconditions as preconditions
 import fp8rl.rl.loop as loop_module
-import fp8rl.rl.run.attempts as attempts
+import fp8rl.rl.run.restarts as restarts
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.experiment.contents import contents
@@ -35,14 +35,14 @@ def test_a_resume_that_does_not_start_leaves_the_spec_and_the_next_one_names_the
     failures: list[Exception | None] = [UserError("no room"), EngineError("it did not answer"), None]
     said: list[list[str]] = []
 
-    def attempted(experiment: Any, files: RunDir, loop: Any, notes: list[str]) -> str:
+    def run_with_restarts(experiment: Any, files: RunDir, loop: Any, notes: list[str]) -> str:
         said.append([note for note in notes if "resuming with" in note])
         if (failure := failures.pop(0)) is not None:
             assert files.experiment.read_text() == before.to_yaml()
             raise failure
         return str(loop(None))
 
-    monkeypatch.setattr(attempts, "attempted", attempted)
+    monkeypatch.setattr(restarts, "run_with_restarts", run_with_restarts)
     monkeypatch.setattr(loop_module, "train", lambda run: "")
     asked = [f"run.dir={tmp_path}", "trainer.lr=0.01"]
     for error in (UserError, RunFailedError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.loop import train
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.attempts import finish
+from fp8rl.rl.run.restarts import finish
 from fp8rl.rl.run.run import LiveRun
 from tests.support.paths import EXAMPLES
 

@@ -1,4 +1,4 @@
-"""A run from its start to its end, over trainers that are lost on the way."""
+"""Runs an experiment from its start to its end; a trainer that is lost on the way is followed by another."""
 
 from __future__ import annotations
 
@@ -43,15 +43,19 @@ FAILURES = (
     ray.exceptions.RayError,
 )
 """What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
+_TRACKER_SECONDS = 300.0
+"""Bound of all trackers to take the last rows; each is given up before."""
 
 
-def attempted(experiment: Experiment, files: RunDir, loop: Callable[[LiveRun], str], notes: Sequence[str] = ()) -> str:
-    """Run `loop`, which returns why it ended before its last step, and finish the run; what `loop` returned.
-
-    notes: what was said of the input.
+def run_with_restarts(
+    experiment: Experiment, files: RunDir, loop: Callable[[LiveRun], str], notes: Sequence[str] = ()
+) -> str:
+    """Run `loop` and finish the run. Return what `loop` did: why it ended before its last step, or nothing.
 
     A trainer that is lost is followed by another, from the last checkpoint, up to `run.restarts` times. The engines
     stay up meanwhile, and are synced back to that checkpoint's weights.
+
+    notes: what was said of the input.
 
     Raises:
         TrainerDiedError: once more often. EngineError, NoRoomError, SyncError, RayError: as they came.
@@ -72,12 +76,6 @@ def attempted(experiment: Experiment, files: RunDir, loop: Callable[[LiveRun], s
                 lost = str(error)
                 logging.getLogger(__name__).warning("%s; %d restarts are left", lost, left)
     raise AssertionError("unreachable")
-
-
-# The end of a run: its summary, its report, and where to look further.
-
-_TRACKER_SECONDS = 300.0
-"""Bound of all trackers to take the last rows; each is given up before."""
 
 
 def finish(run: LiveRun, stopped: str = "") -> None:

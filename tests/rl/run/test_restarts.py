@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fp8rl.rl.experiment.preconditions
-import fp8rl.rl.run.attempts as attempts_module
+import fp8rl.rl.run.restarts as restarts_module
 from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.attempts import attempted
+from fp8rl.rl.run.restarts import run_with_restarts
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from tests.support.experiments import experiment
@@ -26,8 +26,8 @@ class Opened:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stack, self.attempts, self.finished = object(), [], []  # type: ignore[var-annotated]
-        monkeypatch.setattr(attempts_module.LiveRun, "open", self.open)
-        monkeypatch.setattr(attempts_module, "finish", lambda run, stopped: self.finished.append(stopped))
+        monkeypatch.setattr(restarts_module.LiveRun, "open", self.open)
+        monkeypatch.setattr(restarts_module, "finish", lambda run, stopped: self.finished.append(stopped))
 
     def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str, notes: Any) -> Any:
         self.attempts.append((stack is self.stack, lost))
@@ -55,7 +55,9 @@ def test_a_lost_trainer_is_followed_by_another_beside_the_same_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Opened(monkeypatch)
-    stopped = attempted(experiment(run={"restarts": 2}), new_run(tmp_path / "it"), dying(2, TrainerDiedError("rank 1")))
+    stopped = run_with_restarts(
+        experiment(run={"restarts": 2}), new_run(tmp_path / "it"), dying(2, TrainerDiedError("rank 1"))
+    )
     assert stopped == "why" and opened.finished == ["why"]
     assert opened.attempts == [(False, ""), (True, "rank 1"), (True, "rank 1")]
 
@@ -66,7 +68,7 @@ def test_once_too_often_and_other_losses_end_it(
 ) -> None:
     opened = Opened(monkeypatch)
     with pytest.raises(type(error), match=str(error)):
-        attempted(experiment(run={"restarts": 1}), new_run(tmp_path / "it"), dying(5, error))
+        run_with_restarts(experiment(run={"restarts": 1}), new_run(tmp_path / "it"), dying(5, error))
     assert len(opened.attempts) == attempts and opened.finished == []
 
 
@@ -76,9 +78,9 @@ def test_a_trainer_that_cannot_be_started_again_ends_it(tmp_path: Path, monkeypa
 
     opened = Opened(monkeypatch)
     opened.open = refuse  # type: ignore[method-assign]
-    monkeypatch.setattr(attempts_module.LiveRun, "open", refuse)
+    monkeypatch.setattr(restarts_module.LiveRun, "open", refuse)
     with pytest.raises(UserError, match="no room"):
-        attempted(experiment(), new_run(tmp_path / "it"), dying(0, ValueError()))
+        run_with_restarts(experiment(), new_run(tmp_path / "it"), dying(0, ValueError()))
 
 
 @pytest.mark.parametrize(("reason", "code"), [("", 0), ("checkpoint_and_stop: because", 3)])
@@ -86,7 +88,7 @@ def test_a_run_that_was_stopped_has_an_exit_code_of_its_own(
     reason: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
-    monkeypatch.setattr(attempts_module, "attempted", lambda *_: reason)
+    monkeypatch.setattr(restarts_module, "run_with_restarts", lambda *_: reason)
     assert train(tmp_path)[0] == code
 
 
@@ -95,7 +97,7 @@ def test_a_loss_is_one_sentence_with_the_logs_and_what_to_type(tmp_path: Path, m
         raise TrainerDiedError("trainer rank 0: found its process ended, expected it to answer")
 
     monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
-    monkeypatch.setattr(attempts_module, "attempted", lose)
+    monkeypatch.setattr(restarts_module, "run_with_restarts", lose)
     code, said = train(tmp_path)
     assert code == 3 and "error: trainer rank 0: found its process ended" in said and "log.txt" in said
     assert "Traceback" not in said
