@@ -26,7 +26,8 @@ from fp8rl.diagnose.audit.audit_report import (
     rendered,
     rows_of,
 )
-from fp8rl.diagnose.audit.sightings import Grids, Sighting, engine_sightings, stored
+from fp8rl.diagnose.audit.formats import Grids, stored
+from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
