@@ -93,12 +93,12 @@ def _launch(
 ) -> None:
     """bare: score without adapters, too. values: by a critic, in place of log-probabilities."""
     from fp8rl.trainer.adapters import attach, keep_graph
+    from fp8rl.trainer.critic import give_value_head, is_of_value_head, read_values
     from fp8rl.trainer.distributed.optimizer import wrap
     from fp8rl.trainer.megatron.lowering import lower
     from fp8rl.trainer.megatron.model import build_model
     from fp8rl.trainer.modules.precision import Precision
     from fp8rl.trainer.modules.weights import matrices
-    from fp8rl.trainer.roles import give_value_head, is_of_value_head, read_values
     from fp8rl.trainer.step.head import head_of, hidden_states, read_logprobs
     from fp8rl.trainer.weights.hf_weights import HFWeights
 
