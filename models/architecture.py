@@ -15,11 +15,11 @@ from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import Family, families_of_layer
 from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
+from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow, TensorTable
 from fp8rl.models.trace import Forward
-from fp8rl.models.whole import Whole
 from fp8rl.numerics.core.code import module_of_file
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.spec import ALL, QuantSpec
@@ -63,7 +63,7 @@ class Architecture:
     computes the same and whose heads need not."""
     aliases: tuple[str, ...] = ()
     """Other words for `model_type`, which older versions of transformers do not know."""
-    whole: Whole | None = None
+    multimodal: Multimodal | None = None
     """Of a model of text: the checkpoints that have a tower beside it."""
 
     @property
@@ -94,9 +94,9 @@ class Model:
     adapter: AdapterSection | None = None
 
     @property
-    def whole(self) -> Whole | None:
+    def multimodal(self) -> Multimodal | None:
         """Return how its checkpoint has it beside a tower; None: it is all of it."""
-        return self.architecture.whole if self.sizes.tower else None
+        return self.architecture.multimodal if self.sizes.tower else None
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -175,17 +175,17 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
 def model_of(config: ConfigFile, *, served: bool = False) -> Model:
     """Return the model that a config.json describes; raises as :func:`read_model` does."""
     known = architectures()
-    wholes = {each.whole.name: each for each in known.values() if each.whole is not None}
-    choice = " or ".join((*known, *wholes))
+    multimodals = {each.multimodal.name: each for each in known.values() if each.multimodal is not None}
+    choice = " or ".join((*known, *multimodals))
     name = config.architecture(choice)
-    if (architecture := known.get(name) or wholes.get(name)) is None:
+    if (architecture := known.get(name) or multimodals.get(name)) is None:
         raise config.refusal("architectures", name, choice, _HOW_TO_ADD)
-    whole = architecture.whole if name in wholes else None
+    multimodal = architecture.multimodal if name in multimodals else None
     pictures: tuple[int, ...] = ()
-    if whole is not None:
-        config.expect("model_type", whole.model_type, f"as for {name}")
-        pictures = tuple(config.count(key) for key in whole.pictures if config.count(key))
-        config = config.inner(whole.text, whole.shared)
+    if multimodal is not None:
+        config.expect("model_type", multimodal.model_type, f"as for {name}")
+        pictures = tuple(config.count(key) for key in multimodal.pictures if config.count(key))
+        config = config.inner(multimodal.text, multimodal.shared)
     if config.model_type() in architecture.aliases:
         config.refuse_unknown_alias(architecture.model_type)
     else:
@@ -196,24 +196,24 @@ def model_of(config: ConfigFile, *, served: bool = False) -> Model:
     if sizes.layers * max(1, sizes.experts) > MOST_EXPERTS:
         expected = f"at most {MOST_EXPERTS} layers, or experts in all of them"
         raise config.refusal("num_hidden_layers", sizes.layers, expected)
-    if whole is not None:
-        sizes = replace(sizes, kept=(*sizes.kept, *whole.towers), tower=whole.name, picture_tokens=pictures)
+    if multimodal is not None:
+        sizes = replace(sizes, kept=(*sizes.kept, *multimodal.towers), tower=multimodal.name, picture_tokens=pictures)
     return Model(architecture, sizes)
 
 
-def whole_of(path: Path, key: str = "model.path") -> Whole | None:
+def multimodal_of(path: Path, key: str = "model.path") -> Multimodal | None:
     """Return how a directory's checkpoint has the model of text within it; None: it is that model."""
-    return read_model(path, key, served=True).whole
+    return read_model(path, key, served=True).multimodal
 
 
 def text_config(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Return the config.json of a directory's model of text, with the names by which it is known alone."""
     config, model = ConfigFile.read(path, key), read_model(path, key, served=True)
-    if (whole := model.whole) is None:
+    if (multimodal := model.multimodal) is None:
         return config.values
     alone = {"architectures": [model.architecture.name], "model_type": model.architecture.model_type}
     kept = {name: config.values[name] for name in ("dtype", "torch_dtype") if name in config.values}
-    return kept | config.inner(whole.text, whole.shared).values | alone
+    return kept | config.inner(multimodal.text, multimodal.shared).values | alone
 
 
 def read_shape(path: Path, key: str = "model.path", adapter: AdapterSection | None = None) -> Shape:

@@ -148,7 +148,7 @@ PRINTS = {
     "rl/run/cluster/submission.py": "what was made printable",
     "rl/run/kernels.py": "JSON",
     "rollout/environments/verifiers.py": "JSON",
-    "rollout/environments/warden.py": "JSON",
+    "rollout/environments/supervisor.py": "JSON",
     "rollout/named_functions.py": "a line of ours",
     "rollout/rewards/workers.py": "JSON",
     "lab/studies/benefit.py": "lines of ours",

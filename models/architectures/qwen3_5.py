@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fp8rl.models.architectures import qwen3_next
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_delta, mlp
+from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.sizes import ModelSizes, checked
-from fp8rl.models.whole import Whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,5 +39,5 @@ ARCHITECTURE = replace(
     sizes=sizes,
     families=(gated_delta.APART, qwen3_next.GATED_ATTENTION, mlp.DENSE),
     tiny=tiny,
-    whole=Whole(name="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
+    multimodal=Multimodal(name="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
 )

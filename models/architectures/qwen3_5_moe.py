@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fp8rl.models.architectures import qwen3_next
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_delta
+from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.sizes import ModelSizes, checked
-from fp8rl.models.whole import Whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ ARCHITECTURE = replace(
     sizes=sizes,
     families=(gated_delta.APART, qwen3_next.GATED_ATTENTION, qwen3_next.GATED_MOE),
     tiny=tiny,
-    whole=Whole(
+    multimodal=Multimodal(
         name="Qwen3_5MoeForConditionalGeneration",
         model_type="qwen3_5_moe",
         stacked={".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)},

@@ -48,7 +48,7 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
     wider = model_of(ConfigFile(config, out / "config.json", key))
     check(wider)
     _refuse_other_norms(model, wider, key)
-    if model.whole is not None or any(True for _ in kept_tensors(source, model, key)):
+    if model.multimodal is not None or any(True for _ in kept_tensors(source, model, key)):
         raise user_error(
             key,
             found="a model with draft layers or a tower for pictures",

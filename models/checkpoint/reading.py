@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.architecture import Model, whole_of
+from fp8rl.models.architecture import Model, multimodal_of
 from fp8rl.models.checkpoint.stored import CODES, WeightFiles, check_scales, how_dequantized, is_scales
 from fp8rl.models.checkpoint.writing import INDEX
-from fp8rl.models.whole import Whole
+from fp8rl.models.multimodal import Multimodal
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parsed
 
@@ -44,7 +44,7 @@ def check_stored(
     found: dict[str, tuple[int, ...]] = {}
     coded: list[str] = []
     paths = weight_files(path, key)
-    files = WeightFiles(paths, key, model.whole)
+    files = WeightFiles(paths, key, model.multimodal)
     for name, file in files.where.items():
         found[name], dtype = files.described(name)
         if dtype == CODES:
@@ -68,8 +68,8 @@ def check_stored(
         say(how_dequantized(coded, files))
         if other := _other_choice(set(coded), model):
             say(other)
-    if model.whole is not None:
-        say(_of_tower(path, files, model.sizes.tower, model.whole))
+    if model.multimodal is not None:
+        say(_of_tower(path, files, model.sizes.tower, model.multimodal))
     if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
         for name, tensor in stored_tensors(path, model, key):
             check_finite(name, tensor, key)
@@ -130,12 +130,12 @@ def _other_choice(coded: set[str], model: Model) -> str:
 
 def stored_files(path: Path, key: str = "model.path") -> WeightFiles:
     """Open the files of a directory, by the names of the table of its model."""
-    return WeightFiles(weight_files(path, key), key, whole_of(path, key))
+    return WeightFiles(weight_files(path, key), key, multimodal_of(path, key))
 
 
-def _of_tower(path: Path, files: WeightFiles, name: str, whole: Whole) -> str:
+def _of_tower(path: Path, files: WeightFiles, name: str, multimodal: Multimodal) -> str:
     """Say what is beside a model of text, which has this name with it."""
-    shapes = [files.described(each)[0] for each in files.where if each.startswith(whole.towers)]
+    shapes = [files.described(each)[0] for each in files.where if each.startswith(multimodal.towers)]
     numbers = sum(map(math.prod, shapes))
     return (
         f"{path} is a {name}: its text is trained and served. Nothing reads its tower for pictures "

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.models.checkpoint.writing import open_tensors
+from fp8rl.models.multimodal import Multimodal, Piece
 from fp8rl.models.tensors import FP8_BLOCK, SCALE_SUFFIX
-from fp8rl.models.whole import Piece, Whole
 from fp8rl.numerics.core.errors import user_error
 
 CODES = "F8_E4M3"
@@ -27,20 +27,20 @@ CODES = "F8_E4M3"
 class WeightFiles:
     """The tensors of safetensors files by name, whichever file they are in. Files stay open until this is forgotten.
 
-    whole: how the files have the model; None: by the names of its table.
+    multimodal: how the files hold the model beside a tower; None: they hold the model alone, by the names of its table.
 
     Raises:
         UserError: when it is made, for a file that is missing or broken; the message speaks of it as `key`.
     """
 
-    def __init__(self, files: Iterable[Path], key: str, whole: Whole | None = None) -> None:
+    def __init__(self, files: Iterable[Path], key: str, multimodal: Multimodal | None = None) -> None:
         self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
         where = {name: file for file, held in self._open.items() for name in held.keys()}
         self.pieces = {name: Piece(name) for name in where}
         """Where each tensor stands."""
-        if whole is not None:
+        if multimodal is not None:
             held = ((name, self._open[file].get_slice(name)) for name, file in where.items())
-            self.pieces = whole.names({name: tuple(each.get_shape()) for name, each in held})
+            self.pieces = multimodal.names({name: tuple(each.get_shape()) for name, each in held})
         self.where = {name: where[piece.name] for name, piece in self.pieces.items()}
         """The file of each tensor, in the files' order."""
 

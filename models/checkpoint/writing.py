@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8rl.models.whole import Piece
+from fp8rl.models.multimodal import Piece
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import publish_directory, room_for
 from fp8rl.numerics.core.memory import batches_by_bytes

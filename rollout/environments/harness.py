@@ -24,7 +24,7 @@ from fp8rl.rollout.types import Problem
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
 
-_WARDEN = Path(__file__).with_name("warden.py")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of the run that a command is given; keys of other services are not among them."""
 _KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
@@ -98,7 +98,7 @@ class Harness:
         environment = {name: os.environ[name] for name in names if name in os.environ} | own
         reach_loopback(environment)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_WARDEN), *config.command),
+            *(sys.executable, "-I", "-S", str(_SUPERVISOR), *config.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -21,7 +21,7 @@ from fp8rl.rollout.environments.conversation import Conversation
 
 LONGEST_OUTPUT = 4096
 """Characters of its output that are kept."""
-_WARDEN = Path(__file__).with_name("warden.py")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _START_SECONDS = 20.0
 """Seconds in which the interpreter starts on a busy machine."""
 
@@ -45,18 +45,18 @@ async def run_python(code: str, *, timeout_s: float = 5.0, memory_mib: int = 512
         {"code": code, "timeout_s": timeout_s, "memory": memory_mib * 2**20, "longest": LONGEST_OUTPUT}
     )
     with tempfile.TemporaryDirectory(prefix="fp8rl-python-") as folder:
-        warden = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_WARDEN)),
+        supervisor = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_SUPERVISOR)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
         )
         try:
-            reply, error = await within(timeout_s + _START_SECONDS, warden.communicate(request.encode()))
+            reply, error = await within(timeout_s + _START_SECONDS, supervisor.communicate(request.encode()))
         finally:
-            await end_process(warden)  # which ends what it has started
-    if warden.returncode:
+            await end_process(supervisor)  # which ends what it has started
+    if supervisor.returncode:
         raise RuntimeError(f"the process for Python code has failed: {error.decode(errors='replace').strip()}")
     return Ran(**json.loads(reply))
 

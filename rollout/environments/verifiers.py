@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Problem
 
-_WARDEN = Path(__file__).with_name("warden.py")
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _KEPT = 40
 """Last lines of the process's errors that a message has."""
 _MOST_BYTES = 1 << 26
@@ -34,7 +34,7 @@ class Verifiers:
 
     def __init__(self, env: Mapping[str, Any], python: str = sys.executable) -> None:
         """env: the `env` block of verifiers' own configuration. python: the interpreter that has verifiers."""
-        self._command = (sys.executable, "-I", "-S", str(_WARDEN), python, "-P", __file__, "play", json.dumps(env))
+        self._command = (sys.executable, "-I", "-S", str(_SUPERVISOR), python, "-P", __file__, "play", json.dumps(env))
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading: list[asyncio.Task[None]] = []

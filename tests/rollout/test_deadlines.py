@@ -109,7 +109,7 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started() ->
 
 
 def test_nothing_else_waits_by_wait_for_or_cancels_a_task() -> None:
-    """`given_up` is a future that nobody has begun; `stopped` is cancelled by a process that the warden ends."""
+    """`given_up` is a future that nobody has begun; `stopped` is cancelled by a process that the supervisor ends."""
     allowed = {"rollout/deadlines.py:task", "rl/run/background.py:given_up", "rl/run/background.py:begun"}
     allowed.add("rollout/environments/verifiers.py:stopped")
     found = set()

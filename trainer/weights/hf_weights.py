@@ -186,7 +186,7 @@ class HFWeights:
         kept = kept_tensors(self.path, self._definition) if rank() == 0 else ()
         source = stored_files(self.path)
         tensors = chain(self._as_stored(self._plain(self.share(model)), source), kept)
-        pieces = source.pieces if self._definition.whole is not None else None
+        pieces = source.pieces if self._definition.multimodal is not None else None
         write_directory(Path(path).absolute(), tensors, self._copy_description, pieces, self._dtype)
 
     def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:

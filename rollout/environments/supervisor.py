@@ -1,9 +1,10 @@
-"""The main program of a process that runs other people's code, and ends all that this has started.
+"""The main program of a process that runs other people's code, and that ends every process which this code has started.
 
-It imports the standard library alone. With a command as its arguments it runs that, ends it when it is asked to or its
-owner dies, and exits with the command's status, or 128 and the number of the signal that ended it. Without arguments it
-runs a model's Python code (`rollout.environments.sandbox`): standard input is one JSON object with the code, its limits
-of time and memory and the length of output that is wanted, standard output the result.
+It imports the standard library alone. With a command as its arguments it runs the command. It ends the command when it
+is asked to or when its owner dies, and exits with the command's status, or with 128 and the number of the signal that
+ended it. Without arguments it runs Python code that a model wrote (`rollout.environments.sandbox`): standard input is
+one JSON object with the code, its limits of time and memory and the length of output that is wanted; standard output is
+the result.
 """
 
 from __future__ import annotations

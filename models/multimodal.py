@@ -1,4 +1,4 @@
-"""Published checkpoints that have a model of text and a tower for pictures: the text is trained, the tower is kept.
+"""Multimodal checkpoints, of a model of text and a tower for pictures: the text is trained, the tower is kept.
 
 Such a checkpoint has another config.json, other names, and may stack experts. Files are read and written in its form;
 everything else sees the model of text alone.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A published checkpoint that has a model of text and a tower for pictures: the text is trained, the tower kept."""
+class Multimodal:
+    """How a published checkpoint holds a model of text beside a tower for pictures."""
 
     name: str
     """In `architectures` of its config.json."""
