@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.terminal import say_error
+from fp8rl.rl.record.log import CONSOLE
 
 if TYPE_CHECKING:
     from fp8rl.rl.record.run_dir import RunDir
@@ -27,8 +28,6 @@ def say_failed(files: RunDir, error: object) -> None:
 
 def end_without_ray(files: RunDir, why: str) -> None:
     """Say it and end this process on the spot: without Ray nothing can be unwound. All else dies with its owner."""
-    from fp8rl.rl.record.log import CONSOLE  # the help of a command does without the models of its rows
-
     CONSOLE.error(why)
     say_failed(files, why)
     os._exit(STOPPED)
