@@ -1,19 +1,21 @@
-"""The figure of docs/results.md: `python -m lab.results RUN ...` keeps what these runs measured, and draws all that are
-kept."""
+"""The figures of docs/results.md. `python -m lab.results RUN ...` keeps what these runs measured, and draws all runs
+that are kept. `--benefit FOLDER` keeps the gradients of the study `benefit` too, whose runs lie there."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.report.summary import evaluated_at
+from lab.studies import benefit
 from lab.studies.harness.figures import curve, figure, legend, to_svg
 
 KEPT = Path("docs/results")
-"""A file a run, a line a step; and the figure."""
+"""A file a run, a line a step; the gradients; and the figures."""
 METRICS = (
     "rollout/reward_mean",
     "eval/accuracy",
@@ -25,6 +27,14 @@ METRICS = (
 DRAWN = {"rollout/reward_mean": "mean reward of a step's answers", "eval/accuracy": "held-out accuracy"}
 CAPTION = "Sums with SmolLM2-135M-Instruct, exact FP8 (bf16: exact BF16); docs/results.md. Accuracy: on 43 problems."
 
+GRADIENTS = KEPT / "gradients.json"
+"""For each arm, the norm of each step's gradient in the runs of all seeds."""
+COMPARED = ("BF16 trainer", "BF16 trainer, TIS", "exact FP8")
+OUTLIERS = (
+    "The study benefit (docs/results.md): a model of 1.0M parameters, GRPO with four updates a batch, an FP8 rollout. "
+    "Both sides of exact FP8 agree on every token. For each step, the largest norm of the five seeds, before clipping."
+)
+
 
 def keep(run: Path) -> None:
     """Write the metrics that the page is about into KEPT, under the run's name."""
@@ -33,7 +43,17 @@ def keep(run: Path) -> None:
     (KEPT / f"{run.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def draw() -> str:
+def keep_gradients(folder: Path) -> None:
+    """Write the norms of the gradients of the study's runs in `folder`, of the arms that are compared."""
+    norms: dict[str, list[list[float]]] = {arm: [] for arm in COMPARED}
+    for job in benefit.jobs(range(benefit.SEEDS), folder):
+        updates, _, arm = job.arm.partition(": ")
+        if updates == "four updates" and arm in norms:
+            norms[arm].append([round(row["train/grad_norm"], 3) for row in job.rows() if "train/grad_norm" in row])
+    GRADIENTS.write_text(json.dumps(norms) + "\n")
+
+
+def draw_runs() -> str:
     """Return the SVG of all runs that are kept."""
     drawn = figure("What was learnt", columns=2, width=9.0)
     runs = {
@@ -53,11 +73,31 @@ def draw() -> str:
     return to_svg(drawn, CAPTION)
 
 
+def draw_gradients(norms: Mapping[str, list[list[float]]]) -> str:
+    """Return the SVG of the largest gradient of each step over the seeds."""
+    drawn = figure("Gradients of a trainer that disagrees with its engine, and of one that agrees", width=9.0)
+    axes = drawn.axes[0]
+    for index, (arm, runs) in enumerate(norms.items()):
+        largest = [max(step) for step in zip(*runs, strict=True)]
+        points = [(norm, norm, norm) for norm in largest]
+        curve(axes, range(1, len(largest) + 1), points, name=arm, index=index, band=False)
+    axes.set(xlabel="step", ylabel="norm of the gradient", yscale="log", xlim=(0, benefit.STEPS))
+    legend(axes)
+    return to_svg(drawn, OUTLIERS)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="*", type=Path, help="Folders of runs.")
+    parser.add_argument("--benefit", type=Path, metavar="FOLDER", help="Where the runs of the study `benefit` lie.")
+    options = parser.parse_args()
     KEPT.mkdir(exist_ok=True)
-    for run in sys.argv[1:]:
-        keep(Path(run))
-    (KEPT / "curves.svg").write_text(draw())
+    for run in options.runs:
+        keep(run)
+    if options.benefit:
+        keep_gradients(options.benefit)
+    (KEPT / "curves.svg").write_text(draw_runs())
+    (KEPT / "gradients.svg").write_text(draw_gradients(json.loads(GRADIENTS.read_text())))
 
 
 if __name__ == "__main__":

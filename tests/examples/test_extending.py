@@ -128,7 +128,7 @@ def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
 ) -> None:
     (tmp_path / "own.py").write_text(text)
     if "PolicyGradient" in text:  # it can be imported, which takes a process seconds to find out
-        for asks in ("loading", "members"):
+        for asks in ("loading", "layers"):
             monkeypatch.setattr(f"fp8rl.rl.experiment.{asks}.check_importable", lambda *_: None)
     overrides = [f"algorithm.name={tmp_path / 'own.py'}:Own", override]
     with pytest.raises(UserError, match="algorithm") as error:
