@@ -17,12 +17,17 @@ from fp8rl.rollout.rewards.builtin import final_integer
 _NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _BEFORE, _AFTER = r"(?<![\w)\]}*\\$])", r"(?![\w*$])"
+_UNIT = r"(?:[mck]?m|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr)(?:\^(?:\d|\{-?\d\})|[²³])?"
 
 _RULES = [
     # Signs that LaTeX writes otherwise.
     (r"[−–](?=[\d.$\\])", "-"),
     (r"[×⋅·](?=\s*[\d(])", "*"),
     (r"÷", "/"),
+    (r"∞", r"\\infty "),
+    (r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))", r"\\sqrt{\1\2\3}"),
+    # Units that math-verify would take for variables: it knows single ones alone.
+    (rf"(?<=\d)\s+{_UNIT}(?:\s*/\s*{_UNIT})*(?=\s*(?:[.,]?\s*$|\}}|\\?\$))", ""),
     # Markdown: code, bold and italic; and the same as HTML.
     (r"`+", " "),
     (rf"{_BEFORE}(\*{{1,3}})(?=[^\s*])([^*\n]*[^\s*\\])\1{_AFTER}", r"\2"),
@@ -42,7 +47,7 @@ _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
 _SPACED = re.compile(r"(?<![\w.,])(\d{1,3}(?: \d{3})+)(?![\w,])")
 _EXPONENT = re.compile(
     r"(?<![\w.])(?:(\d+\.\d+)[eE]\+?(-?\d+)|(\d+)[eE]\+?(-?\d{2,}))(?!\w|\.\d)(?:\.(?=\s|$))?"
-    r"|(?<=10)([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
+    r"|(?<=[\d)\]}xyzn])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
 )
 
 # Decimals with a cycle, and whole numbers with a fraction: math-verify would drop the cycle, and read 3 1/2 as (3+1)/2.
@@ -130,16 +135,24 @@ def math(answer: str, reference: str, finished: bool) -> float:
         return 1.0
     from math_verify import parse
 
-    _, marker, tail = plain(reference).rpartition("####")
-    result = tail.strip() if marker else tail
+    marked = _marked(plain(reference))
+    result = plain(reference) if marked is None else marked
     # The caller's deadline replaces math-verify's own.
     expected = parse(f"${result}$", parsing_timeout=None) or parse(result, parsing_timeout=None)
     if not expected:
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
     own = parse(answer, parsing_timeout=None)
+    if (marked := _marked(answer)) and not any(sign in marked for sign in ("$", "\\(", "\\[", _BOX)):
+        own += parse(f"${marked}$", parsing_timeout=None)  # as a reference is read: an interval needs no $ there
     if answer.count(_BOX) > 1:
         own += parse(answer[answer.rindex(_BOX) :], parsing_timeout=None)
     return float(any(_compared(*pair) for pair in product(expected, own)))
+
+
+def _marked(text: str) -> str | None:
+    """Return the result that stands after the last `####`, in one line; None: there is no `####`."""
+    _, marker, tail = text.rpartition("####")
+    return tail.strip().partition("\n")[0].rstrip(". ") if marker else None
 
 
 def _compared(gold: Any, own: Any) -> bool:
