@@ -28,6 +28,7 @@ from fp8rl.numerics.backend.implementation import (
 from fp8rl.numerics.core.errors import Rule, UserError, check_rules
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
 from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.device import has_transformer_engine
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
@@ -411,6 +412,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     lambda case: check_model_layout(case.shape, case.experiment),
     _check_optimizer,
     _check_rows,
+    lambda case: check_gate_layers(case.experiment, case.sizes),
     partial(check_rules, CONTEXT),
     partial(check_rules, STATES),
     partial(check_rules, CPU_HEADS),
