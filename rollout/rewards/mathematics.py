@@ -117,6 +117,8 @@ def _power(found: re.Match[str]) -> str:
 
 
 _BOX = r"\boxed{"
+_LONGEST = 200
+"""Characters of a result without dollars: a text of thousands, which is none, would take math-verify a minute."""
 _DIGITS = 50
 """Digits to which what is no fraction is computed to be compared."""
 
@@ -145,7 +147,8 @@ def math(answer: str, reference: str, finished: bool) -> float:
     if not expected:
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
     own = parse(answer, parsing_timeout=None)
-    if (marked := _marked(answer)) and not any(sign in marked for sign in ("$", "\\(", "\\[", _BOX)):
+    marked = _marked(answer) or ""
+    if 0 < len(marked) <= _LONGEST and not any(sign in marked for sign in ("$", "\\(", "\\[", _BOX)):
         own += _read(marked)  # as a reference is read: an interval needs no $ there
     if answer.count(_BOX) > 1:
         own += parse(answer[answer.rindex(_BOX) :], parsing_timeout=None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math_verify
 import pytest
 
+from fp8rl.rollout.rewards import mathematics
 from fp8rl.rollout.rewards.mathematics import math
 
 RIGHT = {
@@ -262,3 +264,13 @@ def test_wrong_answers_are_wrong_however_near_they_are(reference: str, answer: s
 def test_a_reference_without_an_expression_is_named() -> None:
     with pytest.raises(ValueError, match="expected a reference with an expression"):
         math("3", "#### ", finished=True)
+
+
+def test_a_long_text_behind_the_mark_is_not_read_as_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify would take a minute for it."""
+    read: list[str] = []
+    monkeypatch.setattr(mathematics, "_read", lambda text: read.append(text) or [])
+    monkeypatch.setattr(math_verify, "parse", lambda *_, **__: [1])
+    math(f"#### {'a' * 20_000}", "#### (1,2)", finished=True)
+    math("#### (1,3)", "#### (1,2)", finished=True)
+    assert read == ["(1,2)", "(1,2)", "(1,3)"]
