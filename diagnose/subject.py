@@ -213,7 +213,7 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
     return Served(
         path,
         files.name,
-        experiment.numerics_config(),
+        run_at(files, experiment, max(files.checkpoint_steps(), default=None)).numerics,
         experiment.rollout,
         None if beside is None else StoredAdapter(files.adapter, beside),
         None if harness is None else harness.tool_parser,

@@ -124,13 +124,23 @@ def continuation_ids(
 def answer_ids(
     tokenizer: PreTrainedTokenizerBase, history: Sequence[Message], answer: str, options: Mapping[str, Any]
 ) -> list[int]:
-    """Tokenize an answer as the template writes it after its prompt, up to the token that ends the turn."""
+    """Tokenize an answer as the template writes it after its prompt, up to the token that ends the turn.
+
+    A template may leave the thoughts of an answer out that it has begun in the prompt: then the answer goes on there.
+    """
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
     marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
-    written = whole.removeprefix(opened) if whole.startswith(opened) else answer
+    turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
+    written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
     text = written.removesuffix(marked.partition(SAID)[2])
     return [*_tokens(tokenizer, text), end_ids(tokenizer)[0]]
+
+
+def _begun(turn: str, answer: str) -> str:
+    """Return the beginning of an answer, such as <think>, with which the turn's opening ends; empty: there is none."""
+    longest = next((n for n in range(min(len(turn), len(answer)), 0, -1) if turn.endswith(answer[:n])), 0)
+    return answer[:longest] if answer[:longest].strip() else ""
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

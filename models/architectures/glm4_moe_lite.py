@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from fp8rl.models.tiny import TinyModel
 
 
+NORM_EPS = 1e-5
+
+
 def sizes(config: ConfigFile) -> ModelSizes:
-    """Every size has to be there; the first layer is dense if the file does not say which are."""
+    """Every size has to be there; the first layer is dense if the file does not say which are, and the norms have
+    transformers' own default."""
     dense = config.leading(
         "mlp_layer_types", "dense", "sparse", default=config.size("first_k_dense_replace", default=1)
     )
-    return deepseek_v3.latent_sizes(config, dense, 1.8)
+    norm_eps = config.number("rms_norm_eps", default=NORM_EPS)
+    return replace(deepseek_v3.latent_sizes(config, dense, 1.8), norm_eps=norm_eps)
 
 
 def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:

@@ -5,6 +5,7 @@ A condition says when a run has what some metrics need, which `rl/record/metrics
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
@@ -135,6 +136,9 @@ def missing(metric: Metric, experiment: Experiment) -> Condition | None:
     return next(unmet, None)
 
 
+_OF_NUMBER = re.compile(r"mismatch/.+_pos_(?P<position>\d+)|(?:rollout/tokens|drift/.+)_age_(?P<age>\d+)")
+
+
 @dataclass(frozen=True)
 class NumberedGate:
     """A gate of an experiment, by its place in `gates:`."""
@@ -157,6 +161,16 @@ class NumberedGate:
     def unmet(self) -> Condition | None:
         """The first condition of its metric that the experiment does not meet."""
         return missing(metric(self.gate.metric), self.experiment)
+
+    @property
+    def beyond(self) -> str:
+        """The setting with which the position or the age in its metric's name never occurs; empty: it may occur."""
+        found, rollout = _OF_NUMBER.fullmatch(self.gate.metric), self.experiment.rollout
+        if found is None:
+            return ""
+        if found["position"] and int(found["position"]) >= rollout.max_new_tokens:
+            return f"rollout.max_new_tokens={rollout.max_new_tokens}"
+        return "rollout.staleness=0" if int(found["age"] or 0) and not rollout.staleness else ""
 
     @property
     def asks_for_equality(self) -> bool:
@@ -192,6 +206,13 @@ GATE_RULES: tuple[Rule[NumberedGate], ...] = (
         lambda g: f"{g.gate.metric} with {g.unmet and g.unmet.setting(g.experiment)}",
         lambda g: f"{g.unmet and g.unmet.expected}, without which there is no such metric",
         "Choose another metric, or set what it needs.",
+    ),
+    Rule(
+        lambda g: f"gates.{g.index}.metric",
+        lambda g: g.beyond,
+        lambda g: f"{g.gate.metric} with {g.beyond}",
+        "a number in its name that occurs in such a run",
+        "Choose a lower one, or another metric.",
     ),
     Rule(
         lambda g: f"gates.{g.index}.metric",

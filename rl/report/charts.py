@@ -47,7 +47,9 @@ SECTIONS: dict[str, dict[str, Look]] = {
             "Greedy decoding, but for sets that say otherwise; step 0 is before training.", "fraction solved", "share"
         ),
         "Groups of equal rewards": Look(
-            "All right or all wrong: no advantage, nothing to learn from.", "fraction of groups", "share"
+            "All right or all wrong: nothing to learn from, where answers are compared within a group.",
+            "fraction of groups",
+            "share",
         ),
         "Response length": Look("Generated tokens of an answer.", "tokens", "floor"),
     },

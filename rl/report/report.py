@@ -180,7 +180,11 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         )
     if summary.equal_reward_groups is not None:
         share = f"{summary.equal_reward_groups:.0%}"
-        tiles.append(Tile("Groups of equal rewards", share, "of all: they teach nothing"))
+        tiles.append(
+            Tile(
+                "Groups of equal rewards", share, "of all; they teach nothing where answers are compared within a group"
+            )
+        )
     seconds = "" if summary.step_seconds is None else f"{summary.step_seconds:.2f} s median"
     tiles.append(Tile("Steps", f"{summary.steps}", seconds))
     return tiles

@@ -126,7 +126,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     evaluations = [row for row in rows if "eval/accuracy" in row]
     rewards = [row["rollout/reward_mean"] for row in steps if "rollout/reward_mean" in row]
     equal = [row[EQUAL] for row in steps if EQUAL in row]
-    compared = [row for row in steps if _COMPARED <= row.keys()]
+    compared = [row for row in steps if _COMPARED <= row.keys() and row["mismatch/tokens"] >= 1]
     tokens = sum(int(row["mismatch/tokens"]) for row in compared)
     worst = max(compared, key=lambda row: row[ABS_DIFF_MAX], default=None)
     syncs = [row for row in rows if "sync/verified_tensors" in row]

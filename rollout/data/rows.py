@@ -147,7 +147,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
         try:
             found = datasets.load_dataset("parquet", data_files={"train": glob.escape(str(path))})
         except Exception as error:  # whatever a reader of damaged files raises
-            raise _unreadable(path, key, error, "a whole parquet file") from error
+            raise _unreadable(path, key, error, "a whole parquet file of one row or more") from error
         return TableRows(found["train"], path, key)
     return JsonLines(path, key)
 

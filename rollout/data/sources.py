@@ -129,7 +129,11 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
-    """Return the turns of a conversation for the model to answer, without the keys that a column has for others."""
+    """Return the turns of a conversation for the model to answer, without the keys that a column has for others.
+
+    A turn that calls tools may say nothing, as in OpenAI's API: its content is null, or not there.
+    """
+    turns = [_with_content(turn) for turn in turns]
     for turn in turns:
         named = isinstance(turn, dict) and _is_text(turn.get("role")) and isinstance(turn.get("content"), str)
         if not named or not _encodes(turn["content"]):
@@ -145,6 +149,11 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
             remedy=remedy,
         )
     return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+
+
+def _with_content(turn: Any) -> Any:
+    silent = isinstance(turn, dict) and turn.get("content") is None and turn.get("tool_calls")
+    return {**turn, "content": ""} if silent else turn
 
 
 def _not_text(turn: object) -> str | None:

@@ -17,12 +17,19 @@ from fp8rl.rollout.rewards.builtin import final_integer
 _NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _BEFORE, _AFTER = r"(?<![\w)\]}*\\$])", r"(?![\w*$])"
+_UNIT = r"(?:[mck]?m|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr)(?:\^(?:\d|\{-?\d\})|[²³])?"
 
 _RULES = [
     # Signs that LaTeX writes otherwise.
     (r"[−–](?=[\d.$\\])", "-"),
     (r"[×⋅·](?=\s*[\d(])", "*"),
     (r"÷", "/"),
+    (r"∞", r"\\infty "),
+    (r"\\varnothing|∅", r"\\emptyset "),
+    (r"(\^\{?\\circ\}?|°)\s*[CF]\b", r"\1"),
+    (r"√\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))", r"\\sqrt{\1\2\3}"),
+    # Units that math-verify would take for variables: it knows single ones alone.
+    (rf"(?<=\d)\s+{_UNIT}(?:\s*/\s*{_UNIT})*(?=\s*(?:[.,]?\s*$|\}}|\\?\$))", ""),
     # Markdown: code, bold and italic; and the same as HTML.
     (r"`+", " "),
     (rf"{_BEFORE}(\*{{1,3}})(?=[^\s*])([^*\n]*[^\s*\\])\1{_AFTER}", r"\2"),
@@ -36,13 +43,14 @@ _RULES = [
     (r"[€£¥₹₽₩]\s*(?=-?[\d.])|(?<=\d)\s*[€£¥₹₽₩]", ""),
     (r"(?<=\d)\s+(?:dollars?|cents?|euros?|USD|EUR)\b", ""),
     # Separators of thousands.
+    (r"(?<=\d),(?=\d{3}\s*\\?%)", ""),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|~|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))", ""),
 ]
 _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
 _SPACED = re.compile(r"(?<![\w.,])(\d{1,3}(?: \d{3})+)(?![\w,])")
 _EXPONENT = re.compile(
     r"(?<![\w.])(?:(\d+\.\d+)[eE]\+?(-?\d+)|(\d+)[eE]\+?(-?\d{2,}))(?!\w|\.\d)(?:\.(?=\s|$))?"
-    r"|(?<=10)([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
+    r"|(?<=[\d)\]}xyzn])([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)(?:\.(?=\s|$))?"
 )
 
 # Decimals with a cycle, and whole numbers with a fraction: math-verify would drop the cycle, and read 3 1/2 as (3+1)/2.
@@ -109,6 +117,8 @@ def _power(found: re.Match[str]) -> str:
 
 
 _BOX = r"\boxed{"
+_LONGEST = 200
+"""Characters of a result without dollars: a text of thousands, which is none, would take math-verify a minute."""
 _DIGITS = 50
 """Digits to which what is no fraction is computed to be compared."""
 
@@ -130,16 +140,36 @@ def math(answer: str, reference: str, finished: bool) -> float:
         return 1.0
     from math_verify import parse
 
-    _, marker, tail = plain(reference).rpartition("####")
-    result = tail.strip() if marker else tail
+    marked = _marked(plain(reference))
+    result = plain(reference) if marked is None else marked
     # The caller's deadline replaces math-verify's own.
-    expected = parse(f"${result}$", parsing_timeout=None) or parse(result, parsing_timeout=None)
+    expected = _read(result) or parse(result, parsing_timeout=None)
     if not expected:
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
     own = parse(answer, parsing_timeout=None)
+    marked = _marked(answer) or ""
+    if 0 < len(marked) <= _LONGEST and not any(sign in marked for sign in ("$", "\\(", "\\[", _BOX)):
+        own += _read(marked)  # as a reference is read: an interval needs no $ there
     if answer.count(_BOX) > 1:
         own += parse(answer[answer.rindex(_BOX) :], parsing_timeout=None)
     return float(any(_compared(*pair) for pair in product(expected, own)))
+
+
+def _read(result: str) -> list[Any]:
+    """Return what math-verify makes of a text that is mathematics as a whole; of some, such as a fraction in percent,
+    it makes an expression only in a box."""
+    from math_verify import parse
+
+    found: list[Any] = parse(f"${result}$", parsing_timeout=None)
+    if all(isinstance(each, str) for each in found):
+        found += parse(f"{_BOX}{result}}}", parsing_timeout=None)
+    return found
+
+
+def _marked(text: str) -> str | None:
+    """Return the result that stands after the last `####`, in one line; None: there is no `####`."""
+    _, marker, tail = text.rpartition("####")
+    return tail.strip().partition("\n")[0].rstrip(". ") if marker else None
 
 
 def _compared(gold: Any, own: Any) -> bool:
@@ -157,8 +187,7 @@ def _exact(value: Any) -> Any:
 
     math-verify rounds floats to six decimals, by which 1.6e-19 is 9.1e-31.
     """
-    from math_verify.grader import get_pct_val
-    from sympy import Basic, Float, MatrixBase, Mul, Rational
+    from sympy import Basic, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
     from sympy.core.relational import Relational
 
     if isinstance(value, Float):
@@ -167,8 +196,8 @@ def _exact(value: Any) -> Any:
         return value.applyfunc(_exact)
     if not isinstance(value, Basic) or not value.args:
         return value
-    if (percent := get_pct_val(value)) is not None:
-        return Mul(_exact(percent), value.args[1], evaluate=False)
+    if (percent := _percent(value)) is not None:
+        return Mul(_exact(percent), UnevaluatedExpr(Rational(1, 100)), evaluate=False)
     before = getattr(value, "_unsorted_args", value.args)
     after = [_exact(part) for part in before]
     if any(old is not new for old, new in zip(before, after, strict=True)):  # else a product loses the order of a word
@@ -178,14 +207,23 @@ def _exact(value: Any) -> Any:
     return value
 
 
+def _percent(value: Any) -> Any:
+    """Return N of N percent; None: it is no percentage. A minus is a factor of its own in what math-verify makes."""
+    from sympy import Mul, Rational, UnevaluatedExpr
+
+    hundredth = UnevaluatedExpr(Rational(1, 100))
+    if not isinstance(value, Mul) or value.args.count(hundredth) != 1:
+        return None
+    return Mul(*(part for part in value.args if part != hundredth))
+
+
 def _equal(gold: Any, own: Any) -> bool:
     """Compare two expressions: numbers by their exact values, all else by math-verify."""
     from math_verify import verify
-    from math_verify.grader import get_pct_val
 
     if not (getattr(gold, "is_number", False) and getattr(own, "is_number", False)):
         return bool(verify(gold, own, numeric_precision=_DIGITS, allow_set_relation_comp=True, timeout_seconds=None))
-    shares = [get_pct_val(gold), get_pct_val(own)]
+    shares = [_percent(gold), _percent(own)]
     if (shares[0] is None) == (shares[1] is None):
         return _same_number(gold, own)
     # 25% is right for 0.25, and for 25 in an answer that leaves the sign out, or adds it.

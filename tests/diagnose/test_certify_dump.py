@@ -31,6 +31,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
+from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import random_batch
@@ -526,6 +527,21 @@ def test_a_run_without_the_weights_of_a_step_takes_those_that_are_given(model: P
     assert (dump.kind, dump.model, dump.numerics is not None) == ("step 4 of the run run", model, True)
     assert [(row.tokens, row.sampled) for row in dump.rows] == [([5, 6, 7, 8, 9], [0, 2]), ([5, 6, 7, 8, 9], [0])]
     assert [dump.rows[0].trainer_logprobs, dump.rows[0].version] == [[-0.5, None, -0.5], 3]
+
+
+def test_the_weights_of_a_step_are_found_by_their_version_not_by_the_number_of_a_step(tmp_path: Path) -> None:
+    """With two updates of a batch, the checkpoint of step 2 has version 4, and that of step 4 version 8."""
+    made = CapsuleRun.make(tmp_path).files
+    for step in (2, 4):
+        made.checkpoint(step).mkdir(parents=True)
+        write_about(made.checkpoint(step), About(2 * step, {}, {}))
+    made.rollouts(3).parent.mkdir()
+    record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 7, True, [5], [7, 8], [-0.5, -0.25], [-0.5, -0.5], [4, 4], 1.0)
+    write_rollouts(made.rollouts(3), [record])
+    assert read_dump(made.path).checkpoint == made.checkpoint(2)
+    write_rollouts(made.rollouts(3), [replace(record, weight_versions=[2, 2])])
+    code, printed = run(made.path)
+    assert code == 2 and "found 'answers of weight version 2, and checkpoints of versions 4, 8'" in printed
 
 
 def run(*arguments: object) -> tuple[int, str]:

@@ -10,6 +10,8 @@ import pytest
 from fp8rl import UserError
 from fp8rl.evaluating import EVERY_PROBLEM, read_evaluated
 from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.guard.gates import GateState
+from fp8rl.trainer.checkpoint.files import About, write_about
 from tests.support.paths import EXAMPLES, new_run
 
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"
@@ -48,6 +50,18 @@ def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path
     _, experiment = read_evaluated(run.path, [several, str(data)], ["rollout.max_new_tokens=9"])
     assert [one.name for one in experiment.eval.sets] == ["many", "sums"]
     assert experiment.eval.sets[0].pass_at == (1, 4) and experiment.rollout.max_new_tokens == 9
+
+
+def test_a_run_whose_gate_fell_back_to_bf16_is_asked_in_bf16(data: Path) -> None:
+    run = new_run(Path("it"))
+    spec = load_experiment(EXAMPLES / "arithmetic.yaml")
+    run.experiment.write_text(spec.to_yaml())
+    run.model.symlink_to(MODEL)
+    run.checkpoint(4).mkdir(parents=True)
+    write_about(run.checkpoint(4), About(4, {"standing": GateState(bf16=True).to_dict()}, {}))
+    plain = spec.numerics_config()
+    assert read_evaluated(run.path, [], [])[0].numerics == plain.in_bf16() != plain
+    assert read_evaluated(run.path, [], ["numerics.preset=fp8_block_pow2"])[0].numerics == plain
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,27 @@ from typer.testing import CliRunner
 from fp8rl import serving
 from fp8rl.cli import app
 from fp8rl.diagnose.subject import read_served
+from fp8rl.rl.guard.gates import GateState
 from fp8rl.rl.run import kernels
 from fp8rl.rl.run.kernels import ServedModel, Warmed
+from fp8rl.trainer.checkpoint.files import About, write_about
 from tests.support.paths import ROOT
+from tests.support.scored_batches import CapsuleRun
 
 
 class _StartedError(Exception):
     pass
+
+
+def test_a_run_whose_gate_fell_back_to_bf16_is_served_in_bf16(tmp_path: Path) -> None:
+    made = CapsuleRun.make(tmp_path)
+    shutil.copytree(ROOT / "examples/models/tiny_qwen3_moe", made.files.model)
+    for state, numerics in ((GateState(), made.numerics), (GateState(bf16=True), made.numerics.in_bf16())):
+        shutil.rmtree(made.files.checkpoints, ignore_errors=True)
+        made.files.checkpoint(4).mkdir(parents=True)
+        write_about(made.files.checkpoint(4), About(4, {"standing": state.to_dict()}, {}))
+        assert read_served(made.files.path, "exact", "fp8_block_pow2").numerics == numerics
+    assert made.numerics != made.numerics.in_bf16()
 
 
 def test_kernels_are_compiled_before_an_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

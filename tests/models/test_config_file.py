@@ -297,6 +297,17 @@ def test_heads_lie_together_where_they_fill_a_block(head_dim: int, kv_heads: int
         assert read_sizes(write(tmp_path, config | heads)).joined == joined
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), ("deepseek_v3", "DeepseekV3ForCausalLM")]
+)
+def test_norms_and_rotation_of_latent_attention_have_the_defaults_of_transformers(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
+    sizes = read_sizes(write(tmp_path, {**GLM_5, "model_type": name, "architectures": [architecture]}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (sizes.norm_eps, sizes.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+
+
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32"])
 def test_rows_of_an_indexer_end_where_it_chooses_all_keys(name: str, tmp_path: Path) -> None:
     architecture = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -122,6 +123,19 @@ def test_a_supervised_answer_has_the_tokens_that_the_template_writes(tokenizers:
     written = whole(tokenizer, turns)
     assert tokenizer.decode(row) == tokenizer.decode(written[: len(row)])
     assert tokenizer.decode(row).endswith("#### 3" + (kind.end or "<|user|>"))
+
+
+def test_thoughts_that_the_prompt_has_begun_go_on_in_a_supervised_answer(tokenizers: dict[str, Any]) -> None:
+    """A template that opens every turn with <think> and leaves thoughts out of what was said, as DeepSeek-R1's does."""
+    tokenizer = copy.deepcopy(tokenizers["chatml"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    row = prompt_ids(tokenizer, [USER]) + answer_ids(tokenizer, [USER], "<think>\n1+1\n</think>\n2", {})
+    assert tokenizer.decode(row).endswith("<|assistant|><think>\n1+1\n</think>\n2<|im_end|>")
+    plain = answer_ids(tokenizer, [USER], "2", {})
+    assert tokenizer.decode(plain) == "2<|im_end|>"
 
 
 @pytest.mark.parametrize("end", ["[EOS]", "<|im_end|>[EOS]"])

@@ -17,6 +17,7 @@ from fp8rl.numerics.core.reading import check_file, check_path, read_bytes, whol
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.trainer.checkpoint.files import read_about
 
 
 def read_dump(path: Path, model: Path | None = None) -> Dump:
@@ -166,9 +167,11 @@ def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, i
     """Directory of the model, and the step of the checkpoint that is loaded over it."""
     if version == 0:
         return experiment.model.directory, None
-    if version in run.checkpoint_steps():
-        return experiment.model.directory, version
-    kept = ", ".join(map(str, run.checkpoint_steps())) or "none"
+    # Steps with several updates, or without one, make versions that are no numbers of steps.
+    steps = {read_about(run.checkpoint(step)).step: step for step in run.checkpoint_steps()}
+    if version in steps:
+        return experiment.model.directory, steps[version]
+    kept = ", ".join(map(str, steps)) or "none"
     raise user_error(
         "DUMP",
         found=f"answers of weight version {version}, and checkpoints of versions {kept}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -232,7 +233,10 @@ class _Check:
         turns = problem.conversation
         texts = [str(message["content"]) for message in turns] + [problem.answer] * supervised
         size = sum(len(text.encode()) for text in texts)
-        if self._turn * len(turns) + TOKENS_PER_BYTE * size <= room:
+        # Calls, thoughts and names, of which a template may write all.
+        further = [{name: turn[name] for name in turn.keys() - {"role", "content"}} for turn in turns]
+        most = size + sum(len(json.dumps(each)) for each in further if each)
+        if self._turn * len(turns) + TOKENS_PER_BYTE * most <= room:
             return
         tokens = fewest_tokens(tokenizer, size)
         if tokens <= room:

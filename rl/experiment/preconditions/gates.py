@@ -1,9 +1,10 @@
-"""Gates on metrics that the spec names: a reward, a number of the environment, or a set that the run does not have."""
+"""Gates on metrics that the run does not have: of a reward, a number of the environment, a set or a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fp8rl.models import ModelSizes
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
@@ -18,6 +19,7 @@ _RETURNED = {
 """What environments of ours return; others may return anything."""
 _MAY_NAME_PARTS = ("http",)
 """Rewards of ours that may return several numbers."""
+_OF_LAYER = "mismatch/router_agreement_layer_"
 
 
 def check_gate_names(experiment: Experiment) -> None:
@@ -33,6 +35,23 @@ def check_gate_names(experiment: Experiment) -> None:
                 found=gate.metric,
                 expected=f"one of {', '.join(known)}" if known else "another metric: this run has none of that kind",
                 remedy="Correct the name, or remove the gate.",
+            )
+
+
+def check_gate_layers(experiment: Experiment, sizes: ModelSizes) -> None:
+    """Check that every gate on a layer's experts is on one that the model has.
+
+    Raises:
+        UserError: naming the first gate that could never fire.
+    """
+    for index, gate in enumerate(experiment.gates):
+        layer = gate.metric.removeprefix(_OF_LAYER)
+        if layer != gate.metric and int(layer) >= sizes.moe_layers:
+            raise user_error(
+                f"gates.{index}.metric",
+                found=gate.metric,
+                expected=f"a layer below {sizes.moe_layers}, the model's layers with experts",
+                remedy="Correct the number, or remove the gate.",
             )
 
 

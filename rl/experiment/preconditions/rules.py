@@ -22,6 +22,7 @@ from fp8rl.numerics.backend.implementation import (
 )
 from fp8rl.numerics.core.errors import Rule, UserError, check_rules
 from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
 from fp8rl.rl.experiment.preconditions.target import PlannedRun, Target, dotted
 from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
@@ -314,6 +315,7 @@ CHECKS: tuple[Callable[[PlannedRun], None], ...] = (
     lambda run: check_model_layout(run.shape, run.experiment),
     _check_optimizer,
     _check_rows,
+    lambda run: check_gate_layers(run.experiment, run.sizes),
     partial(check_rules, CONTEXT),
     partial(check_rules, STATES),
     partial(check_rules, CPU_HEADS),

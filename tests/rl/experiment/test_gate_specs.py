@@ -96,6 +96,16 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             {"algorithm": {"name": "ppo"}},
             ["after a step's dec"],
         ),
+        (
+            [gate(metric="mismatch/abs_diff_max_pos_64")],
+            {"rollout": {"max_new_tokens": 64}},
+            ["gates.0.metric", "mismatch/abs_diff_max_pos_64 with rollout.max_new_tokens=64", "a lower one"],
+        ),
+        (
+            [gate(metric="rollout/tokens_age_2")],
+            {},
+            ["gates.0.metric", "rollout/tokens_age_2 with rollout.staleness=0"],
+        ),
         ([gate(above=0.2), gate(below=0.3)], {}, ["gates.1", "below 0.3", "gates.0 has above 0.2", "at most 0.2"]),
         ([gate(below=0.3), gate(above=0.2)], {}, ["gates.1", "above 0.2", "gates.0 has below 0.3"]),
     ],
@@ -116,7 +126,10 @@ def test_gates_that_can_be_satisfied_are_accepted() -> None:
         {
             **MINIMAL,
             "numerics": {"router_replay": "record"},
+            "rollout": {"max_new_tokens": 65},
             "gates": [
+                gate(metric="mismatch/abs_diff_max_pos_64"),
+                gate(metric="rollout/tokens_age_0"),
                 gate(metric=KL, above=0.3),
                 gate(metric=KL, below=0.3),
                 gate("skip_step", above=0.3, recover=0.1, cooldown_steps=2),
@@ -131,7 +144,7 @@ def test_gates_that_can_be_satisfied_are_accepted() -> None:
             "guard": {"nonfinite_loss": "skip", "capsules": 2},
         }
     )
-    assert [rule.bound for rule in spec.gates[:2]] == ["above 0.3", "below 0.3"]
+    assert [rule.bound for rule in spec.gates[2:4]] == ["above 0.3", "below 0.3"]
     assert spec.guard.nonfinite_loss == "skip" and spec.guard.capsule_weights
 
 

@@ -105,6 +105,12 @@ def test_an_unmeasured_step_forbids_the_claim_of_equality() -> None:
     assert verdict(summary)[1].endswith("that were compared. 1 of 2 steps were not compared.")
 
 
+def test_a_damaged_row_of_no_compared_token_claims_nothing() -> None:
+    summary = summarize([row(1, tokens=0)])
+    assert (summary.compared_steps, summary.largest_abs_diff, summary.bitwise_equal) == (0, None, False)
+    assert verdict(summary)[1] == "No sampled tokens were compared between trainer and engine."
+
+
 def test_nonfinite_tokens_forbid_the_claim_of_equality() -> None:
     summary = summarize([row(1), row(2, **{"mismatch/nonfinite_count": 3})])
     assert not summary.bitwise_equal and summary.agreement_tone == "bad"

@@ -139,6 +139,22 @@ def test_nested_values_of_tables_have_no_keys_of_other_rows(tmp_path, data_cache
             assert seen == nested, name
 
 
+def test_a_turn_that_only_calls_a_tool_needs_no_content(tmp_path, data_cache):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    asked, answered = {"role": "user", "content": "1+2=?"}, {"role": "tool", "content": "3"}
+    turns = [[asked, {"role": "assistant", "tool_calls": calls, **said}, answered] for said in ({}, {"content": None})]
+    rows = [{"question": each, "answer": "#### 3"} for each in turns]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    wanted = (asked, {"role": "assistant", "content": "", "tool_calls": calls}, answered)
+    for name in ("rows.jsonl", "rows.parquet"):
+        assert [problem.messages for problem in load_problems(Source(tmp_path / name))] == [wanted, wanted]
+    silent = {"question": [asked, {"role": "assistant", "content": None}, answered], "answer": "#### 3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(silent))
+    with pytest.raises(UserError, match="role and content, which are text"):
+        load_problems(Source(tmp_path / "rows.jsonl"))[0]
+
+
 def test_a_csv_has_questions_and_answers_as_they_are_written(tmp_path, data_cache):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/train.csv").write_text("q,answer,level\n1,007,3\n2,1.50,4\n")
@@ -264,11 +280,13 @@ def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "empty: " in (text := refusal(Source(tmp_path / "empty"))) and "parquet, JSON or CSV files" in text
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nonsense")
-    assert "expected a whole parquet file. Copy it again" in refusal(Source(tmp_path / "bad.parquet"))
+    assert "expected a whole parquet file of one row or more. Copy it again" in refusal(
+        Source(tmp_path / "bad.parquet")
+    )
     assert "no such file', expected an existing JSONL file, parquet" in refusal(Source(tmp_path / "absent.parquet"))
     whole = (tmp_path / "[odd] name*.parquet").read_bytes()
     (tmp_path / "torn.parquet").write_bytes(whole[:40] + b"\0" * 40 + whole[80:])
-    assert "expected a whole parquet file" in refusal(Source(tmp_path / "torn.parquet"))
+    assert "expected a whole parquet file of one row or more" in refusal(Source(tmp_path / "torn.parquet"))
 
 
 def test_a_directory_with_several_configurations_is_refused_with_their_names(tmp_path, data_cache):

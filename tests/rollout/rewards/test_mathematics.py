@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math_verify
 import pytest
 
+from fp8rl.rollout.rewards import mathematics
 from fp8rl.rollout.rewards.mathematics import math
 
 RIGHT = {
@@ -70,7 +72,6 @@ RIGHT = {
     r"\$18.90": [r"\boxed{18.9}", r"\boxed{\$18.90}", r"\$18.90", "$18.90"],
     "$18.90": [r"\boxed{18.9}", "It costs €18.90."],
     "20 dollars": [r"\boxed{20}"],
-    "-5": ["It is -$5.", r"It is -\$5.", "It is $-5.", "−5", "It is **-5**."],
     # Thousands.
     "1234567": [
         r"\boxed{1,234,567}",
@@ -89,6 +90,28 @@ RIGHT = {
     r"12.5\%": [r"\boxed{12.5}", r"\boxed{12.5\%}", r"\boxed{\frac18}", "It is 12.5%."],
     "0.25": [r"\boxed{25\%}"],
     "25": [r"\boxed{25\%}"],
+    r"-5\%": [r"\boxed{-5}", r"\boxed{-0.05}", r"\boxed{-5\%}", "It is -5%.", "#### -5%"],
+    "-5": [r"\boxed{-5\%}", "It is -$5.", r"It is -\$5.", "It is $-5.", "−5", "It is **-5**."],
+    r"33\frac{1}{3}\%": [r"\boxed{\frac13}", r"\boxed{33\frac13\%}", r"\boxed{\frac{100}{3}\%}", r"#### \frac13"],
+    "1,200%": [r"\boxed{12}", r"\boxed{1200\%}"],
+    r"7^\circ C": [r"\boxed{7}", "It is 7 °C."],
+    r"\varnothing": [r"\boxed{\emptyset}", r"\boxed{∅}"],
+    "5 m/s": [r"\boxed{5}", r"\boxed{5\text{ m/s}}", "It is 5 m/s."],
+    "10 cm^2": [r"\boxed{10}", r"\boxed{10 cm²}", r"\boxed{10 cm^2}", "#### 10 cm^2"],
+    "9.8 m/s²": [r"\boxed{9.8}"],
+    # Signs that are no LaTeX.
+    "2√2": [r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt 8}"],
+    r"3\sqrt{x+1}": [r"\boxed{3√(x+1)}"],
+    "[1,∞)": [r"\boxed{[1,\infty)}", r"\boxed{x \ge 1}", r"\boxed{[1, ∞)}"],
+    "3²": [r"\boxed{9}"],
+    "x^2+1": [r"\boxed{x²+1}"],
+    # A result behind #### needs no dollars.
+    "#### (1,2)": ["#### (1,2)", "First (3,4).\n#### (1, 2).\n", "#### $(1,2)$", r"#### \boxed{(1,2)}"],
+    "#### (1/2, 3).": ["#### (0.5, 3)"],
+    "#### C": ["#### C"],
+    "#### x+1": ["#### 1+x"],
+    "#### -\\infty": ["#### −∞"],
+    "#### 3:30": ["#### 3:30"],
     # Markdown.
     "42": [
         "**42**",
@@ -207,6 +230,17 @@ WRONG = {
     r"50\%": [r"\boxed{5}", r"\boxed{51\%}", r"\boxed{5000}"],
     "42": ["**43**", "`43`", "", "I do not know.", r"\boxed{-42}", r"\boxed{42, 43}", r"\boxed{43}. Check: 42"],
     "3": ["**-3**", "5 3/4"],
+    r"-5\%": [r"\boxed{5}", r"\boxed{0.05}", r"\boxed{5\%}", r"\boxed{-0.5}"],
+    r"33\frac{1}{3}\%": [r"\boxed{\frac{1}{4}}", r"\boxed{33}"],
+    r"\varnothing": [r"\boxed{0}"],
+    "2√2": [r"\boxed{2}"],
+    "2": [r"\boxed{2√2}"],
+    "3²": [r"\boxed{3}"],
+    "10 cm^2": [r"\boxed{100}"],
+    "5 m/s": [r"\boxed{6 m/s}"],
+    "#### (1,2)": ["#### (2,1)", "#### (1,3)", "#### 2"],
+    "#### C": ["#### D"],
+    "#### 3:30": ["#### 3:45"],
     r"0.\overline{3}": [r"\boxed{0}", r"\boxed{0.3}", r"\boxed{0.\overline{6}}"],
     r"5.\overline{36}": [r"\boxed{5}", r"\boxed{5.36}"],
     "3 1/2": [r"\boxed{2}", r"\boxed{3/2}"],
@@ -230,3 +264,13 @@ def test_wrong_answers_are_wrong_however_near_they_are(reference: str, answer: s
 def test_a_reference_without_an_expression_is_named() -> None:
     with pytest.raises(ValueError, match="expected a reference with an expression"):
         math("3", "#### ", finished=True)
+
+
+def test_a_long_text_behind_the_mark_is_not_read_as_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify would take a minute for it."""
+    read: list[str] = []
+    monkeypatch.setattr(mathematics, "_read", lambda text: read.append(text) or [])
+    monkeypatch.setattr(math_verify, "parse", lambda *_, **__: [1])
+    math(f"#### {'a' * 20_000}", "#### (1,2)", finished=True)
+    math("#### (1,3)", "#### (1,2)", finished=True)
+    assert read == ["(1,2)", "(1,2)", "(1,3)"]

@@ -66,6 +66,24 @@ def test_a_prompt_that_leaves_no_room_is_named_by_its_line(values, tmp_path):
     assert text.startswith("data.train: line 2") and "32 tokens" in text and "at most 31" in text
 
 
+def test_what_a_template_writes_beside_the_content_counts_as_length(values, model, tmp_path):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{{ m.reasoning_content or '' }}{% endfor %}<|assistant|>"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "1" * 900}}}
+    for beside in ({"tool_calls": [call]}, {"reasoning_content": "1" * 900}):
+        turns = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", **beside},
+            {"role": "tool", "content": "3"},
+        ]
+        (tmp_path / "train.jsonl").write_text(json.dumps({"question": turns, "answer": "#### 1"}))
+        check(parse_experiment(merged(values, rollout={"context_length": 1024})))
+        assert refusal(values, rollout={"context_length": 800}).startswith("data.train: line 1: found 'a prompt of ")
+
+
 def test_the_place_of_a_picture_is_named_by_its_line(values, tmp_path):
     write_lines(tmp_path / "train.jsonl", [("q", "#### 3"), ("q<|extra_7|>", "#### 3")])
     experiment = parse_experiment(values)
