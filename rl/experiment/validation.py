@@ -171,10 +171,13 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """The valid dotted key most like `key`: the same name elsewhere, a like one beside it or elsewhere; "": none."""
+    """The valid dotted key most like `key`: its initials beside it (`learning_rate`: `lr`), the same name elsewhere, a
+    like one beside it or elsewhere; "": none."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     leaves = [name.rpartition(".")[2] for name in known]
+    if "_" in leaf and (initials := "".join(word[:1] for word in leaf.split("_"))) in siblings:
+        return siblings[initials]
     if leaf not in leaves and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
         return siblings[close[0]]
     alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)

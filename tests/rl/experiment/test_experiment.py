@@ -53,6 +53,11 @@ def test_a_section_that_is_missing_is_named_by_the_key_that_it_needs() -> None:
     assert keys == ["model.path", "data.train"]
 
 
+def test_a_key_that_is_written_out_is_known_by_its_initials() -> None:
+    for key, meant in (("learning_rate", "lr"), ("tensor_parallel", "tp")):
+        assert f"Did you mean trainer.{meant}? " in message({"trainer": {key: 1}})
+
+
 def test_a_wrong_entry_of_a_list_gives_one_message() -> None:
     assert "\n" not in message({"rewards": [{"function": "integer", "wieght": 1}]})
     assert "expected a list of at least 1. " in message({"rewards": []})
