@@ -102,12 +102,14 @@ class Remark:
 
     @classmethod
     def refusal(cls, error: UserError) -> Self:
-        return cls(True, error.key, error.found, error.expected, error.remedy)
+        """An error that was given its message whole keeps it as `remedy`, without a key."""
+        return cls(True, error.key, error.found, error.expected, error.remedy if error.key else str(error))
 
     def shown(self, blocking: str, other: str) -> Text:
         """Render it behind the label of its kind."""
         text = graded(f"{blocking if self.blocks else other:<10}", "bad" if self.blocks else "warning")
-        text.append(f"{self.key}: found {self.found}, expected {self.expected}. {self.remedy}", style="not bold")
+        what = f"{self.key}: found {self.found}, expected {self.expected}. " if self.key else ""
+        text.append(f"{what}{self.remedy}", style="not bold")
         return text
 
 

@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
     "Before a run": (diagnosis.doctor, diagnosis.warm, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
     "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
-    "Besides": (diagnosis.certify, models.convert, runs.study),
+    "Other tools": (diagnosis.certify, models.convert, runs.study),
 }
 """The commands by the heading that `--help` lists them under."""
 

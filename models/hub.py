@@ -211,7 +211,10 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         raise _refusal(where, f"{revision}", f"a branch, tag or commit of {path}", remedy) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         found = f"{path}, no {local} here, and on {hub} no {what.removeprefix('a ')} of that name"
-        remedy = "Correct the path or the name; for a private one set HF_TOKEN to a token that may read it."
+        remedy = (
+            "Correct the path, which in a spec is relative to the spec's folder, or the name; for a private repository "
+            "set HF_TOKEN to a token that may read it."
+        )
         raise _refusal(key, found, f"a {local}, or the name of {what} of the hub", remedy) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.RevisionResolutionError) as error:
         raise _unreached(key, path, of, kind, error.__cause__ or error) from error
@@ -231,7 +234,10 @@ def _unreached(key: str, path: str, of: str, kind: Kind, error: BaseException) -
         why = f"not available from {constants.ENDPOINT} ({' '.join(str(error).split())[:100]})"
     found = f"{path}{of}, which is no path here and not complete in the cache {constants.HF_HUB_CACHE}; {why}"
     option = " --repo-type dataset" if kind == "dataset" else ""
-    remedy = f"Correct the path, or download it where there is a network (hf download {path}{option})."
+    remedy = (
+        f"Correct the path, which in a spec is relative to the spec's folder. If {path} is a repository of the hub, "
+        f"download it where there is a network (hf download {path}{option})."
+    )
     return _refusal(key, found, "an existing path, or a repository in the cache or on the hub", remedy)
 
 

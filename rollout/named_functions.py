@@ -6,6 +6,7 @@ it first in a process of its own.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -40,11 +41,12 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     where, colon, function = name.rpartition(":")
     if not colon:
         if name not in built_in:
+            meant = "".join(f"Did you mean {near}? " for near in difflib.get_close_matches(name, built_in, n=1))
             raise user_error(
                 key,
                 found=name,
                 expected=f"{', '.join(built_in)}, package.module:name or path/to/file.py:name",
-                remedy="Correct the name, or say where your function is.",
+                remedy=f"{meant}Correct the name, or say where your function is.",
             )
         where, _, function = built_in[name].rpartition(":")
     try:

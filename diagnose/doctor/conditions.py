@@ -32,9 +32,7 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
         check(experiment, notes.append)
         return replace(diagnosis, notes=tuple(notes), data=tuple(data_found(experiment)))
     except UserError as error:
-        other = Remark(True, "spec", str(error), "one that a run accepts", "Correct it.")
-        remark = Remark.refusal(error) if error.key else other
-        return replace(diagnosis, remarks=(remark, *diagnosis.remarks))
+        return replace(diagnosis, remarks=(Remark.refusal(error), *diagnosis.remarks))
 
 
 def data_found(experiment: Experiment) -> Iterator[DataFound]:

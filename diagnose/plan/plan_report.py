@@ -13,6 +13,8 @@ from fp8rl.diagnose.report import Grade, graded, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
 _PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
+_MEMORY_OF_A_WORKSTATION = 64e9
+"""Bytes. Who needs more does not train on a CPU, so the plan does not say what that would take."""
 
 
 def rendered(plan: Plan) -> RenderableType:
@@ -28,12 +30,12 @@ def rendered(plan: Plan) -> RenderableType:
         end += f", and {job.engines * job.engine_tp} for engines"
     numerics = f"{job.numerics.mode} mode, trainer {job.numerics.trainer}, rollout {job.numerics.rollout}"
     cp = f" cp {layout.cp}" if layout.cp > 1 else ""
-    engines = f"; engines of {job.engine_tp}" if job.engines else ""
-    cache = f"{plan.kv_bytes:,} bytes in a cache"
+    engines = f"; engines of {job.engine_tp} GPU{'s' * (job.engine_tp > 1)}" if job.engines else ""
+    cache = f"{plan.kv_bytes:,} bytes of KV cache"
     if plan.state_bytes:
         cache += f", and {plan.state_bytes:,} of each sequence"
     model = [
-        f"{plan.subject}: {plan.parameters:,} parameters, {plan.active_parameters:,} of them multiply a token",
+        f"{plan.subject}: {plan.parameters:,} parameters, {plan.active_parameters:,} of them active for a token",
         f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {cache}",
         f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}{cp}, {numerics}",
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
@@ -81,7 +83,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
         free = f"{-plan.slack / 1e9:.1f} GB short"
     needed = f"{plan.needed_slack / has:.0%}"
     yield (
-        f"needs {(has - plan.slack) / 1e9:.1f} GB, has {has / 1e9:.1f}{apart}: {free}; "
+        f"a GPU needs {(has - plan.slack) / 1e9:.1f} GB and has {has / 1e9:.1f}{apart}: {free}; "
         f"a real run needs {plan.needed_slack / 1e9:.1f} GB free ({needed})"
     )
 
@@ -110,7 +112,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     yield f"training processes {speed.low:,.0f} to {speed.high:,.0f} tokens per second and GPU"
     if job.fp8:
         yield _of_fp8(plan)
-    yield f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB"
+    if plan.on_a_cpu[1] < _MEMORY_OF_A_WORKSTATION:
+        yield f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB"
     yield f"left out of these numbers: {'; '.join(plan.left_out)}"
 
 

@@ -69,22 +69,20 @@ def doctor(
 
 def warm(
     context: typer.Context,
-    subject: Annotated[
-        Path, typer.Argument(metavar="SPEC|RUN|MODEL", help="YAML spec; or the directory that `serve` is given.")
-    ],
+    subject: Annotated[Path, typer.Argument(metavar="SPEC|RUN|MODEL", help="YAML spec, or the directory to serve.")],
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(help="As of `plan`; by default the one that is here, or h100 where there is none.")
+        str | None, typer.Option(help="A name that `plan` knows. Default: the GPU of this machine, else h100.")
     ] = None,
-    mode: Annotated[Literal["exact", "native"], typer.Option(help="For a MODEL, as of `serve`.")] = "exact",
+    mode: Annotated[Literal["exact", "native"], typer.Option(help="For a MODEL: exact or native.")] = "exact",
     preset: Annotated[Preset, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
     as_json: AsJson = False,
 ) -> None:
-    """Compile the kernels that a spec's trainer and engines launch, or `fp8rl serve`, into Triton's cache, with or
-    without a GPU.
+    """Compile the Triton kernels of a run, or of `fp8rl serve`, before it starts. This needs no GPU.
 
-    TRITON_CACHE_DIR names the cache, which can be carried to machines with the same Triton. Exit code 0, 2 for bad
-    input.
+    TRITON_CACHE_DIR names the cache, which can be carried to machines with the same Triton.
+
+    Exit code 0, 2 for bad input.
     """
     with user_errors():
         from fp8rl.diagnose.subject import read_served
@@ -135,7 +133,7 @@ def plan(
     fit: Annotated[bool, typer.Option("--fit", help="Find keys with which it fits, and print them.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
+    """Calculate what fits on which GPUs, how long a step takes, and whether FP8 pays. It starts nothing.
 
     Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
     """
@@ -164,7 +162,9 @@ def preflight(
     spec: SpecPath,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the BF16 floor, which needs another engine.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the run with BF16 on both sides, which needs another engine.")
+    ] = False,
 ) -> None:
     """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
 
@@ -234,7 +234,10 @@ def rescore(
     model: Annotated[Path | None, typer.Option(help="BF16 weights to use instead of the capsule's own.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
+    """Score the sequences of a capsule again, which a gate has kept, without Ray or an engine.
+
+    Exit code 0: reproduced, 1: not, 2: bad input.
+    """
     with user_errors():
         from fp8rl.diagnose.rescore import print_rescored
         from fp8rl.diagnose.rescore import rescore as score_again
@@ -290,11 +293,12 @@ def certify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Test whether an engine is exact, or how far a dump's log-probabilities are from the model, on which side and why.
+    """Test whether an engine is exact; or how far a dump's log-probabilities are from the model's, and on which side.
 
     A server gets the same requests alone, in batches, from the cache, in other chunks, under load. A dump is
-    scored by the model's own code and by our ops. Exit code 0: certified, equal or within the floor, 1: not, 2: bad
-    input.
+    scored by the model's own code and by our ops.
+
+    Exit code 0: certified, equal or within the floor, 1: not, 2: bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
         if (server is None) == (dump is None):

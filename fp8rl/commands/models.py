@@ -115,7 +115,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Quantize a checkpoint with the project's one quantizer, or pad it to whole blocks."""
+    """Quantize a checkpoint for an engine, or pad its widths to whole blocks of 128."""
     with user_errors():
         from fp8rl.serving import convert_model, pad_model
 

@@ -42,7 +42,7 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
     except ValidationError as error:
-        lines = [_explain(detail, values) for detail in error.errors()]
+        lines = [_explain(detail, values) for detail in _own(error.errors())]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
     if isinstance(experiment.algorithm, UnreadAlgorithm):
         return experiment
@@ -102,12 +102,25 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models_in(part)
 
 
+def _own(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out that a list is too short where pydantic says so only because an entry of it is wrong."""
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail, here in zip(details, places, strict=True)
+        if detail["type"] != "too_short" or not any(there[: len(here)] == here != there for there in places)
+    ]
+
+
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return _unknown_key(key, found, values)
     if kind == "missing":
+        section = Experiment.model_fields[key].annotation if key in Experiment.model_fields else None
+        needed = next((n for one in _models_in(section) for n, f in one.model_fields.items() if f.is_required()), "")
+        key = f"{key}.{needed}" if needed else key
         return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
     if kind == "value_error":
         text = str(detail["ctx"]["error"])
@@ -123,6 +136,8 @@ def expected_of(detail: ErrorDetails) -> str:
             return "a mapping of keys to values"
         case "tuple_type":
             return "a list"
+        case "too_short":
+            return f"a list of at least {detail['ctx']['min_length']}"
         case "string_pattern_mismatch":
             return f"text that matches {detail['ctx']['pattern']}"
     text = re.sub(r"^\w+ should (be|have) ", "", detail["msg"])
@@ -156,10 +171,13 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """The valid dotted key most like `key`: the same name elsewhere, a like one beside it or elsewhere; "": none."""
+    """The valid dotted key most like `key`: its initials beside it (`learning_rate`: `lr`), the same name elsewhere, a
+    like one beside it or elsewhere; "": none."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     leaves = [name.rpartition(".")[2] for name in known]
+    if "_" in leaf and (initials := "".join(word[:1] for word in leaf.split("_"))) in siblings:
+        return siblings[initials]
     if leaf not in leaves and (close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)):
         return siblings[close[0]]
     alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)

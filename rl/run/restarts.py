@@ -99,7 +99,8 @@ def finish(run: LiveRun, stopped: str = "") -> None:
     say(f"report   {report}")
     if stopped:
         say(f"stopped: {stopped}", style="bold red")
-        say(f"resume   fp8rl train {run.files.experiment} --resume")
+        for line in commands_after_a_stop(run.files, run.step):
+            say(line)
     else:
         if run.files.adapter.is_dir():
             say(f"adapter  {run.files.adapter}")
@@ -107,3 +108,9 @@ def finish(run: LiveRun, stopped: str = "") -> None:
             say(f"model    {run.files.model}")
     if latest(run.files).exists():
         say(f"wandb    {leet(run.files, 'inspect', '--summary')}")
+
+
+def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
+    """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
+    why = [f"why      fp8rl attribute {files.capsule(step)}"] if step in files.capsule_steps() else []
+    return [*why, f"resume   fp8rl train {files.experiment} --resume"]

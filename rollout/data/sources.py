@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.data.rows import Row, Rows, open_rows
 from fp8rl.rollout.types import Message, Problem
 
@@ -91,10 +91,11 @@ class Problems(Sequence[Problem]):
         for what in ("question", "answer"):
             values[what] = _value(row, getattr(source, what))
             if values[what] is _ABSENT:
-                raise UserError(
-                    f"{where}: found no {getattr(source, what)!r} but {', '.join(_names(row)) or 'nothing'}, "
-                    f"expected the {what}. {remedy} If all have it under another name, set data.keys.{what}, or "
-                    f"keys.{what} of the source itself."
+                raise user_error(
+                    where,
+                    found=_names(row),
+                    expected=f"a column {getattr(source, what)!r} for the {what}",
+                    remedy=f"Correct {name}, or set data.keys.{what} (keys.{what} of the source) to the right column.",
                 )
         question, answer = values["question"], values["answer"]
         if isinstance(answer, int) and not isinstance(answer, bool):

@@ -19,7 +19,9 @@ from fp8rl.cli import app
 from fp8rl.diagnose.doctor import judge
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, rendered
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
+from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from tests.support.paths import EXAMPLES
 
@@ -325,6 +327,11 @@ def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: CPU)
     result = CliRunner().invoke(app, ["doctor", str(EXAMPLES / "arithmetic.yaml"), override])
     assert result.exit_code == 1 and said in result.output
+
+
+def test_a_message_that_was_given_whole_is_shown_as_it_stands() -> None:
+    whole = Remark.refusal(UserError("spec.yaml: two names for one thing. Leave one out."))
+    assert whole.shown("obstacle", "warning").plain == "obstacle  spec.yaml: two names for one thing. Leave one out."
 
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fp8rl import UserError
 from fp8rl.evaluating import EVERY_PROBLEM, read_evaluated
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.trainer.checkpoint.files import About, write_about
 from tests.support.paths import EXAMPLES, new_run
 

@@ -100,7 +100,7 @@ def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(
     within["run"] = within
     with pytest.raises(UserError, match="Circular"):
         load_experiment(within)
-    with pytest.raises(UserError, match="^model: found nothing"):
+    with pytest.raises(UserError, match="^model.path: found nothing"):
         train({"data": {"train": "a.jsonl"}})
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fp8rl import serving
 from fp8rl.cli import app
 from fp8rl.diagnose.subject import read_served
-from fp8rl.rl.guard.gates import GateState
+from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.run import kernels
 from fp8rl.rl.run.kernels import ServedModel, Warmed
 from fp8rl.trainer.checkpoint.files import About, write_about

@@ -33,6 +33,10 @@ claim) or undecided. Intervals are of 95%, and p-values are corrected within a s
 how many times the value of another arm was found, and a sign marks a difference from another arm; nats are of a
 token's log-probability, the mean over tokens; n counts seeds, or sequences of all seeds.
 
+M and N are two tiny models, of 1.0 and 29 million parameters. Four *cases* of precision recur: in case 1 the trainer
+is BF16 and the rollout FP8; in 2 the trainer's forward is FP8, too; in 3 also its backward; 4 is 3 with FP8 kernels,
+which need a GPU.
+
 All of this was measured on a CPU whose FP8 is emulated and, but for `pretrained`, on tiny models. Nothing is
 extrapolated to larger models, and what only a GPU can show says so. Equal seeds give equal bits on one kind of
 processor. Another kind rounds otherwise: between the two that this was measured on, no verdict turned into its

@@ -378,7 +378,7 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     assert not note.blocks and "136.3 GB" in note.found
     assert f"Lower trainer.micro_batch_tokens to {plan.largest_with_slack}" in note.remedy
     page = page_of(plan)
-    assert "needs 136.3 GB, has 149.3 (trainer 136.3, engine " in page
+    assert "a GPU needs 136.3 GB and has 149.3 (trainer 136.3, engine " in page
     assert "12.9 GB free (8.7%); a real run needs 14.9 GB free (10%)" in page
     assert "leaves less free than a real run needs" in page.splitlines()[0]
     fits = planned(str(EXAMPLES / "gsm8k.yaml"), f"trainer.micro_batch_tokens={plan.largest_with_slack}", gpu="h200")
@@ -480,11 +480,13 @@ def test_a_plan_of_a_model_alone_says_what_it_takes_for_granted() -> None:
     assert "assumed, as this is a model and no spec: grpo, 32 prompts of 8 answers" in page_of(
         planned("qwen3_8b", gpus=8)
     )
-    assert "assumed, as this" not in page_of(planned(str(EXAMPLES / "arithmetic.yaml")))
+    page = page_of(planned(str(EXAMPLES / "arithmetic.yaml")))
+    assert "assumed, as this" not in page and "on CPUs a trainer rank's process would peak at" in page
 
 
 def test_a_plan_says_what_its_numbers_leave_out() -> None:
-    assert "left out of these numbers: sampling, rewards and syncs; evaluations" in page_of(planned("qwen3_8b", gpus=8))
+    page = page_of(planned("qwen3_8b", gpus=8))
+    assert "left out of these numbers: sampling, rewards and syncs; evaluations" in page and "on CPUs" not in page
     critic = planned(str(EXAMPLES / "arithmetic_ppo.yaml"))
     assert "the time in which critic score" in " ".join(critic.left_out) and "critic" in critic.memory["trainer"].held
 

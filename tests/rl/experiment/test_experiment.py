@@ -46,6 +46,23 @@ def message(values: dict) -> str:
     return str(error.value)
 
 
+def test_a_section_that_is_missing_is_named_by_the_key_that_it_needs() -> None:
+    with pytest.raises(UserError) as error:
+        parse_experiment({"run": {"name": "x"}})
+    keys = [line.split(": ")[0] for line in str(error.value).splitlines()]
+    assert keys == ["model.path", "data.train"]
+
+
+def test_a_key_that_is_written_out_is_known_by_its_initials() -> None:
+    for key, meant in (("learning_rate", "lr"), ("tensor_parallel", "tp")):
+        assert f"Did you mean trainer.{meant}? " in message({"trainer": {key: 1}})
+
+
+def test_a_wrong_entry_of_a_list_gives_one_message() -> None:
+    assert "\n" not in message({"rewards": [{"function": "integer", "wieght": 1}]})
+    assert "expected a list of at least 1. " in message({"rewards": []})
+
+
 def test_file_inherits_merges_and_overrides_win(write):
     write("base.yaml", BASE)
     write("more.yaml", "run: {steps: 20}\nrollout: {engines: 2}")
@@ -383,11 +400,6 @@ def test_a_value_of_the_wrong_type_or_range_is_explained(section, values, expect
 
 def test_every_wrong_key_gets_its_own_line():
     assert len(message({"run": {"steps": 0, "sede": 1}, "sync": {"bucket_mib": 0}}).splitlines()) == 3
-
-
-def test_required_keys_are_named():
-    with pytest.raises(UserError, match=r"model: found nothing"):
-        parse_experiment({"data": {"train": "/t"}})
 
 
 @pytest.mark.parametrize("bounds", [{}, {"above": 1.0, "below": 0.0}])

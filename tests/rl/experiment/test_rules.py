@@ -73,6 +73,11 @@ GATES: list[tuple[str, list[str], list[str]]] = [
         ["rollout.staleness=1", gates(WARN)],
     ),
     (
+        "'rollout/tokens_age_1 with rollout.staleness=0'",
+        [gates("metric: rollout/tokens_age_1, above: 0.1")],
+        ["rollout.staleness=1", gates("metric: rollout/tokens_age_0, above: 0.1")],
+    ),
+    (
         "'train/clip_fraction with 2 updates of a batch'",
         [gates("metric: train/clip_fraction, above: 0.1"), "algorithm.updates_per_batch=2"],
         [gates("metric: train/grad_norm, above: 0.1")],

@@ -14,7 +14,7 @@ import fp8rl.rl.experiment.preconditions
 import fp8rl.rl.run.restarts as restarts_module
 from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.restarts import run_with_restarts
+from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from tests.support.experiments import experiment
@@ -49,6 +49,14 @@ def dying(times: int, error: Exception) -> Any:
 def train(folder: Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["train", str(EXAMPLES / "arithmetic.yaml"), f"run.dir={folder}"])
     return result.exit_code, result.output
+
+
+def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_that_resumes(tmp_path: Path) -> None:
+    files = new_run(tmp_path / "it")
+    files.capsule(3).mkdir(parents=True)
+    resume = f"resume   fp8rl train {files.experiment} --resume"
+    assert commands_after_a_stop(files, 3) == [f"why      fp8rl attribute {files.capsule(3)}", resume]
+    assert commands_after_a_stop(files, 4) == [resume], "an older capsule says nothing about this step"
 
 
 def test_a_lost_trainer_is_followed_by_another_beside_the_same_engines(

@@ -225,9 +225,12 @@ def test_columns_have_names_of_the_users_and_may_be_nested(tmp_path, data_cache)
     assert (problems[0].question, problems[0].answer) == ("1+1=?", "2")
     assert problems[0].fields == {"reward_model": {"ground_truth": "2", "style": "rule"}, "when": "2026-01-02"}
     with pytest.raises(
-        UserError, match="k: row 2 of .*found no 'reward_model.ground_truth' but prompt, reward_model, when"
-    ):
+        UserError, match=r"k: row 2 of .*found \['prompt', 'reward_model', 'when'\], expected a column 'reward_model.gr"
+    ) as error:
         problems[1]
+    assert error.value.key.startswith("k: row 2 of ") and error.value.remedy.startswith(
+        "Correct row 2, or set data.keys"
+    )
 
 
 def test_a_whole_number_is_an_answer_and_a_system_prompt_begins_what_has_none(tmp_path):
@@ -268,7 +271,7 @@ def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
         assert text.startswith("data.train: keys.question: found 'prompt', expected a column of")
         assert "which has question, answer, level. Set data.keys.question" in text
     text = refusal(dataclasses.replace(saved["lines"], answer="solution.value"))
-    assert "line 1" in text and "'solution.value' but question, answer, level" in text and "data.keys.answer" in text
+    assert "line 1" in text and "expected a column 'solution.value'" in text and "data.keys.answer" in text
     for form in ("folder", "saved splits"):
         for split in ("validation", None):
             text = refusal(dataclasses.replace(saved[form], split=split))

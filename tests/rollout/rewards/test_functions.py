@@ -80,6 +80,7 @@ def test_ours_are_found_by_name_and_take_what_they_say(name: str) -> None:
             {},
             "found 'exact', expected integer, math, format, length, environment, http, model, package.module:name",
         ),
+        ("maths", {}, "Did you mean math? Correct the name"),
         ("{}/mine.py:long", {}, "expected a function of {}/mine.py, which has short, ranked, asked"),
         (
             "{}/mine.py:number",
