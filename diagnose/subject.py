@@ -119,6 +119,13 @@ def run_at(run: RunDir, experiment: Experiment, step: int | None) -> Subject:
     return Subject(run.name, run.path, experiment, numerics, None if step is None else run.checkpoint(step))
 
 
+def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:
+    """Return what a run computes with since its last checkpoint: a gate may have moved it to BF16."""
+    return GateState.of_checkpoint(run, max(run.checkpoint_steps(), default=None)).numerics(
+        experiment.numerics_config()
+    )
+
+
 # Models that are served: by a run that is over, or in the directory of a model.
 
 LONGEST = 32768
@@ -213,7 +220,7 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
     return Served(
         path,
         files.name,
-        run_at(files, experiment, max(files.checkpoint_steps(), default=None)).numerics,
+        last_numerics(files, experiment),
         experiment.rollout,
         None if beside is None else StoredAdapter(files.adapter, beside),
         None if harness is None else harness.tool_parser,

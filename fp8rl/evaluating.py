@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8rl.diagnose.subject import Served, read_served, run_at
+from fp8rl.diagnose.subject import Served, last_numerics, read_served
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.fetching import fetched
@@ -82,7 +82,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     experiment = fetched(experiment)
     numerics = experiment.numerics_config()
     if files.experiment.is_file() and not any(override.startswith("numerics") for override in overrides):
-        numerics = run_at(files, experiment, max(files.checkpoint_steps(), default=None)).numerics  # as it ended
+        numerics = last_numerics(files, experiment)
     return replace(served, numerics=numerics, rollout=experiment.rollout), experiment
 
 

@@ -33,10 +33,15 @@ def end_without_ray(files: RunDir, why: str) -> None:
     os._exit(STOPPED)
 
 
+def resume_command(files: RunDir) -> str:
+    """Return the line that says how to resume a run."""
+    return f"resume   fp8rl train {files.experiment} --resume"
+
+
 def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leaves nothing") -> str:
     """Return what to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
     if files.checkpoint_steps():
-        return f"resume   fp8rl train {files.experiment} --resume"
+        return resume_command(files)
     if files.begun:
         return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
     return unbegun

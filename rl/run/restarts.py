@@ -17,7 +17,7 @@ from fp8rl.rl.report.report import write_report
 from fp8rl.rl.report.summary import summarize
 from fp8rl.rl.report.verdict import verdict
 from fp8rl.rl.run.cluster.reservations import NoRoomError
-from fp8rl.rl.run.early_end import STOPPED
+from fp8rl.rl.run.early_end import STOPPED, resume_command
 from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import EnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
@@ -113,4 +113,4 @@ def finish(run: LiveRun, stopped: str = "") -> None:
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
     why = [f"why      fp8rl attribute {files.capsule(step)}"] if step in files.capsule_steps() else []
-    return [*why, f"resume   fp8rl train {files.experiment} --resume"]
+    return [*why, resume_command(files)]

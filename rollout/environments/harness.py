@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from fp8rl.rollout.deadlines import end, end_process
+from fp8rl.rollout.environments import supervisor
 from fp8rl.rollout.environments.branch import ConversationOverError
 from fp8rl.rollout.environments.config import HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
@@ -24,7 +23,6 @@ from fp8rl.rollout.types import Problem
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
 """Variables of the run that a command is given; keys of other services are not among them."""
 _KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
@@ -98,7 +96,8 @@ class Harness:
         environment = {name: os.environ[name] for name in names if name in os.environ} | own
         reach_loopback(environment)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_SUPERVISOR), *config.command),
+            *supervisor.COMMAND,
+            *config.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from fp8rl.rollout.deadlines import end_process, within
+from fp8rl.rollout.environments import supervisor
 from fp8rl.rollout.environments.builtin import Count
 from fp8rl.rollout.environments.conversation import Conversation
 
 LONGEST_OUTPUT = 4096
 """Characters of its output that are kept."""
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _START_SECONDS = 20.0
 """Seconds in which the interpreter starts on a busy machine."""
 
@@ -45,18 +43,18 @@ async def run_python(code: str, *, timeout_s: float = 5.0, memory_mib: int = 512
         {"code": code, "timeout_s": timeout_s, "memory": memory_mib * 2**20, "longest": LONGEST_OUTPUT}
     )
     with tempfile.TemporaryDirectory(prefix="fp8rl-python-") as folder:
-        supervisor = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_SUPERVISOR)),
+        process = await asyncio.create_subprocess_exec(
+            *supervisor.COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
         )
         try:
-            reply, error = await within(timeout_s + _START_SECONDS, supervisor.communicate(request.encode()))
+            reply, error = await within(timeout_s + _START_SECONDS, process.communicate(request.encode()))
         finally:
-            await end_process(supervisor)  # which ends what it has started
-    if supervisor.returncode:
+            await end_process(process)  # which ends what it has started
+    if process.returncode:
         raise RuntimeError(f"the process for Python code has failed: {error.decode(errors='replace').strip()}")
     return Ran(**json.loads(reply))
 

@@ -21,6 +21,9 @@ import sys
 import time
 from typing import Any
 
+COMMAND = (sys.executable, "-I", "-S", __file__)
+"""The beginning of a command line by which this program runs; what follows is the command that it supervises."""
+
 _PDEATHSIG, _NO_NEW_PRIVS, _SECCOMP, _SUBREAPER = 1, 38, 22, 36  # of prctl(2)
 _SCRIPT = "answer.py"
 _FILE_LIMIT = 16 * 2**20

@@ -13,13 +13,11 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8rl.rollout.types import Problem
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _KEPT = 40
 """Last lines of the process's errors that a message has."""
 _MOST_BYTES = 1 << 26
@@ -34,7 +32,9 @@ class Verifiers:
 
     def __init__(self, env: Mapping[str, Any], python: str = sys.executable) -> None:
         """env: the `env` block of verifiers' own configuration. python: the interpreter that has verifiers."""
-        self._command = (sys.executable, "-I", "-S", str(_SUPERVISOR), python, "-P", __file__, "play", json.dumps(env))
+        from fp8rl.rollout.environments import supervisor  # here alone: verifiers' own Python runs this file, too
+
+        self._command = (*supervisor.COMMAND, python, "-P", __file__, "play", json.dumps(env))
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading: list[asyncio.Task[None]] = []

@@ -140,8 +140,9 @@ def math(answer: str, reference: str, finished: bool) -> float:
         return 1.0
     from math_verify import parse
 
-    marked = _marked(plain(reference))
-    result = plain(reference) if marked is None else marked
+    reference_text = plain(reference)
+    marked = _marked(reference_text)
+    result = reference_text if marked is None else marked
     # The caller's deadline replaces math-verify's own.
     expected = _read(result) or parse(result, parsing_timeout=None)
     if not expected:
