@@ -99,7 +99,7 @@ def processor() -> str:
     """Name the kind of processor, by what chooses the instructions of torch's and our sums: MKL's depend on the maker,
     too."""
     known = _cpuinfo()
-    wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in known["flags"].split()]
+    wide = [flag for flag in ("avx512_bf16", "amx_bf16", "amx_fp16") if flag in known["flags"].split()]
     return "-".join([known["vendor_id"], torch.backends.cpu.get_cpu_capability(), *wide]).lower()
 
 

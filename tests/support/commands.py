@@ -8,6 +8,6 @@ from fp8rl.cli import app
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
-    """The exit code of `fp8rl` with these arguments, and all that it printed."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """The exit code of `fp8rl` with these arguments, and all that it printed. What it raises is raised here."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     return result.exit_code, result.output

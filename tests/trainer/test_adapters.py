@@ -19,6 +19,7 @@ from fp8rl.models.checkpoint.peft import base_digest
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.shared_memory import DeviceMemory
 from fp8rl.numerics.digest import tensor_digest
+from fp8rl.numerics.ops.linear import ROW_BLOCK
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.inventory import inventory
 from fp8rl.trainer.modules.precision import Adapter
@@ -130,12 +131,17 @@ def test_at_the_start_an_adapter_changes_nothing_and_the_base_has_no_state(
 
 @pytest.mark.parametrize("mode", ["merged", "separate", "full"])
 def test_no_gradient_of_a_weight_is_computed(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
-    """Nothing that a pass makes has the shape of a weight, unless weights are trained."""
+    """Nothing that a pass makes has the shape of a weight, unless weights are trained.
+
+    No weight has as few rows as a micro-batch, in the whole blocks of 64 that AMX multiplies, too.
+    """
     config = None if mode == "full" else AdapterSection(rank=24, mode=mode)
-    trainer, batch = make_trainer(moe_path, "fp8", adapter=config), random_batch(seed=0)
+    trainer = make_trainer(moe_path, "fp8", adapter=config, micro_batch_tokens=3 * ROW_BLOCK)
+    batch = random_batch(seed=0)
     rows = trainer.weights.rows(trainer.model)
     of_layers = (each for name, each in named_weights(trainer.model) if rows[name][0].kind)
     shapes = {tuple(each.shape[-2:]) for each in of_layers}
+    assert min(shapes)[0] > 3 * ROW_BLOCK
     trainer.score(batch)  # after which operands are there
     with made() as found:
         trainer.forward_backward(batch, cross_entropy(batch))

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.terminal import say_error
@@ -187,6 +187,7 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = clustered
         _set(former)
+        Config.initialize("")  # or a later client of another cluster would be asked for a token
         AuthenticationTokenLoader.instance().reset_cache()
 
 
@@ -213,11 +214,9 @@ def _shut_down(**options: Any) -> None:
 
 
 def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in variables:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 def _start(folder: Path, **options: Any) -> None:

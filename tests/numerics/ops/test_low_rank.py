@@ -181,21 +181,28 @@ def experts_of(shared, spec, width=128):
 
 @pytest.mark.parametrize(("rank", "scale"), ((8, 2.0), (3, 2.0), (8, 1.5)))
 def test_few_rows_of_many_experts_have_the_bits_of_each_expert_alone(rank, scale, monkeypatch):
-    """They are computed with the matrices of all experts side by side, where that is faster."""
+    """They are computed with the matrices of all experts side by side, where that is faster: the bits are the same."""
     counts = torch.tensor([7, 0, 20, 2, 1, 9, 0, 1])
     x, a, b = randn(40, K), randn(8, 2 * rank, K), randn(8, N, 2 * rank)
     b.unflatten(2, (2, rank))[:, torch.arange(N), 1 - part_of(N, 2)] = 0
-    assert grouped.one_product_is_faster(x, counts.tolist(), a[0].numel())
-
-    def both():
+    found = {}
+    for joined in (True, False):
+        for module in ("grouped", "low_rank"):
+            monkeypatch.setattr(f"fp8rl.numerics.ops.{module}.one_product_is_faster", lambda *_, joined=joined: joined)
         h = grouped.grouped_linear(x, counts, a)
-        return h, ops.grouped_low_rank_term(h, counts, b, scale, 2)
-
-    found = both()
-    monkeypatch.setattr(grouped, "_CALL", 0)
-    assert not grouped.one_product_is_faster(x, counts.tolist(), a[0].numel())
-    for one, other in zip(found, both(), strict=True):
+        found[joined] = h, ops.grouped_low_rank_term(h, counts, b, scale, 2)
+    for one, other in zip(found[True], found[False], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "by_rows", "chosen"), ((40, False, True), (40, True, False), (4000, False, False), (4000, True, False))
+)
+def test_experts_are_joined_where_calls_cost_most_and_the_library_does_not_choose_by_rows(
+    rows, by_rows, chosen, monkeypatch
+):
+    monkeypatch.setattr(grouped, "chooses_by_rows", lambda *_: by_rows)
+    assert grouped.one_product_is_faster(randn(rows, K), [rows // 8] * 8, 2 * RANK * K) == chosen
 
 
 def of_expert(low_rank, expert):

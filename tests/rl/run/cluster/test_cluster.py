@@ -19,6 +19,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 import fp8rl.trainer, psutil, ray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 def all_on_loopback(family):
@@ -33,8 +34,11 @@ for failing in (False, True):
         ray.init(address="local", include_dashboard=False)
         ray.shutdown()
         assert (home / ".ray" / "auth_token").is_file(), "Ray's own"
+    asked = is_token_auth_enabled()
+    assert asked == failing
     try:
         with ray_cluster(logs):
+            assert is_token_auth_enabled()
             family = psutil.Process().children(recursive=True)
             names = {process.name() for process in family}
             assert {"gcs_server", "raylet"} <= names, names
@@ -58,6 +62,7 @@ for failing in (False, True):
     gone, alive = psutil.wait_procs(family, timeout=10)
     assert not alive, alive
     assert not ray.is_initialized() and not folder.parent.exists()
+    assert is_token_auth_enabled() == asked, "clients of other clusters would need a token"
     assert logs.is_dir() == failing
 assert (logs / "raylet.out").is_file()
 """

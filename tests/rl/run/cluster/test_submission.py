@@ -8,18 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import fp8rl.rl.run.cluster.submission
-from fp8rl.cli import app
+from tests.support.commands import invoke
 from tests.support.paths import EXAMPLES
 
 SPEC = str(EXAMPLES / "arithmetic.yaml")
 
 
 def typed(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["submit", *arguments])
-    return result.exit_code, result.output
+    return invoke("submit", *arguments)
 
 
 def test_a_cluster_that_does_not_answer_is_one_message() -> None:
