@@ -37,7 +37,6 @@ from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send
 from fp8rl.weight_sync.served import write_description
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
-from lab.bench.measure import Result
 from lab.bench.runs import exact_steps
 
 if TYPE_CHECKING:
@@ -95,12 +94,14 @@ def agreement(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
 def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     """Sampled tokens per second, one engine after the other: their memory and graphs are not to be shared."""
     sides = {
-        "BF16": NumericsConfig(mode="native", spec=SPEC, trainer="bf16", rollout="bf16"),
-        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
         "FP8 exact": NumericsConfig(mode="exact", spec=SPEC),
+        "BF16 exact": NumericsConfig(mode="exact", spec=SPEC, trainer="bf16", rollout="bf16"),
+        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
+        "BF16": NumericsConfig(mode="native", spec=SPEC, trainer="bf16", rollout="bf16"),
     }
-    path, found = written(sizes.served, watch.device, done.scratch), {}
-    for name, numerics in sides.items():
+    path = written(sizes.served, watch.device, done.scratch)
+
+    def rate(name: str, numerics: NumericsConfig) -> float:
         implementation.choose(watch.device, numerics.spec)
         with _serving(path, numerics, sizes) as served:
             served.sync(_Stored(path, read_model(path), watch.device), 0)
@@ -109,12 +110,13 @@ def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
                 start = time.perf_counter()
                 count = sum(len(answer.token_ids) for answer in served.answer(sizes, index))
                 measured.append(count / (time.perf_counter() - start))
-        found[name] = statistics.median(measured[1:])  # the first compiles
+        median = statistics.median(measured[1:])  # the first compiles
         done.row({"engine": name, "answers": sizes.prompts * sizes.answers, "tokens of each": sizes.new_tokens},
-                 {"tokens/s": found[name], "slowest": min(measured[1:]), "fastest": max(measured[1:])})  # fmt: skip
-    for over, under, bar in (("FP8 exact", "BF16", 0.6), ("FP8 exact", "FP8 native", 0.8)):
-        parts = {f"{side} (tokens/s)": found[side] for side in (over, under)}
-        done.result(Result(f"rollout tokens/s, {over} / {under}", found[over] / found[under], bar, True, parts))
+                 {"tokens/s": median, "slowest": min(measured[1:]), "fastest": max(measured[1:])})  # fmt: skip
+        return median
+
+    bars = (("FP8 exact", "BF16 exact", 1.0), ("FP8 exact", "BF16", 0.6), ("FP8 exact", "FP8 native", 0.8))
+    done.ratios("rollout", "tokens/s", done.each_side(sides, rate), bars)
 
 
 def demo(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:

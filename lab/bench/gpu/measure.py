@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lab.bench.measure import Result
+
+Side = TypeVar("Side")
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,25 @@ class Measured:
         self.results.append(result)
         if self._timed or not of_times:
             self._say({"result": asdict(result)})
+
+    def each_side(self, sides: Mapping[str, Side], measure: Callable[[str, Side], float]) -> dict[str, float]:
+        """Measure each side by its name. A side that fails is left out with its error; the others are measured."""
+        found = {}
+        for name, side in sides.items():
+            try:
+                found[name] = measure(name, side)
+            except (
+                Exception
+            ) as error:  # of a library that has not run on such a machine: a row of the others is worth more
+                self.leave_out(name, f"{type(error).__name__}: {str(error)[:300]}")
+        return found
+
+    def ratios(self, what: str, unit: str, found: Mapping[str, float], bars: Iterable[tuple[str, str, float]]) -> None:
+        """Judge the sides that were measured: (over, under, the least ratio of the two) for each bar."""
+        for over, under, bar in bars:
+            if over in found and under in found:
+                parts = {f"{side} ({unit})": found[side] for side in (over, under)}
+                self.result(Result(f"{what}, {over} / {under}", found[over] / found[under], bar, True, parts))
 
     def leave_out(self, what: str, why: str) -> None:
         if what not in self.left_out:

@@ -18,7 +18,6 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel
 from fp8rl.trainer.distributed.layout import Layout
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch, written
-from lab.bench.measure import Result
 from lab.bench.trainers import random_batch
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -68,34 +67,30 @@ def _digests(
 
 
 def rates(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
-    """Tokens per second of forward and backward: BF16 and FP8 of the libraries, and exact FP8."""
+    """Tokens per second of forward and backward: exact FP8 first, then FP8 and BF16 of the libraries."""
     sides = {
-        "BF16 native": NumericsConfig(mode="native", spec=SPEC, trainer="bf16"),
-        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
         "FP8 exact": NumericsConfig(mode="exact", spec=SPEC),
+        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
+        "BF16 native": NumericsConfig(mode="native", spec=SPEC, trainer="bf16"),
     }
     config = TrainerSection(micro_batch_tokens=sizes.batch * sizes.length)
-    layout = _start(sides["FP8 native"], config, watch)
+    layout = _start(sides["FP8 exact"], config, watch)
     if watch.device.type == "cuda" and not device.has_transformer_engine():
         # Megatron's own attention would keep all scores of 4,096 tokens, which no user's run does.
         done.leave_out("native training", "not installed: transformer_engine")
         del sides["BF16 native"], sides["FP8 native"]
-    path, found = written(sizes.stack, watch.device, done.scratch), {}
-    for name, numerics in sides.items():  # one after the other: three optimizers do not fit
+    path, tokens = written(sizes.stack, watch.device, done.scratch), sizes.batch * sizes.length
+
+    def rate(name: str, numerics: NumericsConfig) -> float:
+        _free()  # one side after the other: three optimizers do not fit
         seconds = _step_seconds(path, config, numerics, layout, sizes, watch)
-        _free()
-        found[name] = sizes.batch * sizes.length / seconds["forward and backward"]
-        done.row({"side": name}, {"tokens/s": found[name], **seconds})
+        done.row({"side": name}, {"tokens/s": tokens / seconds["forward and backward"], **seconds})
+        return tokens / seconds["forward and backward"]
+
+    found = done.each_side(sides, rate)
     parallel.shutdown()
-    tokens = f"{sizes.batch * sizes.length:,} tokens"
-    for name, over, under, bar in (
-        ("train, FP8 native / BF16", "FP8 native", "BF16 native", 1.3),
-        ("train, FP8 exact / BF16", "FP8 exact", "BF16 native", 1.1),
-        ("train, FP8 exact / FP8 native", "FP8 exact", "FP8 native", 0.75),
-    ):
-        if over in found and under in found:
-            parts = {f"{side} (tokens/s)": found[side] for side in (over, under)}
-            done.result(Result(f"{name} ({tokens})", found[over] / found[under], bar, True, parts))
+    bars = (("FP8 native", "BF16 native", 1.3), ("FP8 exact", "BF16 native", 1.1), ("FP8 exact", "FP8 native", 0.75))
+    done.ratios(f"train ({tokens:,} tokens)", "tokens/s", found, bars)
 
 
 @torch.enable_grad()

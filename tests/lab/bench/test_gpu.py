@@ -125,6 +125,21 @@ def test_a_stopwatch_counts_kernels_alone_or_with_the_host(monkeypatch: pytest.M
     assert watch.side_by_side({"one": call}, with_host=True) == {"one": pytest.approx(120e-6)}
 
 
+def test_a_side_that_fails_is_left_out_and_the_others_are_judged(tmp_path: Path) -> None:
+    def measured(name: str, rate: float) -> float:
+        if rate < 0:
+            raise RuntimeError("no kernel for this device")
+        return rate
+
+    done = Measured(tmp_path, lambda line: None)
+    found = done.each_side({"exact": 3.0, "native": -1.0, "BF16": 2.0}, measured)
+    done.ratios("train", "tokens/s", found, [("exact", "BF16", 1.1), ("exact", "native", 0.8)])
+    assert done.left_out == {"native": "RuntimeError: no kernel for this device"}
+    assert [(result.name, result.value, result.passed) for result in done.results] == [
+        ("train, exact / BF16", 1.5, True)
+    ]
+
+
 @pytest.mark.slow
 def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
     def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:

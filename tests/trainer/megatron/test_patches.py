@@ -6,8 +6,10 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from fp8rl.trainer.megatron import patches
 from fp8rl.trainer.megatron.patches import OVERRIDES, problem_of
@@ -74,6 +76,28 @@ def test_a_function_is_compiled_when_it_is_first_called() -> None:
     assert decorated == []
     assert (twice(2), twice(3), thrice(1), twice.__name__) == (-4, -6, -3, "twice")
     assert decorated == [("twice", {}), ("thrice", {"dynamic": True})]
+
+
+def compile_2_11(model, *, fullgraph=False, dynamic=None, backend="inductor", mode=None, options=None, disable=False):
+    return lambda number: -model(number) if dynamic else number
+
+
+def compile_2_13(
+    model, *, fullgraph=False, dynamic=None, backend="inductor", mode=None, options=None, name=None, disable=False,
+    recompile_limit=None, isolate_recompiles=False, shapes_spec=None,
+):  # fmt: skip
+    return lambda number: -model(number) if dynamic else number
+
+
+@pytest.mark.parametrize("release", [compile_2_11, compile_2_13])
+def test_the_trainer_starts_with_each_torch_whose_compile_has_these_parameters(
+    release: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.compile", release)
+    assert problem_of(patches.LATE_COMPILE) is None
+    with patches.applied(patches.LATE_COMPILE):
+        late = torch.compile(lambda number: 2 * number, dynamic=True)
+    assert late(2) == -4
 
 
 def said_by(script: str) -> list[str]:
