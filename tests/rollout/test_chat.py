@@ -207,7 +207,7 @@ REWRITING = {
     "counts its messages": "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}",
     "moves the system prompt": "{% for m in messages if m.role != 'system' %}{% if loop.last %}"
     "{{ messages[0].content }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
-    "shows the last turn alone": "{{ messages[-1].content }}",
+    "shows the last turn alone": "{{ messages[0].content if messages[0].role == 'system' }}{{ messages[-1].content }}",
 }
 
 
