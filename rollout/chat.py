@@ -218,8 +218,8 @@ def thoughts(message: Message) -> str:
     found = {key: message[key] for key in KEYS_OF_THOUGHTS if message.get(key)}
     texts = {value for value in found.values() if isinstance(value, str)}
     if found and len(texts) != 1:
-        expected, remedy = "the thoughts as one text", f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
-        raise user_error(", ".join(found), found=[*found.values()], expected=expected, remedy=remedy)
+        remedy = f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
+        raise user_error(", ".join(found), found=[*found.values()], expected="thoughts as one text", remedy=remedy)
     return next(iter(texts), "")
 
 
@@ -230,35 +230,25 @@ _Attempt = Callable[[Sequence[Message]], str | None]
 def _in_known_roles(attempt: _Attempt, messages: Sequence[Message]) -> Sequence[Message]:
     """Return messages whose roles the template knows: `developer` is `system` where it has no such role.
 
-    Raises UserError: it leaves a message out.
+    Raises UserError: it leaves the content of a message out, or writes it as it does under any other role.
     """
-    for role in ("developer", "system"):
-        messages = [{**each, "role": role} if each["role"] == "developer" else each for each in messages]
-        if (unknown := _unknown(attempt, messages)) is None:
-            return messages
-    raise user_error(
-        f"messages.{unknown}",
-        found=messages[unknown or 0],
-        expected="a role that the chat template writes there: it would leave this message out",
-        remedy="Correct the role, or put the text into another message.",
-    )
-
-
-def _unknown(attempt: _Attempt, messages: Sequence[Message]) -> int | None:
-    """Return the place of a message whose content the template leaves out, or writes as it does for any other role."""
     marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
     asked = [number for number, each in enumerate(marked) if each["role"] not in ("user", "assistant")]
     text = attempt(marked) if asked else None
     for number in asked:
-        role, others = marked[number]["role"], [*marked]
-        others[number] = {**marked[number], "role": "\ue000role\ue001"}
-        if text is None:  # the template will say why, unless the reason may be this role
+        role, other = messages[number]["role"], {**marked[number], "role": "\ue000role\ue001"}
+        if text is None:  # the template will say why, unless this role may be the reason
             known = role != "developer"
-        else:
-            known = marked[number]["content"] in text and (role in ("system", "tool") or attempt(others) != text)
+        elif known := marked[number]["content"] in text:
+            known = role in ("system", "tool") or attempt([*marked[:number], other, *marked[number + 1 :]]) != text
+        if not known and role == "developer":
+            renamed = [{**each, "role": "system"} if each["role"] == role else each for each in messages]
+            return _in_known_roles(attempt, renamed)
         if not known:
-            return number
-    return None
+            expected = "a role that the chat template writes there: it would leave this message out"
+            remedy = "Correct the role, or put the text into another message."
+            raise user_error(f"messages.{number}", found=messages[number], expected=expected, remedy=remedy)
+    return messages
 
 
 def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
@@ -268,16 +258,16 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     """
     copied = dict(message)
     if said := thoughts(message):
-        asked = [{"role": "user", "content": "?"}, {"role": message["role"], "content": SAID}]
+        asked, turn = {"role": "user", "content": "?"}, {"role": message["role"], "content": SAID}
         own = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
-        for key in (*own, *KEYS_OF_THOUGHTS[:3]):
-            if THOUGHT in (attempt([asked[0], {**asked[1], key: THOUGHT}]) or ""):
-                copied[key] = said
-                break
-        else:
+        keys = [
+            key for key in (*own, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
+        ]
+        if not keys:
             expected = f"none: the chat template writes no thoughts in a message of the role {message['role']}"
             remedy = "Leave them out, or put them into the content as the model writes them."
             raise user_error(own[0], found=said, expected=expected, remedy=remedy)
+        copied[keys[0]] = said
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
         copied["tool_calls"] = []
         for call in calls:

@@ -10,12 +10,16 @@ import copy
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 _EDGE = "\ue000"
 """Put around a value, so that it is neither JSON nor null, and no blank at its ends is left out."""
 _VALUE = re.compile(r"(<(arg_value|parameter|param|steptml:parameter)(?:[ =][^>]*)?>\n?)(.*?)(\n?</\2>)", re.DOTALL)
 """A value whose type is not written."""
+_FURTHER = ""
+"""Stands for the names of arguments that a schema does not name."""
 
 
 def parsers() -> list[str]:
@@ -58,75 +62,56 @@ def parse_calls(
 
 def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[str, list[Any]]:
     """Find the calls in a turn, with texts to the letter (around `FunctionCallParser.parse_non_stream`)."""
+    from sglang.srt.function_call.utils import get_schema_properties
+
     marked = _VALUE.sub(rf"\1{_EDGE}\3{_EDGE}\4", text)
     if marked == text:
         return original(parser, text)  # type: ignore[no-any-return]
-    schemas = {tool.function.name: tool.function.parameters for tool in parser.tools}
-    letters = original(_with_texts(parser, lambda *_: True), marked)[1]
-    rest, calls = original(_with_texts(parser, _takes), text)
-    if [call.name for call in letters] == [call.name for call in calls]:
-        for call, written in zip(calls, letters, strict=True):
-            call.parameters = _to_the_letter(call.parameters, written.parameters, schemas.get(call.name))
+    typed, literal = copy.deepcopy(parser), copy.deepcopy(parser)  # to `literal`, every argument is a text
+    kinds: dict[tuple[str, str], set[str]] = {}
+    for tool, other in zip(typed.tools, literal.tools, strict=True):
+        schema, own = tool.function.parameters, get_schema_properties(tool.function.parameters)
+        kinds |= {(tool.function.name, name): _kinds(part, schema) for name, part in own.items()}
+        text_alone = {name: {"type": "string"} for name in own}
+        other.function.parameters = {"type": "object", "properties": text_alone}
+        texts = {name: part for name, part in text_alone.items() if "string" in kinds[tool.function.name, name]}
+        tool.function.parameters = {"type": "object", "properties": own | texts}
+        kinds[tool.function.name, _FURTHER] = _kinds((schema or {}).get("additionalProperties"), schema)
+    rest, calls = original(typed, text)
+    for call, written in zip(calls, original(literal, marked)[1], strict=False):
+        with suppress(ValueError):  # arguments that are no JSON have no such values
+            arguments, letters = json.loads(call.parameters), json.loads(written.parameters)
+            for name, value in letters.items() if call.name == written.name else ():
+                taken = kinds.get((call.name, name), kinds.get((call.name, _FURTHER), set()))
+                if "string" in taken and isinstance(value, str) and _EDGE in value:
+                    value = value.replace(_EDGE, "")
+                    arguments[name] = None if value == "null" and "null" in taken else value
+                    call.parameters = json.dumps(arguments, ensure_ascii=False)
     return rest, calls
 
 
-def _with_texts(parser: Any, is_text: Callable[..., bool]) -> Any:
-    """Copy a parser, which then takes some arguments of each tool for texts."""
-    copied = copy.deepcopy(parser)
-    for tool in copied.tools:
-        schema = tool.function.parameters
-        found = {name: {"type": "string"} if is_text(own, schema) else own for name, own in _arguments(schema).items()}
-        tool.function.parameters = {"type": "object", "properties": found}
-    return copied
-
-
-def _to_the_letter(found: str, letters: str, schema: Any) -> str:
-    """Return a call's arguments as they were found, but those that the schema takes as texts as they were written."""
-    try:
-        arguments, written = json.loads(found), json.loads(letters)
-    except ValueError:
-        return found
-    for name, value in written.items():
-        own = _arguments(schema).get(name, schema.get("additionalProperties") if isinstance(schema, dict) else None)
-        if isinstance(value, str) and _EDGE in value and _takes(own, schema):
-            text = value.replace(_EDGE, "")
-            arguments[name] = None if text == "null" and _takes(own, schema, "null") else text
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def _arguments(schema: Any) -> dict[str, Any]:
-    from sglang.srt.function_call.utils import get_schema_properties
-
-    return get_schema_properties(schema)  # type: ignore[no-any-return]
-
-
-def _takes(schema: Any, root: Any, kind: str = "string", depth: int = 8) -> bool:
-    """Return True if a JSON schema, a part of `root`, says that it takes a value of this kind, `string` or `null`."""
+def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """Return the types of values that a JSON schema, a part of `root`, names; of listed values, `string` and `null`."""
     if not isinstance(schema, dict) or not depth:
-        return False
-    if "$ref" in schema:
-        part = root
-        for name in str(schema["$ref"]).split("/")[1:]:
-            part = part.get(name) if isinstance(part, dict) else None
-        return _takes(part, root, kind, depth - 1)
-    if "type" in schema:
-        named = _list(schema, "type") or [schema["type"]]
-        return kind in named or (kind == "null" and schema.get("nullable") is True)
-    values = [*_list(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema, key)]
-    return any(isinstance(value, {"string": str, "null": type(None)}[kind]) for value in values) or any(
-        _takes(part, root, kind, depth - 1) for part in parts
-    )
-
-
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
-    return found if isinstance(found := schema.get(key), list) else []
+        return set()
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
+    if path := str(schema.get("$ref", "")).split("/")[1:]:
+        parts.append(reduce(lambda part, name: part.get(name) if isinstance(part, dict) else None, path, root))
+    found = {"null"} if schema.get("nullable") else set()
+    if named := schema.get("type"):
+        found |= {named} if isinstance(named, str) else {*named}
+    else:
+        values = schema.get("enum") or [schema.get("const", 0)]
+        found |= {"null" if value is None else "string" for value in values if value is None or isinstance(value, str)}
+    return found.union(*(_kinds(part, root, depth - 1) for part in parts))
 
 
 def hold_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[str, list[Any]]:
     """Stream a turn's text, and keep its calls back (around `FunctionCallParser.parse_stream_chunk`)."""
     if not hasattr(parser, "turn"):
-        parser.turn, parser.whole = "", copy.deepcopy(parser)
+        parser.turn, parser.whole, parser.tools = "", copy.deepcopy(parser), copy.deepcopy(parser.tools)
+        for tool in parser.tools:  # arguments are read at the end
+            tool.function.parameters = None
     parser.turn += text
     return original(parser, text)[0], []
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
-from fp8rl.rollout.chat import end_ids, fewest_tokens, read_arguments, render, text_size
+from fp8rl.rollout.chat import end_ids, fewest_tokens, render, text_size
 from fp8rl.rollout.openai import CHAT_SETTINGS, SETTINGS, Refusal, error_body, read_message
 from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
@@ -68,14 +68,6 @@ def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
     tokenizer.apply_chat_template = apply
     tokenizer.ends = end_ids(plain) if tokenizer.chat_template else ()
     return tokenizer
-
-
-def parse_arguments(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments in a chat's history as the trainer's prompts have them (`parse_tool_call_arguments`)."""
-    found = read_arguments(arguments)
-    if not isinstance(found, dict):
-        raise ValueError(f"tool_calls: found the arguments {arguments[:80]!r}, expected a JSON object")
-    return found
 
 
 def open_models(app: Any, manager: Callable[[], Any]) -> None:
@@ -336,7 +328,6 @@ def _is_in(token: int | str, vocabulary: int) -> bool:
 _TOOLS = "tools_as_sent"
 """The argument of the chat template that has a request's tools."""
 _FORMS = ("text", "json_object", "json_schema")
-_CHAT = "entrypoints.openai.serving_chat."
 _PARSER = "function_call.function_call_parser.FunctionCallParser."
 _SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."
 _TOKENIZER = "managers.tokenizer_manager.TokenizerManager."
@@ -357,7 +348,6 @@ HOOKS = (
         render_as_trained,
         "tokenizer_name args tokenizer_mode trust_remote_code tokenizer_revision tokenizer_backend kwargs",
     ),
-    Hook(_CHAT + "parse_tool_call_arguments", "replace", parse_arguments, "arguments"),
     Hook(_PARSER + "parse_non_stream", "around", read_calls, "full_text"),
     Hook(_PARSER + "parse_stream_chunk", "around", hold_calls, "chunk_text"),
     Hook(_PARSER + "parse_stream_end", "around", give_calls, ""),

@@ -205,7 +205,8 @@ class _Check:
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Templates refuse some orders of turns, and calls of other forms; each is rendered once."""
-        turns = [{**turn, "content": "x"} for turn in problem.messages]
+        said = ("user", "assistant", "tool")  # whose texts may be long
+        turns = [{**turn, "content": "x"} if turn["role"] in said else turn for turn in problem.messages]
         form = tuple((turn["role"], _form(turn)) for turn in turns)
         if form in self._rendered:
             return
