@@ -213,13 +213,13 @@ def _following(
 def thoughts(message: Message) -> str:
     """Return the thoughts of a turn, whatever key they stand under; empty: it has none.
 
-    Raises UserError: they are no text, or two keys have other ones.
+    Raises UserError: they are not the model's, they are no text, or two keys have other ones.
     """
     found = {key: message[key] for key in KEYS_OF_THOUGHTS if message.get(key)}
     texts = {value for value in found.values() if isinstance(value, str)}
-    if found and len(texts) != 1:
-        remedy = f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
-        raise user_error(", ".join(found), found=[*found.values()], expected="thoughts as one text", remedy=remedy)
+    if found and (len(texts) != 1 or message["role"] != "assistant"):
+        key, remedy = ", ".join(found), f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
+        raise user_error(key, found=[*found.values()], expected="one text, in an assistant's message", remedy=remedy)
     return next(iter(texts), "")
 
 
@@ -258,15 +258,14 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     """
     copied = dict(message)
     if said := thoughts(message):
-        asked, turn = {"role": "user", "content": "?"}, {"role": message["role"], "content": SAID}
+        asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
         own = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
         keys = [
             key for key in (*own, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
         ]
         if not keys:
-            expected = f"none: the chat template writes no thoughts in a message of the role {message['role']}"
             remedy = "Leave them out, or put them into the content as the model writes them."
-            raise user_error(own[0], found=said, expected=expected, remedy=remedy)
+            raise user_error(own[0], found=said, expected="none: the chat template writes no thoughts", remedy=remedy)
         copied[keys[0]] = said
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
         copied["tool_calls"] = []

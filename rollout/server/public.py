@@ -58,12 +58,13 @@ def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
     plain = copy.copy(tokenizer)
 
     def apply(messages: Any, tools: Any = None, add_generation_prompt: bool = False, **options: Any) -> str:
-        sent = options.pop(_TOOLS, [])
-        options = {name: value for name, value in options.items() if name not in ("tokenize", "return_dict")}
-        if tools:  # as they were sent: SGLang writes further keys, in another order
+        sent = options.pop(_SENT)
+        for name in ("tokenize", "return_dict"):
+            options.pop(name, None)
+        if tools:  # without those that a forced call leaves out
             names = [tool.get("function", tool)["name"] for tool in tools]
-            options["tools"] = [tool for tool in sent if tool["function"]["name"] in names] or tools
-        return render(plain, messages, options, answer=add_generation_prompt)
+            options["tools"] = [tool for tool in sent["tools"] if tool["function"]["name"] in names]
+        return render(plain, sent["messages"][: len(messages)], options, answer=add_generation_prompt)
 
     tokenizer.apply_chat_template = apply
     tokenizer.ends = end_ids(plain) if tokenizer.chat_template else ()
@@ -264,17 +265,20 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
 
 
 def _as_read(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a body with messages as a program's are read in training: SGLang would drop some of their thoughts.
+    """Return a body with the messages as they are read in training, once more for the chat template.
+
+    SGLang leaves out some of their keys, takes a last turn of the model for the user's, and adds keys to tools.
 
     Raises Refusal.
     """
-    if isinstance(found.get("messages"), list):
-        read = [read_message(each, f"messages.{number}") for number, each in enumerate(found["messages"])]
-        found = found | {"messages": [each | own for each, own in zip(found["messages"], read, strict=True)]}
-    options = found.get("chat_template_kwargs") or {}
-    if found.get("tools") and isinstance(options, dict):
-        found = found | {"chat_template_kwargs": options | {_TOOLS: found["tools"]}}
-    return found
+    messages, options = found.get("messages"), found.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not isinstance(options, dict):
+        return found
+    read = [read_message(each, f"messages.{number}") for number, each in enumerate(messages)]
+    if found.get("continue_final_message") and read and len(read[-1]) > 2:
+        raise Refusal("continue_final_message: found more than a content in the last message, expected that alone")
+    sent = {_SENT: {"messages": read, "tools": found.get("tools")}}
+    return found | {"messages": read, "chat_template_kwargs": options | sent}
 
 
 def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[str, str]]:
@@ -325,8 +329,8 @@ def _is_in(token: int | str, vocabulary: int) -> bool:
     return isinstance(token, str) or 0 <= token < vocabulary
 
 
-_TOOLS = "tools_as_sent"
-"""The argument of the chat template that has a request's tools."""
+_SENT = "as_sent"
+"""The argument of the chat template that has a request's messages and tools."""
 _FORMS = ("text", "json_object", "json_schema")
 _PARSER = "function_call.function_call_parser.FunctionCallParser."
 _SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."
