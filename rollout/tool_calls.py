@@ -16,8 +16,8 @@ from typing import Any
 
 _EDGE = "\ue000"
 """Put around a value, so that it is neither JSON nor null, and no blank at its ends is left out."""
-_VALUE = re.compile(r"(<(arg_value|parameter|param|steptml:parameter)(?:[ =][^>]*)?>\n?)(.*?)(\n?</\2>)", re.DOTALL)
-"""A value whose type is not written."""
+_TAGS = ("arg_value", "parameter", "param", "steptml:parameter")
+"""The tags around values whose type is not written."""
 _FURTHER = ""
 """Stands for the names of arguments that a schema does not name."""
 
@@ -64,7 +64,11 @@ def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
     """Find the calls in a turn, with texts to the letter (around `FunctionCallParser.parse_non_stream`)."""
     from sglang.srt.function_call.utils import get_schema_properties
 
-    marked = _VALUE.sub(rf"\1{_EDGE}\3{_EDGE}\4", text)
+    marked = text
+    for tag in _TAGS:
+        before, end, after = marked.rpartition(f"</{tag}>")  # what begins in `before` has an end
+        value = rf"(<{tag}(?:[ =][^<>]*)?>\n?)(.*?)(\n?</{tag}>)"
+        marked = re.sub(value, rf"\1{_EDGE}\2{_EDGE}\3", before + end, flags=re.DOTALL) + after
     if marked == text:
         return original(parser, text)  # type: ignore[no-any-return]
     typed, literal = copy.deepcopy(parser), copy.deepcopy(parser)  # to `literal`, every argument is a text

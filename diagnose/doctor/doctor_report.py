@@ -132,7 +132,7 @@ def _data(data: DataFound) -> Text:
     text.append(f"the first prompt, {tokens}:\n")
     text.append("".join(f"  | {line}\n" for line in _shortened(data.prompt).splitlines()), style="dim")
     if opened := _OPENED.search(data.prompt):
-        text.append(f"it ends in {opened[0]!r}: an answer, and so a pattern of the reward `format`, begins behind it\n")
+        text.append(f"it ends in {opened[0]!r}: an answer, and so what the reward `format` reads, begins behind it\n")
     text.append(f"its reference: {_shortened(data.reference)}")
     for name, reward in data.rewards.items():
         text.append(f"\nthe reward {name} gives to the reference as an answer: {reward}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -28,8 +27,6 @@ from fp8rl.rollout.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
 """Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
-_THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
-"""A turn with thoughts, whose beginning may stand in the prompt."""
 
 
 @dataclass(frozen=True)
@@ -230,11 +227,14 @@ def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> lis
 
 def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in one form, whether a program has split the model's thoughts off or sends them as they were."""
-    inside = _THOUGHTS.fullmatch(message["content"]) if message["role"] == "assistant" else None
-    said, content = inside.groups() if inside else (message.get("reasoning_content", ""), message["content"])
-    if not said:
+    said, content = message.get("reasoning_content", "").strip(), message["content"]
+    head, closed, rest = content.partition("</think>")  # <think> may stand in the prompt
+    inside = head.strip().removeprefix("<think>").strip()
+    if message["role"] != "assistant" or not (said or closed):
         return message
-    return {**message, "reasoning_content": said.strip(), "content": content.strip()}
+    if closed and said in ("", inside):
+        said, content = inside, rest
+    return {**message, "reasoning_content": said, "content": content.strip()}
 
 
 def _digest(before: bytes, value: Any) -> bytes:
