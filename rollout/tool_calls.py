@@ -18,8 +18,6 @@ _EDGE = "\ue000"
 """Put around a value, so that it is neither JSON nor null, and no blank at its ends is left out."""
 _TAGS = ("arg_value", "parameter", "param", "steptml:parameter")
 """The tags around values whose type is not written."""
-_FURTHER = ""
-"""Stands for the names of arguments that a schema does not name."""
 
 
 def parsers() -> list[str]:
@@ -80,13 +78,12 @@ def read_calls(original: Callable[..., Any], parser: Any, text: str) -> tuple[st
         other.function.parameters = {"type": "object", "properties": text_alone}
         texts = {name: part for name, part in text_alone.items() if "string" in kinds[tool.function.name, name]}
         tool.function.parameters = {"type": "object", "properties": own | texts}
-        kinds[tool.function.name, _FURTHER] = _kinds((schema or {}).get("additionalProperties"), schema)
     rest, calls = original(typed, text)
     for call, written in zip(calls, original(literal, marked)[1], strict=False):
         with suppress(ValueError):  # arguments that are no JSON have no such values
             arguments, letters = json.loads(call.parameters), json.loads(written.parameters)
             for name, value in letters.items() if call.name == written.name else ():
-                taken = kinds.get((call.name, name), kinds.get((call.name, _FURTHER), set()))
+                taken = kinds.get((call.name, name), set())
                 if "string" in taken and isinstance(value, str) and _EDGE in value:
                     value = value.replace(_EDGE, "")
                     arguments[name] = None if value == "null" and "null" in taken else value
