@@ -227,8 +227,12 @@ _Attempt = Callable[[Sequence[Message]], str | None]
 """Returns what the template writes for messages; None: it fails."""
 
 
-def _in_known_roles(attempt: _Attempt, messages: Sequence[Message]) -> Sequence[Message]:
+def _in_known_roles(
+    attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
+) -> Sequence[Message]:
     """Return messages whose roles the template knows: `developer` is `system` where it has no such role.
+
+    given: the messages before that, for an error.
 
     Raises UserError: it leaves the content of a message out, or writes it as it does under any other role.
     """
@@ -243,11 +247,11 @@ def _in_known_roles(attempt: _Attempt, messages: Sequence[Message]) -> Sequence[
             known = role in ("system", "tool") or attempt([*marked[:number], other, *marked[number + 1 :]]) != text
         if not known and role == "developer":
             renamed = [{**each, "role": "system"} if each["role"] == role else each for each in messages]
-            return _in_known_roles(attempt, renamed)
-        if not known:
+            return _in_known_roles(attempt, renamed, messages)
+        if not known and messages[number].get("content"):
             expected = "a role that the chat template writes there: it would leave this message out"
             remedy = "Correct the role, or put the text into another message."
-            raise user_error(f"messages.{number}", found=messages[number], expected=expected, remedy=remedy)
+            raise user_error(f"messages.{number}", found=(given or messages)[number], expected=expected, remedy=remedy)
     return messages
 
 
