@@ -7,14 +7,14 @@ as the text that the template writes between that turn's content and the model's
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parse_json
 
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ TODAY = date(2025, 1, 1)
 """The date of templates that write today's. A prompt is a function of the data, not of the day of the run."""
 SAID = "\ue000said\ue001"
 """Stands for a turn's content, of private characters that no message has."""
+THOUGHT = "\ue000thought\ue001"
+"""Stands for a turn's thoughts, as `SAID`."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles of OpenAI's API. `developer` is its later name for `system`, which few templates know."""
+KEYS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
+"""The keys of a turn's thoughts: each client, and each template that writes thoughts, has one of the first three."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -41,15 +47,24 @@ def render(
 
     options: further arguments of the template, `tools` among them. answer: up to where the model's turn begins.
 
-    Raises jinja2.TemplateError, TypeError, ValueError: the template cannot write them.
+    Raises:
+        UserError: the template leaves a message or its thoughts out.
+        jinja2.TemplateError, TypeError, ValueError: it cannot write them.
     """
-    text: str = tokenizer.apply_chat_template(
-        [_readable(message) for message in messages],
-        tokenize=False,
-        add_generation_prompt=answer,
-        **template_arguments(options),
-    )
-    return text
+
+    def write(found: Sequence[Message], answer: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            list(found), tokenize=False, add_generation_prompt=answer, **template_arguments(options)
+        )
+        return text
+
+    def attempt(found: Sequence[Message]) -> str | None:
+        try:
+            return write(found)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return None
+
+    return write(_in_known_roles(attempt, [_readable(attempt, message) for message in messages]), answer)
 
 
 def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +185,13 @@ def _following(
     calls: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text after the content and the calls of a turn, up to where the model's next turn begins."""
-    # An earlier turn of the model without its words, of which a template may show less later.
-    before = [{**message, "content": "said"} if message["role"] == "assistant" else message for message in history]
+    # An earlier turn of the model without its words and thoughts, of which a template may show less later.
+    before = [
+        {**{key: message[key] for key in message.keys() - KEYS_OF_THOUGHTS}, "content": "said"}
+        if message["role"] == "assistant"
+        else message
+        for message in history
+    ]
     said: dict[str, Any] = {"role": "assistant", "content": SAID}
     begun = render(tokenizer, before, options, answer=False)
     content = SAID
@@ -190,9 +210,67 @@ def _following(
     return following
 
 
-def _readable(message: Message) -> dict[str, Any]:
-    """Copy a message, with the arguments of its calls as objects."""
+def thoughts(message: Message) -> str:
+    """Return the thoughts of a turn, whatever key they stand under; empty: it has none.
+
+    Raises UserError: they are not the model's, they are no text, or two keys have other ones.
+    """
+    found = {key: message[key] for key in KEYS_OF_THOUGHTS if message.get(key)}
+    texts = {value for value in found.values() if isinstance(value, str)}
+    if found and (len(texts) != 1 or message["role"] != "assistant"):
+        key, remedy = ", ".join(found), f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
+        raise user_error(key, found=[*found.values()], expected="one text, in an assistant's message", remedy=remedy)
+    return next(iter(texts), "")
+
+
+_Attempt = Callable[[Sequence[Message]], str | None]
+"""Returns what the template writes for messages; None: it fails."""
+
+
+def _in_known_roles(
+    attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
+) -> Sequence[Message]:
+    """Return messages whose roles the template knows: `developer` is `system` where it has no such role.
+
+    given: the messages before that, for an error.
+
+    Raises UserError: it leaves the content of a message out, or writes it as it does under any other role.
+    """
+    marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
+    asked = [number for number, each in enumerate(marked) if each["role"] not in ("user", "assistant")]
+    text = attempt(marked) if asked else None
+    for number in asked:
+        role, other = messages[number]["role"], {**marked[number], "role": "\ue000role\ue001"}
+        if text is None:  # the template will say why, unless this role may be the reason
+            known = role != "developer"
+        elif known := marked[number]["content"] in text:
+            known = role in ("system", "tool") or attempt([*marked[:number], other, *marked[number + 1 :]]) != text
+        if not known and role == "developer":
+            renamed = [{**each, "role": "system"} if each["role"] == role else each for each in messages]
+            return _in_known_roles(attempt, renamed, messages)
+        if not known and messages[number].get("content"):
+            expected = "a role that the chat template writes there: it would leave this message out"
+            remedy = "Correct the role, or put the text into another message."
+            raise user_error(f"messages.{number}", found=(given or messages)[number], expected=expected, remedy=remedy)
+    return messages
+
+
+def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
+    """Copy a message with its thoughts under the key that the template reads, and the arguments of calls as objects.
+
+    Raises UserError: the template writes no thoughts.
+    """
     copied = dict(message)
+    if said := thoughts(message):
+        asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
+        own = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
+        keys = [
+            key for key in (*own, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
+        ]
+        if not keys:
+            remedy = "Leave them out, or put them into the content as the model writes them."
+            raise user_error(own[0], found=said, expected="none: the chat template writes no thoughts", remedy=remedy)
+        copied[keys[0]] = said
     if isinstance(calls := copied.get("tool_calls"), list | tuple):
         copied["tool_calls"] = []
         for call in calls:

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.reading import parse_json
-from fp8rl.rollout.chat import read_arguments, text_size
+from fp8rl.rollout.chat import ROLES, read_arguments, text_size, thoughts
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
@@ -30,7 +31,6 @@ CHAT_SETTINGS = {
 }  # fmt: skip
 """Further settings of a chat."""
 _IGNORED = {"prompt_cache_key", "safety_identifier"}
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -252,7 +252,7 @@ def read_request(
         raise Refusal(f"messages: found {_brief(messages)}, expected a list of messages", "messages")
     return CompletionRequest(
         **request,
-        messages=tuple(_message(message, f"messages.{number}") for number, message in enumerate(messages)),
+        messages=tuple(read_message(message, f"messages.{number}") for number, message in enumerate(messages)),
         tools=tuple(found.get("tools", ())),
         chat_template_kwargs=tuple(found.get("chat_template_kwargs", {}).items()),
         may_call=choice != "none" and bool(found.get("tools")),
@@ -296,13 +296,20 @@ def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
     )
 
 
-def _message(found: Any, place: str) -> dict[str, Any]:
-    """Return a message as a chat template reads it: content is text, arguments of a call are an object."""
+def read_message(found: Any, place: str) -> dict[str, Any]:
+    """Return a message as `rollout.chat` reads it: content and thoughts are text, arguments of a call are an object.
+
+    Raises Refusal.
+    """
     role = found.get("role") if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not isinstance(role, str) or role not in _ROLES:
-        raise Refusal(f"{place}: found the role {_brief(role)}, expected {', '.join(_ROLES)}", place)
-    message: dict[str, Any] = {"role": _ROLES[role], "content": _content(found.get("content"), place)}
+    if not isinstance(found, dict) or role not in ROLES:
+        raise Refusal(f"{place}: found the role {_brief(role)}, expected {', '.join(ROLES)}", place)
+    message: dict[str, Any] = {"role": role, "content": _content(found.get("content"), place)}
     message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
+    try:
+        message |= {"reasoning_content": said} if (said := thoughts(found)) else {}
+    except UserError as error:
+        raise Refusal(f"{place}: {error}", place) from error
     if found.get("tool_calls"):
         message["tool_calls"] = _tool_calls(found["tool_calls"], place)
     return message

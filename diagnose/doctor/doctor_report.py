@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,8 @@ from fp8rl.diagnose.report import Remark, Report, graded, grid
 Blocks = Literal["native", "by MX", "no"]
 ENDS = 1000
 """Characters of a longer text that are shown at its beginning and at its end."""
+_OPENED = re.compile(r"(?:<\|?/?[\w:]*think\w*\|?>|\[/?think\])\s*$", re.IGNORECASE)
+"""A tag of thoughts at the end of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ def _data(data: DataFound) -> Text:
     text = Text.assemble((data.key, "bold"), f"  {problems} in {data.path}\n")
     text.append(f"the first prompt, {tokens}:\n")
     text.append("".join(f"  | {line}\n" for line in _shortened(data.prompt).splitlines()), style="dim")
+    if opened := _OPENED.search(data.prompt):
+        text.append(f"it ends in {opened[0]!r}: an answer, and so what the reward `format` reads, begins behind it\n")
     text.append(f"its reference: {_shortened(data.reference)}")
     for name, reward in data.rewards.items():
         text.append(f"\nthe reward {name} gives to the reference as an answer: {reward}")

@@ -106,7 +106,7 @@ class Problems(Sequence[Problem]):
         messages: list[Message] = []
         if isinstance(question, list):
             messages = _messages(question, f"{where}: {source.question}", remedy)
-            messages = messages if messages[0]["role"] == "system" else [*system, *messages]
+            messages = messages if messages[0]["role"] in ("system", "developer") else [*system, *messages]
             question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
         elif not _is_text(question):
             expected = "non-empty text, or a list of chat messages"

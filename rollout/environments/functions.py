@@ -14,9 +14,9 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rollout.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.environments.harness import Harness
-from fp8rl.rollout.environments.recording import parsers
 from fp8rl.rollout.environments.verifiers import Verifiers
 from fp8rl.rollout.named_functions import named_object, signature_of
+from fp8rl.rollout.tool_calls import parsers
 
 Environment = Callable[[Conversation], Awaitable[Any]]
 

@@ -23,6 +23,7 @@ from fp8rl.rollout.chat import RewritingTemplateError, continuation_ids, prompt_
 from fp8rl.rollout.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.openai import Answer, CompletionRequest, Refusal
+from fp8rl.rollout.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
 """Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
@@ -221,46 +222,21 @@ class Recording:
 def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> list[bytes]:
     """Return a key for each beginning of a chat; tools and the template's arguments are part of it."""
     begun = _digest(b"", [request.tools, request.chat_template_kwargs])
-    return list(accumulate(messages, _digest, initial=begun))[1:]
+    return list(accumulate(map(_with_thoughts_apart, messages), _digest, initial=begun))[1:]
+
+
+def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in one form, whether a program has split the model's thoughts off or sends them as they were."""
+    said, content = message.get("reasoning_content", "").strip(), message["content"]
+    head, closed, rest = content.partition("</think>")  # <think> may stand in the prompt
+    inside = head.strip().removeprefix("<think>").strip()
+    if message["role"] != "assistant" or not (said or closed):
+        return message
+    if closed and said in ("", inside):
+        said, content = inside, rest
+    return {**message, "reasoning_content": said, "content": content.strip()}
 
 
 def _digest(before: bytes, value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(before + text.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-# Tool calls in the model's turns, found by SGLang's parsers.
-
-
-def parsers() -> list[str]:
-    """Return the names of the formats that models write calls in."""
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser  # its imports take seconds
-
-    return list(FunctionCallParser.ToolCallParserEnum)
-
-
-def parse_calls(
-    text: str, tools: Sequence[dict[str, Any]], parser: str, before: int
-) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Return the text of a turn without its calls, and the calls as OpenAI writes them; all of the text if none can be
-    read.
-
-    before: calls of this conversation so far; ids go on from there, so that they are the same in each run.
-    """
-    from sglang.srt.entrypoints.openai.protocol import Tool
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-    read = FunctionCallParser([Tool.model_validate({"type": "function"} | tool) for tool in tools], parser)
-    if not read.has_tool_call(text):
-        return text, ()
-    rest, found = read.parse_non_stream(text)
-    if not found:
-        return text, ()
-    return rest, tuple(
-        {
-            "id": f"call_{before + number}",
-            "type": "function",
-            "function": {"name": call.name or "", "arguments": call.parameters},
-        }
-        for number, call in enumerate(found)
-    )

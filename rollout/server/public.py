@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
@@ -16,10 +15,11 @@ from typing import Any
 
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
-from fp8rl.rollout.chat import end_ids, fewest_tokens, read_arguments, template_arguments, text_size
-from fp8rl.rollout.openai import CHAT_SETTINGS, SETTINGS, error_body
+from fp8rl.rollout.chat import end_ids, fewest_tokens, render, text_size
+from fp8rl.rollout.openai import CHAT_SETTINGS, SETTINGS, Refusal, error_body, read_message
 from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
+from fp8rl.rollout.tool_calls import give_calls, hold_calls, read_calls
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
 """The endpoints that are opened besides those of the engine's owner, and besides the list of models (`open_models`)."""
@@ -54,18 +54,21 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
 
 
 def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
-    """Write chats on the date of the run's prompts, and note where their turns end (after `get_tokenizer`)."""
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **template_arguments({}))
-    tokenizer.ends = end_ids(tokenizer) if tokenizer.chat_template else ()
+    """Write chats as the run's prompts are written, and note where their turns end (after `get_tokenizer`)."""
+    plain = copy.copy(tokenizer)
+
+    def apply(messages: Any, tools: Any = None, add_generation_prompt: bool = False, **options: Any) -> str:
+        sent = options.pop(_SENT)
+        for name in ("tokenize", "return_dict"):
+            options.pop(name, None)
+        if tools:  # without those that a forced call leaves out
+            names = [tool.get("function", tool)["name"] for tool in tools]
+            options["tools"] = [tool for tool in sent["tools"] if tool["function"]["name"] in names]
+        return render(plain, sent["messages"][: len(messages)], options, answer=add_generation_prompt)
+
+    tokenizer.apply_chat_template = apply
+    tokenizer.ends = end_ids(plain) if tokenizer.chat_template else ()
     return tokenizer
-
-
-def parse_arguments(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments in a chat's history as the trainer's prompts have them (`parse_tool_call_arguments`)."""
-    found = read_arguments(arguments)
-    if not isinstance(found, dict):
-        raise ValueError(f"tool_calls: found the arguments {arguments[:80]!r}, expected a JSON object")
-    return found
 
 
 def open_models(app: Any, manager: Callable[[], Any]) -> None:
@@ -156,7 +159,10 @@ class ObjectsOnly:
             return await error_response(None, f"body: found {error}, expected a JSON object")(scope, receive, send)
         for parameter, why in _not_served(found, SERVED[scope["path"]]):
             return await error_response(None, f"{parameter}: {why}", param=parameter)(scope, receive, send)
-        read = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        try:
+            read = [{"type": "http.request", "body": json.dumps(_as_read(found)).encode(), "more_body": False}]
+        except Refusal as refusal:
+            return await error_response(None, str(refusal), param=refusal.param)(scope, receive, send)
 
         async def again() -> Any:
             return read.pop() if read else await receive()
@@ -252,16 +258,27 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
     form = found.get("response_format")
     if form is not None and not (isinstance(form, dict) and form.get("type") in _FORMS):
         yield "response_format", f"found {str(form)[:80]}, expected an object whose type is {', '.join(_FORMS)}"
-    messages = found.get("messages")
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else ():
-            if (kind := part.get("type") if isinstance(part, dict) else part) != "text":
-                yield f"messages.{number}.content", f"found {str(kind)[:80]!r}, expected text alone"
     of_template = found.get("chat_template_kwargs")
     for name, value in of_template.items() if isinstance(of_template, dict) else ():
         if name != "enable_thinking" or not isinstance(value, bool):
             yield "chat_template_kwargs", f"found {name[:80]!r}, expected only enable_thinking, true or false"
+
+
+def _as_read(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with the messages as they are read in training, once more for the chat template.
+
+    SGLang leaves out some of their keys, takes a last turn of the model for the user's, and adds keys to tools.
+
+    Raises Refusal.
+    """
+    messages, options = found.get("messages"), found.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not isinstance(options, dict):
+        return found
+    read = [read_message(each, f"messages.{number}") for number, each in enumerate(messages)]
+    if found.get("continue_final_message") and read and len(read[-1]) > 2:
+        raise Refusal("continue_final_message: found more than a content in the last message, expected that alone")
+    sent = {_SENT: {"messages": read, "tools": found.get("tools")}}
+    return found | {"messages": read, "chat_template_kwargs": options | sent}
 
 
 def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[str, str]]:
@@ -312,8 +329,10 @@ def _is_in(token: int | str, vocabulary: int) -> bool:
     return isinstance(token, str) or 0 <= token < vocabulary
 
 
+_SENT = "as_sent"
+"""The argument of the chat template that has a request's messages and tools."""
 _FORMS = ("text", "json_object", "json_schema")
-_CHAT = "entrypoints.openai.serving_chat."
+_PARSER = "function_call.function_call_parser.FunctionCallParser."
 _SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."
 _TOKENIZER = "managers.tokenizer_manager.TokenizerManager."
 HOOKS = (
@@ -333,7 +352,9 @@ HOOKS = (
         render_as_trained,
         "tokenizer_name args tokenizer_mode trust_remote_code tokenizer_revision tokenizer_backend kwargs",
     ),
-    Hook(_CHAT + "parse_tool_call_arguments", "replace", parse_arguments, "arguments"),
+    Hook(_PARSER + "parse_non_stream", "around", read_calls, "full_text"),
+    Hook(_PARSER + "parse_stream_chunk", "around", hold_calls, "chunk_text"),
+    Hook(_PARSER + "parse_stream_end", "around", give_calls, ""),
     Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),
     Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
 )

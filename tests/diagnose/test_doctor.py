@@ -389,6 +389,24 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
     assert "can run here, as far as checked; the ops were not tested (--quick)" in " ".join(page.split())
 
 
+@pytest.mark.parametrize(
+    ("prompt", "opening"),
+    [
+        ("<|Assistant|><think>\n", "<think>\n"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "</think>\n\n"),
+        ("<|START_THINKING|>", "<|START_THINKING|>"),
+        ("[THINK]", "[THINK]"),
+        ("<think> is a tag<|assistant|>", None),
+    ],
+)
+def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str | None) -> None:
+    found = DataFound("data.train", "x", 1, prompt, 9, "b", {"format": "0"})
+    page = " ".join(console_text(dataclasses.replace(judge(CPU, numerics()), data=(found,))).split())
+    assert (f"it ends in {opening!r}: an answer, and so what the reward `format` reads, begins behind it" in page) == (
+        opening is not None
+    )
+
+
 def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends() -> None:
     found = DataFound("data.train", "x", 1, "a" * 5000, 900, "b", {})
     page = console_text(dataclasses.replace(judge(CPU, numerics()), data=(found,)))

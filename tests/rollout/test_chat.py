@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import pytest
 from transformers import AutoTokenizer
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.chat import answer_ids, continuation_ids, end_ids, prompt_ids, render
+from fp8rl.rollout.chat import KEYS_OF_THOUGHTS, ROLES, answer_ids, continuation_ids, end_ids, prompt_ids, render
 from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.environments.recording import Recording
+from fp8rl.rollout.openai import Refusal, read_request
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.chat_templates import KINDS, Kind, with_template
 from tests.support.conversations import Model
@@ -81,7 +87,7 @@ def check_random(tokenizer: Any, kind: Kind, draws: random.Random) -> None:
                 await conversation.sample()
             elif ending == "cut":
                 lines.append(lead + text + "zzzz" + end)
-                await conversation.sample(max_new_tokens=len(lead + text))
+                await conversation.sample(max_new_tokens=len(tokens(tokenizer, lead + text)))
             else:
                 lines.append(lead + text + "#zzzz" + end)
                 await conversation.sample(stop=["#"])
@@ -105,6 +111,163 @@ def check_random(tokenizer: Any, kind: Kind, draws: random.Random) -> None:
     assert answer.prompt_ids + answer.token_ids[:-1] == whole(tokenizer, said)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_histories_with_thoughts_calls_and_odd_roles_are_written_as_the_template_writes_them(
+    tokenizers: dict[str, Any], name: str
+) -> None:
+    async def checked() -> list[str]:
+        return [
+            await check_history(tokenizers[name], KINDS[name], random.Random(f"{name}{seed}")) for seed in range(30)
+        ]
+
+    found = Counter(asyncio.run(checked()))
+    assert found["refused"] and found["continued"]
+
+
+async def check_history(tokenizer: Any, kind: Kind, draws: random.Random) -> str:
+    """Data and a program bring a history; then the program splits the model's thoughts off, and goes on."""
+    roles = [role for role in ("system", "developer") if draws.random() < 0.2]
+    said: Messages = [{"role": role, "content": words(draws)} for role in roles]
+    for _ in range(draws.randrange(1, 3)):
+        role = "user" if draws.random() < 0.95 else draws.choice(["human", "Function", "asistant"])
+        turn: dict[str, Any] = {"role": "assistant", "content": words(draws)}
+        if draws.random() < 0.3:
+            turn |= dict.fromkeys(draws.sample(KEYS_OF_THOUGHTS[:3], draws.randrange(1, 3)), words(draws))
+        said += [{"role": role, "content": words(draws)}, turn]
+        if kind.tools and draws.random() < 0.3:
+            calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+            said[-1] = {**turn, "tool_calls": calls}
+            said += [{"role": "tool", "tool_call_id": "c", "content": words(draws)}, turn]
+    said.append({"role": "user", "content": words(draws)})
+    model = Model(tokenizer)
+    prompt = Prompt(Problem("?", "!"), [])
+    sampling = SamplingParams(4000, stop_token_ids=end_ids(tokenizer))
+    recording = Recording(Conversation(prompt, 7, sampling, model, tokenizer, 60.0, longest=9000), None, 9)
+
+    async def answered() -> list[int]:
+        """What the model was asked with, for the history that a program has sent."""
+        body = json.dumps({"model": "policy", "messages": said}).encode()
+        await recording.answer(read_request(body, True, sampling, (), 1000))
+        return model.asked[-1][0]
+
+    try:
+        expected = whole(tokenizer, known_to(kind, said))
+    except (jinja2.TemplateError, LookupError):
+        with pytest.raises((jinja2.TemplateError, UserError)):
+            prompt_ids(tokenizer, said)
+        with pytest.raises(Refusal):
+            await answered()
+        return "refused"
+    assert prompt_ids(tokenizer, said) == expected
+    if any(message["role"] not in ROLES for message in said):
+        return "written"
+    thought, content = words(draws) if kind.thoughts and draws.random() < 0.5 else "", words(draws)
+    written = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
+    model.lines = [kind.lead + written + (kind.end or "<|user|>"), "q"]
+    assert await answered() == expected
+    row = expected + tokens(tokenizer, kind.lead + written + (kind.end or "<|user|>"))
+    said.append({"role": "assistant", "content": content} | ({"reasoning": thought} if thought else {}))
+    said.append({"role": "user", "content": words(draws)})
+    begun, expected = await answered(), whole(tokenizer, known_to(kind, said))
+    if expected[: len(row)] != row:  # the template shows less of what was said
+        return "written"
+    assert begun == expected
+    return "continued"
+
+
+@pytest.mark.parametrize(
+    ("turn", "found"),
+    [
+        ({"reasoning": "a", "reasoning_details": [{"type": "reasoning.text", "text": "a"}]}, None),
+        ({"reasoning_content": "", "reasoning": "a", "thinking": None, "thinking_blocks": []}, None),
+        ({"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}, "reasoning_details: found"),
+        ({"reasoning": "a", "thinking": "b"}, "reasoning, thinking: found"),
+        ({"thinking": ["a"]}, "thinking: found"),
+        ({"role": "user", "reasoning": "a"}, "reasoning: found ['a'], expected one text, in an assistant's message"),
+    ],
+)
+def test_thoughts_are_one_text_of_the_models_or_refused(
+    tokenizers: dict[str, Any], turn: dict[str, Any], found: str | None
+) -> None:
+    history = [USER, {"role": "assistant", "content": "2", **turn}, {"role": "tool", "content": "3"}]
+    body = json.dumps({"model": "policy", "messages": history}).encode()
+    if found is None:
+        text = render(tokenizers["qwen3"], history, {}, answer=True)
+        assert "<think>\na\n</think>\n\n2<|im_end|>" in text
+        (_, read, _) = read_request(body, True, SamplingParams(9), (), 9).messages
+        assert render(tokenizers["qwen3"], [history[0], read, history[2]], {}, answer=True) == text
+    else:
+        with pytest.raises(UserError, match=re.escape(found)):
+            prompt_ids(tokenizers["qwen3"], history)
+        with pytest.raises(Refusal, match=re.escape("messages.1: " + found)):
+            read_request(body, True, SamplingParams(9), (), 9)
+
+
+def test_a_message_of_an_environment_has_a_role_that_the_template_knows(tokenizers: dict[str, Any]) -> None:
+    def told(role: str) -> str:
+        async def environment(conversation: Conversation) -> None:
+            await conversation.sample()
+            conversation.message(role, "be brief")
+            await conversation.sample()
+
+        answer = played(tokenizers["qwen3"], environment, Model(tokenizers["qwen3"], "x<|im_end|>", "y"), [USER])
+        return str(tokenizers["qwen3"].decode(answer.token_ids))
+
+    text = "x<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>assistant\ny"
+    assert told("system") == told("developer") == text
+    with pytest.raises(UserError, match="found {'role': 'Function'.*, expected a role that the chat template writes"):
+        told("Function")
+
+
+def known_to(kind: Kind, messages: Messages) -> Messages:
+    """The messages as a template of this kind reads them. Raises LookupError: it would leave some of them out."""
+    found = []
+    for number, message in enumerate(messages):
+        role = kind.developer if message["role"] == "developer" else message["role"]
+        thoughts = next((message[key] for key in KEYS_OF_THOUGHTS if key in message), "")
+        begins = kind is KINDS["gpt-oss"] and role in ("system", "developer")
+        if (role not in ROLES and not kind.others) or (thoughts and not kind.thoughts) or (begins and number):
+            raise LookupError
+        calls = [{**call, "function": {"name": "f", "arguments": {}}} for call in message.get("tool_calls", ())]
+        read = {kind.thoughts: thoughts} if thoughts else {}
+        found.append({"role": role, "content": message["content"], "tool_calls": calls, **read})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("branches", "role", "content", "written"),
+    [
+        ("user", "developer", "D", "messages.0: found {'role': 'developer', 'content': 'D'}"),
+        ("user", "tool", "D", "messages.0: found {'role': 'tool', 'content': 'D'}"),
+        ("user", "system", "", "<user>q"),
+        ("user system", "developer", " D", "<system>D<user>q"),
+        ("user system else", "developer", "D", "<system>D<user>q"),
+        ("user system else", "asistant", "D", "messages.0: found {'role': 'asistant', 'content': 'D'}"),
+        ("user system else", "tool", "D", "<assistant>D<user>q"),
+        ("user system raise", "developer", "", "<system><user>q"),
+        ("user system raise", "human", "D", "no such role"),
+        ("user developer raise", "developer", "D", "<developer>D<user>q"),
+    ],
+)
+def test_a_role_without_a_branch_of_its_own_is_named(
+    tokenizers: dict[str, Any], branches: str, role: str, content: str, written: str
+) -> None:
+    tokenizer = copy.deepcopy(tokenizers["chatml"])
+    *known, last = branches.split()
+    other = {"else": "<assistant>{{ m.content }}", "raise": "{{ raise_exception('no such role') }}"}.get(last, "")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in " + repr([*known, last]) + " %}<{{ m.role }}>{{ m.content | trim }}"
+        "{% else %}" + other + "{% endif %}{% endfor %}"
+    )
+    try:
+        turns = [{"role": role, "content": content}, {"role": "user", "content": "q"}]
+        found = render(tokenizer, turns, {}, answer=True)
+    except (UserError, jinja2.TemplateError) as error:
+        found = str(error)
+    assert found.partition(", expected a role that the chat template writes there")[0] == written
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_the_model_s_turn_ends_where_the_template_ends_it(tokenizers: dict[str, Any], name: str) -> None:
     tokenizer, kind = tokenizers[name], KINDS[name]
@@ -118,7 +281,7 @@ def test_a_supervised_answer_has_the_tokens_that_the_template_writes(tokenizers:
     tokenizer, kind = tokenizers[name], KINDS[name]
     row = prompt_ids(tokenizer, [USER]) + answer_ids(tokenizer, [USER], "#### 3", {})
     turns = [USER, {"role": "assistant", "content": "#### 3"}]
-    if name != "chatml with thinking":  # which leaves its empty thoughts out of an earlier turn
+    if name not in ("chatml with thinking", "qwen3"):  # which leave their empty thoughts out of an earlier turn
         turns = [*turns, {"role": "user", "content": "x"}]
     written = whole(tokenizer, turns)
     assert tokenizer.decode(row) == tokenizer.decode(written[: len(row)])
@@ -207,7 +370,7 @@ REWRITING = {
     "counts its messages": "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}",
     "moves the system prompt": "{% for m in messages if m.role != 'system' %}{% if loop.last %}"
     "{{ messages[0].content }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
-    "shows the last turn alone": "{{ messages[-1].content }}",
+    "shows the last turn alone": "{{ messages[0].content if messages[0].role == 'system' }}{{ messages[-1].content }}",
 }
 
 

@@ -13,7 +13,8 @@ class Kind:
 
     tokens: special ones that it needs. eos: the tokenizer's `eos_token`. end: what ends a turn of the model; empty: the
     token of the role that speaks next. lead: what the model writes first in each turn. rows: messages may follow each
-    other. tools, system: it knows such messages.
+    other. tools, system: it knows such messages. developer: the role under which it writes one of that role. others: it
+    writes messages of any role. thoughts: the key under which it reads them; empty: it writes none.
     """
 
     template: str
@@ -24,21 +25,30 @@ class Kind:
     rows: bool = True
     tools: bool = True
     system: bool = True
+    developer: str = "developer"
+    others: bool = True
+    thoughts: str = ""
 
 
 _ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 )
 
+_RESULTS = (
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n(result)' + m.content + '(end)' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+)
+_CALLS = "{% for c in m.tool_calls or [] %}{{ '(call ' + c.function.name + ')' }}{% endfor %}"
+
 KINDS = {
     "chatml": Kind(
         "{% for m in messages %}{% if m.role == 'tool' %}"
-        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-        "{{ '\n(result)' + m.content + '(end)' }}"
-        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ '(call ' + c.function.name + ')' }}{% endfor %}{{ '<|im_end|>\n' }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        + _RESULTS
+        + "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        + _CALLS
+        + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         ("<|im_start|>", "<|im_end|>"),
         "<|im_end|>",
         "<|im_end|>",
@@ -61,6 +71,63 @@ KINDS = {
         ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
         "<|im_end|>",
         "<|im_end|>",
+    ),
+    # The same, without a branch for other roles, and with thoughts in a field of their own.
+    "qwen3": Kind(
+        "{% set ns = namespace(asked=-1) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}"
+        + _RESULTS
+        + "{% elif m.role in ('user', 'system') %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% elif m.role == 'assistant' %}{% set said = m.content %}{% set thoughts = '' %}"
+        "{% if m.reasoning_content is string %}{% set thoughts = m.reasoning_content %}"
+        "{% elif '</think>' in said %}{% set thoughts = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}"
+        "{% if loop.index0 > ns.asked and (loop.last or thoughts) %}"
+        "{{ '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' }}{% endif %}{{ said }}"
+        + _CALLS
+        + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+        "<|im_end|>",
+        "<|im_end|>",
+        developer="system",
+        others=False,
+        thoughts="reasoning_content",
+    ),
+    # Every turn keeps its thoughts. What is no user's, model's or system's message is a tool's.
+    "reasoning": Kind(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ '<|system|>' + m.content }}"
+        "{% elif m.role == 'user' %}{{ '<|user|>' + m.content }}{% elif m.role == 'assistant' %}{{ '<|assistant|>' }}"
+        "{% if m.reasoning %}{{ '<think>\n' + m.reasoning + '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+        + _CALLS
+        + "{{ '<|im_end|>' }}{% else %}{{ '<|tool|>' + m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|im_end|>", "<think>", "</think>"),
+        "<|im_end|>",
+        "<|im_end|>",
+        developer="system",
+        others=False,
+        thoughts="reasoning",
+    ),
+    # A developer's message begins the prompt, and a system's stands in its place. The last turn alone has thoughts.
+    "gpt-oss": Kind(
+        "{% for m in messages %}{% if loop.first and m.role in ('developer', 'system') %}"
+        "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+        "{% elif m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}"
+        "{% elif m.role == 'tool' %}{{ '<|start|>tool<|message|>' + m.content + '<|end|>' }}"
+        "{% elif m.role == 'assistant' %}{{ '<|start|>assistant' }}"
+        "{% if loop.last and not add_generation_prompt and 'thinking' in m %}"
+        "{{ '<|channel|>analysis<|message|>' + m.thinking + '<|end|><|start|>assistant' }}{% endif %}"
+        "{{ '<|channel|>final<|message|>' + m.content }}"
+        + _CALLS
+        + "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+        ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
+        "<|return|>",
+        "<|end|>",
+        lead="<|channel|>final<|message|>",
+        others=False,
+        thoughts="thinking",
     ),
     "llama": Kind(
         "{{ '<|begin_of_text|>' }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
@@ -115,6 +182,8 @@ KINDS = {
         ("<|begin|>", "<|User|>", "<|Assistant|>", "<|end|>", "<|outputs_begin|>", "<|outputs_end|>", "<|output|>"),
         "<|end|>",
         "<|end|>",
+        developer="system",
+        others=False,
     ),
     "mistral": Kind(
         "{{ '<s>' }}{% for m in messages %}"
@@ -141,6 +210,7 @@ KINDS = {
         "<end_of_turn>",
         rows=False,
         tools=False,
+        developer="system",
     ),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
@@ -205,7 +205,8 @@ class _Check:
 
     def _check_roles(self, problem: Problem, name: str) -> None:
         """Templates refuse some orders of turns, and calls of other forms; each is rendered once."""
-        turns = [{**turn, "content": "x"} for turn in problem.messages]
+        said = ("user", "assistant", "tool")  # whose texts may be long
+        turns = [{**turn, "content": "x"} if turn["role"] in said else turn for turn in problem.messages]
         form = tuple((turn["role"], _form(turn)) for turn in turns)
         if form in self._rendered:
             return
@@ -217,6 +218,8 @@ class _Check:
                 prompt_ids(self._tokenizer, emptied)
                 if self._rewards is None:
                     answer_ids(self._tokenizer, emptied.conversation, "x", problem.chat_template)
+        except UserError as error:
+            raise UserError(f"{self._key}: {name}: {error}") from error
         except Exception as error:  # whatever a program may raise
             raise user_error(
                 f"{self._key}: {name}",
@@ -255,9 +258,10 @@ class _Check:
 
 
 def _form(value: object) -> object:
-    """Return the names and types of nested values without what they say, which a template renders alike."""
+    """Return the names and types of nested values, and which are empty, without what they say: a template renders such
+    values alike."""
     if isinstance(value, dict):
         return tuple(sorted((name, _form(inner)) for name, inner in value.items()))
     if isinstance(value, list):
         return "list", *dict.fromkeys(map(_form, value))
-    return type(value).__name__
+    return type(value).__name__, bool(value)

@@ -16,6 +16,7 @@ from fp8rl.numerics.core.process import time_limit
 from fp8rl.numerics.core.reading import check_path, check_regular
 from fp8rl.rollout.chat import (
     SAID,
+    THOUGHT,
     TODAY,
     Message,
     RewritingTemplateError,
@@ -116,8 +117,6 @@ def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str)
 _PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """Tags of the library's own, which mark what the model writes."""
-_THOUGHT = "\ue000thought\ue001"
-"""Stands for a model's thought, of private characters that no template has."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
@@ -136,27 +135,18 @@ def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
     if not source.chat_template and not source.system_prompt:
         return
     user = {"role": "user", "content": "2+3=?"}
-    prompts = []
     for key, system in (("chat_template", ""), ("system_prompt", source.system_prompt)):
         turns = [{"role": "system", "content": system}, user] if system else [user]
         found = source.chat_template if key == "chat_template" else system
         try:
             with time_limit(RENDER_SECONDS):
-                prompts.append(prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template)))
+                prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template))
         except Exception as error:  # whatever a program may raise
-            raise user_error(
-                f"{source.key}: {key}",
-                found=found,
-                expected=f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}",
-                remedy=f"Correct or remove data.{key}.",
-            ) from error
-    if source.system_prompt and prompts[0] == prompts[1]:
-        raise user_error(
-            f"{source.key}: system_prompt",
-            found=source.system_prompt,
-            expected="none, as the chat template of model.path leaves system prompts out",
-            remedy="Remove data.system_prompt.",
-        )
+            expected = f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}"
+            if isinstance(error, UserError):
+                expected = "none, as the chat template of model.path leaves system prompts out"
+            remedy = f"Correct or remove data.{key}."
+            raise user_error(f"{source.key}: {key}", found=found, expected=expected, remedy=remedy) from error
 
 
 def template_remarks(
@@ -189,10 +179,10 @@ def template_remarks(
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         yield f"{key}: the chat template has no user message after the model's turn: {error}"
         return
-    thinking = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{SAID}"}
+    thinking = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"}
     first = render(tokenizer, [*conversation, thinking], options, answer=False)
     later = render(tokenizer, [*conversation, thinking, user], options, answer=True)
-    if _THOUGHT in first and _THOUGHT not in later:
+    if THOUGHT in first and THOUGHT not in later:
         where = _line_that_differs(tokenizer, [*conversation, thinking, user], options, first)
         yield (
             f"{key}: the chat template leaves thoughts out of earlier turns ({where}). "

@@ -234,12 +234,14 @@ def test_columns_have_names_of_the_users_and_may_be_nested(tmp_path, data_cache)
 
 
 def test_a_whole_number_is_an_answer_and_a_system_prompt_begins_what_has_none(tmp_path):
-    lines = [{"question": "q", "answer": 72}, {"question": TURNS[1:], "answer": "3"}]
+    own = [{"role": "developer", "content": "D"}, TURNS[1]]
+    lines = [{"question": "q", "answer": 72}, *({"question": turns, "answer": "3"} for turns in (TURNS[1:], own))]
     (tmp_path / "p").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    first, second = load_problems(Source(tmp_path / "p", system_prompt="S", chat_template={"short": True}))
+    first, second, third = load_problems(Source(tmp_path / "p", system_prompt="S", chat_template={"short": True}))
     system = {"role": "system", "content": "S"}
     assert first.answer == "72" and first.conversation == [system, {"role": "user", "content": "q"}]
     assert second.conversation == [system, TURNS[1]] and second.question == "1+1=?"
+    assert third.conversation == own
     assert first.chat_template == {"short": True}
 
 

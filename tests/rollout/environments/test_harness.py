@@ -142,6 +142,35 @@ def test_a_history_that_is_changed_is_a_row_of_its_own_from_the_recorded_tokens_
     assert len({row.seed for row in rows}) == 3 and {seed for _, seed, _ in model.asked} == {row.seed for row in rows}
 
 
+@pytest.mark.parametrize(
+    ("said", "sent", "goes_on"),
+    [
+        ("<think>\na\n</think>\n\nb", {"content": "b", "reasoning": "a"}, True),
+        ("a</think>b", {"content": "b", "thinking": "\na\n"}, True),
+        ("<think>a</think>b", {"content": "<think>a</think>b", "reasoning_content": "a"}, True),
+        ("<think>a</think>b", {"content": "b", "reasoning_content": "c"}, False),
+        ("<think>a</think>b", {"content": "c", "reasoning_content": "a"}, False),
+        ("<think>a</think>b", {"content": "b"}, False),
+    ],
+)
+def test_thoughts_that_a_program_splits_off_are_the_models_tokens(
+    tokenizer: Any, said: str, sent: dict[str, str], goes_on: bool
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    thoughts = "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for m in messages %}", "{% for m in messages %}" + thoughts
+    )
+
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        assert await say(client, [USER]) == said
+        await say(client, [USER, {"role": "assistant", **sent}, USER])
+
+    _, rows, _ = played(tokenizer, agent, said + EOS, "y" + EOS)
+    (row, *others) = [tokenizer.decode(row.prompt_ids + row.token_ids) for row in rows]
+    assert row.startswith("<|user|>1+2=?<|assistant|>" + said + EOS) == goes_on and len(others) == (not goes_on)
+
+
 async def say(client: openai.AsyncOpenAI, messages: list[Any], **settings: Any) -> str:
     answer = await client.chat.completions.create(model="policy", messages=messages, **settings)
     return answer.choices[0].message.content or ""

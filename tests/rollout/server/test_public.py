@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import json
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,13 @@ from transformers import AutoTokenizer
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.chat import prompt_ids
+from fp8rl.rollout.openai import read_request
 from fp8rl.rollout.plugin import state
 from fp8rl.rollout.plugin.hooks import _problem
 from fp8rl.rollout.server import public
+from fp8rl.rollout.types import SamplingParams
+from tests.support.chat_templates import KINDS, with_template
 from tests.support.paths import EXAMPLES
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
@@ -178,11 +184,62 @@ def test_a_wrong_key_and_an_unknown_path_are_refused_in_one_form(
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("arguments", ["", " ", "null", "{}"])
-def test_a_call_without_arguments_has_none(arguments: str) -> None:
-    assert public.parse_arguments(arguments) == {}
-    with pytest.raises(ValueError, match="found the arguments '.1.', expected a JSON object"):
-        public.parse_arguments("[1]")
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]
+ASKED, LAST = {"role": "user", "content": [{"type": "text", "text": text} for text in "12"]}, {"role": "assistant"}
+
+
+@pytest.mark.parametrize("content_format", ["string", "openai"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "developer", "content": "D"}, ASKED],
+        [ASKED, {**LAST, "content": None, "reasoning": "so", "tool_calls": CALLS}, {"role": "tool", "content": "3"}],
+        [ASKED, {**LAST, "content": "4", "thinking": "so", "name": "n"}],
+        [{**ASKED, "name": "me"}],
+        [ASKED, {"role": "developer", "content": "D"}, {**LAST, "content": "5"}],
+    ],
+)
+def test_a_chat_has_the_prompt_that_a_program_has_in_training(messages: list[Any], content_format: str) -> None:
+    """Through SGLang's own request types and its way to the template, but for what the server computes."""
+    chat = pytest.importorskip("sglang.srt.entrypoints.openai.serving_chat")
+    plain = with_template(AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe"), KINDS["qwen3"])
+    plain.chat_template = "{{ tools | tojson }}" + plain.chat_template + "{{ messages[0].name }}"
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}, "description": "d"}} for name in "fg"]
+    for further in ({}, {"tools": tools}):
+        asked = read_request(
+            json.dumps({"model": "policy", "messages": messages, **further}).encode(), True, SamplingParams(9), (), 9
+        )
+        expected = prompt_ids(plain, asked.messages, {"tools": list(asked.tools)} if asked.tools else {})
+        request = protocol.ChatCompletionRequest.model_validate(public._as_read({"messages": messages, **further}))
+        manager = SimpleNamespace(tokenizer=public.render_as_trained(copy.deepcopy(plain)))
+        serving = SimpleNamespace(
+            template_manager=SimpleNamespace(jinja_template_content_format=content_format, reasoning_config=None),
+            chat_encoding_spec=None,
+            _encode_messages=lambda *_, **__: None,
+            _handle_last_assistant_message=partial(chat.OpenAIServingChat._handle_last_assistant_message, None),
+            _tokenizer_auto_adds_specials=True,
+            tokenizer_manager=manager,
+        )
+        dumped = [tool.model_dump() for tool in request.tools or []] or None
+        found = chat.OpenAIServingChat._apply_jinja_template(serving, request, dumped, False)
+        assert found.prompt_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"role": "human"}, "messages.0: found the role 'human', expected system, developer, user, assistant, tool"),
+        ({"reasoning": "so"}, "messages.0: reasoning: found ['so'], expected one text, in an assistant's message. "),
+        (
+            {"role": "assistant", "thinking": "so"},
+            "continue_final_message: found more than a content in the last message, expected that alone",
+        ),
+    ],
+)
+def test_what_would_be_left_out_of_a_chat_is_refused(client: TestClient, change: dict[str, Any], message: str) -> None:
+    asked = _of(PATHS[1]) | {"messages": [{"role": "user", "content": "1", **change}], "continue_final_message": True}
+    answer = client.post(PATHS[1], json=asked)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message)
 
 
 def test_numbers_that_would_end_the_engine_are_refused(client: TestClient) -> None:

@@ -197,6 +197,27 @@ def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path)
     )
 
 
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "human"}, "messages.1: found {'role': 'human', 'thinking': '', 'content': '3'}"),
+        ({"role": "assistant", "thinking": "so"}, "thinking: found 'so', expected none: the chat template writes no"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_roles_and_thoughts_that_the_chat_template_leaves_out_are_named(values, model, tmp_path, turn, said, algorithm):
+    template = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    asked = {"role": "user", "content": "q"}
+    turns = [[asked, {"role": "assistant", "thinking": "", "content": "3", **last}, asked] for last in ({}, turn)]
+    lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in turns]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    assert refusal(values, algorithm={"name": algorithm}).startswith(f"data.train: line 2: {said}")
+
+
 @pytest.mark.parametrize("other", [{"tool_calls": [{"id": "1"}]}, {"tool_calls": "f"}])
 def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(
     values, model, tmp_path, other
