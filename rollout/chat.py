@@ -1,7 +1,8 @@
 """Renders conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
 
 A row of tokens only grows: what was sampled is never tokenized again. So a message after the model's turn is rendered
-as the text that the template writes between that turn's content and the model's next turn, and tokenized by itself.
+as the text that the template writes between that turn's content and the model's next turn, and tokenized as it stands
+there. Texts become tokens, and tokens texts, in this file alone.
 """
 
 from __future__ import annotations
@@ -77,28 +78,6 @@ def prompt_ids(
     return _tokens(tokenizer, render(tokenizer, messages, options or {}, answer=True))
 
 
-def opening_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    opened: Sequence[int],
-    history: Sequence[Message],
-    messages: Sequence[Message],
-    options: Mapping[str, Any],
-) -> list[int]:
-    """Tokenize a prompt with further messages at its end, before the model has said anything.
-
-    opened: tokens of `history`, up to where the model's turn began.
-
-    Raises RewritingTemplateError: the template changes what stands before the messages.
-    """
-    begun = render(tokenizer, history, options, answer=False)
-    turn = render(tokenizer, history, options, answer=True).removeprefix(begun)
-    whole = render(tokenizer, [*history, *messages], options, answer=True)
-    begin = _tokens(tokenizer, turn)
-    if not whole.startswith(begun) or list(opened[len(opened) - len(begin) :]) != begin:
-        raise _rewritten(messages)
-    return [*opened[: len(opened) - len(begin)], *_tokens(tokenizer, whole.removeprefix(begun))]
-
-
 def continuation_ids(
     tokenizer: PreTrainedTokenizerBase,
     history: Sequence[Message],
@@ -117,8 +96,8 @@ def continuation_ids(
         RewritingTemplateError: the template changes what stands before the messages, so that no tokens continue it.
         jinja2.TemplateError, TypeError, ValueError: it cannot write them.
     """
-    following = _tokens(tokenizer, _following(tokenizer, history, messages, options, calls))
-    return following[0 if truncated else _shared(turn, following) :]
+    following = behind_ids(tokenizer, _following(tokenizer, history, messages, options, calls))
+    return following[0 if truncated else _shared(tokenizer, turn, following) :]
 
 
 def answer_ids(
@@ -133,8 +112,10 @@ def answer_ids(
     marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
     turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
     written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
-    text = written.removesuffix(marked.partition(SAID)[2])
-    return [*_tokens(tokenizer, text), end_ids(tokenizer)[0]]
+    end, after = end_ids(tokenizer)[0], marked.partition(SAID)[2]
+    before_end, ends, _ = after.partition(text_of(tokenizer, [end]))  # a template may put a blank there
+    text = written.removesuffix(after) + before_end * bool(ends)
+    return [*behind_ids(tokenizer, text, _tokens(tokenizer, opened)), end]
 
 
 def _begun(turn: str, answer: str) -> str:
@@ -203,19 +184,16 @@ def _readable(message: Message) -> dict[str, Any]:
     return copied
 
 
-def _shared(turn: Sequence[int], following: Sequence[int]) -> int:
+def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:
     """Count the tokens of `following` that the turn ends with, before at most one end that the template does not
-    know."""
+    know. A blank that the template writes before the end may be missing."""
     for written in (list(turn), list(turn[:-1])):
         for count in range(min(len(written), len(following)), 0, -1):
             if written[-count:] == list(following[:count]):
                 return count
-    return 0
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    blanks = next((n for n, token in enumerate(following) if text_of(tokenizer, [token]).strip()), 0)
+    ended = list(turn[-1:]) == list(following[blanks : blanks + 1]) and turn[-1] in tokenizer.added_tokens_decoder
+    return blanks + 1 if ended else 0
 
 
 def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
@@ -224,6 +202,55 @@ def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
         f"environment: found a chat template that changes earlier text when a {role} message follows, "
         "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
     )
+
+
+# Texts as tokens, and tokens as texts.
+
+_PLAIN = ("\n", "0", "a", ".")
+"""Characters behind which a text may stand."""
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokenize a text from its beginning: the tokens that the tokenizer puts before a text, such as the BOS, are there
+    once, also if the text has them."""
+    ids, put = _tokens(tokenizer, text), tokenizer(text).input_ids
+    count = next((n for n in range(len(put)) if put[n : n + len(ids)] == ids), 0)
+    return ids if ids[:count] == put[:count] else put[:count] + ids
+
+
+def behind_ids(tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[int] = ()) -> list[int]:
+    """Tokenize a text that stands behind other tokens, as it would be in the whole.
+
+    Some tokenizers put a blank before each text that they are given, or before what follows a special token. before:
+    the tokens before the text; empty: any that are not special.
+    """
+    if before and (special := tokenizer.added_tokens_decoder.get(before[-1])) is not None:
+        whole = _tokens(tokenizer, special.content + text)
+        if whole[:1] == list(before[-1:]):
+            return whole[1:]
+    alone = _tokens(tokenizer, text)
+    shown = text_of(tokenizer, alone)
+    for plain in _PLAIN if shown != text and shown.startswith(" ") else ():
+        begun, whole = _tokens(tokenizer, plain), _tokens(tokenizer, plain + text)
+        rest = whole[len(begun) :]
+        if whole[: len(begun)] == begun and " " + text_of(tokenizer, rest) == shown:  # the same without the blank
+            return rest
+    return alone
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, first: bool = False) -> str:
+    """Return the text of tokens as it is: `clean_up_tokenization_spaces` would take blanks out.
+
+    first: a text begins with them, so that the tokenizer takes away the blank that it puts there.
+    """
+    before = [] if first else [tokenizer.eos_token_id or 0]
+    put, text = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (before, [*before, *ids]))
+    return str(text).removeprefix(str(put))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
 # Bounds on the number of tokens of a text, for texts that would take minutes to tokenize.
