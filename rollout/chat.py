@@ -2,7 +2,7 @@
 
 A row of tokens only grows: what was sampled is never tokenized again. So a message after the model's turn is rendered
 as the text that the template writes between that turn's content and the model's next turn, and tokenized as it stands
-there. Texts become tokens, and tokens texts, in this file alone.
+there.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.reading import parse_json
+from fp8rl.rollout.tokens import behind_ids, text_of, written_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Tokenize a conversation up to where the model's turn begins; see `render`."""
-    return _tokens(tokenizer, render(tokenizer, messages, options or {}, answer=True))
+    return written_ids(tokenizer, render(tokenizer, messages, options or {}, answer=True))
 
 
 def continuation_ids(
@@ -115,7 +115,7 @@ def answer_ids(
     end, after = end_ids(tokenizer)[0], marked.partition(SAID)[2]
     before_end, ends, _ = after.partition(text_of(tokenizer, [end]))  # a template may put a blank there
     text = written.removesuffix(after) + before_end * bool(ends)
-    return [*behind_ids(tokenizer, text, _tokens(tokenizer, opened)), end]
+    return [*behind_ids(tokenizer, text, written_ids(tokenizer, opened)), end]
 
 
 def _begun(turn: str, answer: str) -> str:
@@ -136,7 +136,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             text = _following(tokenizer, [{"role": "user", "content": "?"}], [{"role": role, "content": "?"}], {})
         except (jinja2.TemplateError, TypeError, ValueError):
             continue  # a role that it does not know; what else is wrong is said where a conversation needs it
-        if (ids := _tokens(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
+        if (ids := written_ids(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
             found.append(ids[0])
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
@@ -202,77 +202,3 @@ def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
         f"environment: found a chat template that changes earlier text when a {role} message follows, "
         "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
     )
-
-
-# Texts as tokens, and tokens as texts.
-
-_PLAIN = ("\n", "0", "a", ".")
-"""Characters behind which a text may stand."""
-
-
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokenize a text from its beginning: the tokens that the tokenizer puts before a text, such as the BOS, are there
-    once, also if the text has them."""
-    ids, put = _tokens(tokenizer, text), tokenizer(text).input_ids
-    count = next((n for n in range(len(put)) if put[n : n + len(ids)] == ids), 0)
-    return ids if ids[:count] == put[:count] else put[:count] + ids
-
-
-def behind_ids(tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[int] = ()) -> list[int]:
-    """Tokenize a text that stands behind other tokens, as it would be in the whole.
-
-    Some tokenizers put a blank before each text that they are given, or before what follows a special token. before:
-    the tokens before the text; empty: any that are not special.
-    """
-    if before and (special := tokenizer.added_tokens_decoder.get(before[-1])) is not None:
-        whole = _tokens(tokenizer, special.content + text)
-        if whole[:1] == list(before[-1:]):
-            return whole[1:]
-    alone = _tokens(tokenizer, text)
-    shown = text_of(tokenizer, alone)
-    for plain in _PLAIN if shown != text and shown.startswith(" ") else ():
-        begun, whole = _tokens(tokenizer, plain), _tokens(tokenizer, plain + text)
-        rest = whole[len(begun) :]
-        if whole[: len(begun)] == begun and " " + text_of(tokenizer, rest) == shown:  # the same without the blank
-            return rest
-    return alone
-
-
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, first: bool = False) -> str:
-    """Return the text of tokens as it is: `clean_up_tokenization_spaces` would take blanks out.
-
-    first: a text begins with them, so that the tokenizer takes away the blank that it puts there.
-    """
-    before = [] if first else [tokenizer.eos_token_id or 0]
-    put, text = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (before, [*before, *ids]))
-    return str(text).removeprefix(str(put))
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
-
-
-# Bounds on the number of tokens of a text, for texts that would take minutes to tokenize.
-
-TOKENS_PER_BYTE = 4
-"""No tokenizer in use yields more tokens for a byte of text."""
-
-
-def fewest_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
-    """Return the fewest tokens that a text of `size` bytes has."""
-    return -(-size // widest_token(tokenizer))
-
-
-@lru_cache(maxsize=8)
-def widest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the bytes of the longest token."""
-    return max(len(token.encode()) for token in tokenizer.get_vocab())
-
-
-def text_size(value: Any) -> int:
-    """Return the bytes of all texts in a value of JSON; names of keys are not counted."""
-    if isinstance(value, str):
-        return len(value.encode())
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(text_size, parts))

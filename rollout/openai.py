@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidato
 from pydantic_core import PydanticCustomError
 
 from fp8rl.numerics.core.reading import parse_json
-from fp8rl.rollout.chat import read_arguments, text_size
+from fp8rl.rollout.chat import read_arguments
+from fp8rl.rollout.tokens import text_size
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"

@@ -13,11 +13,11 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.experiment.preconditions.data import evaluated
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
-from fp8rl.rollout.chat import behind_ids, text_of
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.functions import EACH, RewardFunction, RewardsSection, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
+from fp8rl.rollout.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 
 OF_ENVIRONMENT = "environment"

@@ -11,12 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl.numerics.sampling import branch_seed
-from fp8rl.rollout.chat import behind_ids, continuation_ids, prompt_ids, text_of
+from fp8rl.rollout.chat import continuation_ids, prompt_ids
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.environments.branch import Branch, ConversationOverError
+from fp8rl.rollout.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -138,13 +140,14 @@ class Conversation:
             if len(ids) != 1:
                 raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
             stops += ids
-        self._talk.go_on(len(self._main.tokens))
+        self._talk.go_on(begin := len(self._main.tokens))
         turn = await self.ask(self._main, tuple(stops), max_new_tokens)
         self._main.append_turn(turn, stops=tuple(stops))
         self._talk.truncated = not turn.finished
         before_end = turn.token_ids[:-1] if turn.finished else turn.token_ids
         ended_by = text_of(self.tokenizer, turn.token_ids[-1:]) if turn.finished else None
-        return Turn(text_of(self.tokenizer, before_end), tuple(turn.token_ids), ended_by)
+        text = text_of(self.tokenizer, before_end, first=begin == self._talk.begin)
+        return Turn(text, tuple(turn.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
         """Append a text. Raises ConversationOverError: there is no room for it."""
@@ -282,9 +285,6 @@ Said = tuple[Literal["model", "environment"], str]
 def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Said]:
     """Return each turn after the prompt, in order, without the end of turn that ends the answer."""
     ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
-    turns: list[Said] = []
-    at = 0
-    for first, after in trajectory.environment_spans:
-        turns += [("model", text_of(tokenizer, ids[at:first])), ("environment", text_of(tokenizer, ids[first:after]))]
-        at = after
-    return [*turns, ("model", text_of(tokenizer, ids[at:]))]
+    ends = [0, *chain.from_iterable(trajectory.environment_spans), len(ids)]
+    texts = [text_of(tokenizer, ids[begin:end], first=begin == 0) for begin, end in pairwise(ends)]
+    return list(zip(cycle(("model", "environment")), texts))

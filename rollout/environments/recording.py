@@ -20,19 +20,11 @@ from typing import Any
 
 import jinja2
 
-from fp8rl.rollout.chat import (
-    RewritingTemplateError,
-    behind_ids,
-    continuation_ids,
-    prompt_ids,
-    read_arguments,
-    text_ids,
-    text_of,
-    widest_token,
-)
+from fp8rl.rollout.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
 from fp8rl.rollout.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.openai import Answer, CompletionRequest, Refusal
+from fp8rl.rollout.tokens import behind_ids, text_ids, text_of, widest_token
 
 _AT_ONCE = 1 << 16
 """Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
@@ -143,21 +135,21 @@ class Recording:
     async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
         """Sample a turn into the branch; return its end, and its text without the token that ended it."""
         tokenizer = self._conversation.tokenizer
-        singles = {stop: behind_ids(tokenizer, stop) for stop in request.stop}
-        stops = tuple(ids[0] for ids in singles.values() if len(ids) == 1)
+        stops = tuple(ids[0] for stop in request.stop if len(ids := behind_ids(tokenizer, stop)) == 1)
         self._busy.add(branch)
         self._idle.clear()
         try:
             turn = await self._conversation.ask(branch, stops, request.max_tokens)
             ids = turn.token_ids
-            text = text_of(tokenizer, ids[:-1] if turn.finished else ids)
+            decode = partial(text_of, tokenizer, first=bool(request.messages))
+            text = decode(ids[:-1] if turn.finished else ids)
             count = len(ids)
             if found := [at for stop in request.stop if (at := text.find(stop)) >= 0]:
                 # Up to the token that completes a stop of several.
                 count = 1 + bisect_left(
                     range(1, len(ids) + 1),
                     True,
-                    key=lambda n: any(stop in text_of(tokenizer, ids[:n]) for stop in request.stop),
+                    key=lambda n: any(stop in decode(ids[:n]) for stop in request.stop),
                 )
                 text = text[: min(found)]
             begin, whole = len(branch.ids), count == len(ids)

@@ -16,10 +16,11 @@ from typing import Any
 
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
-from fp8rl.rollout.chat import end_ids, fewest_tokens, read_arguments, template_arguments, text_size
+from fp8rl.rollout.chat import end_ids, read_arguments, template_arguments
 from fp8rl.rollout.openai import CHAT_SETTINGS, SETTINGS, error_body
 from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
+from fp8rl.rollout.tokens import behind_ids, fewest_tokens, text_ids, text_size
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
 """The endpoints that are opened besides those of the engine's owner, and besides the list of models (`open_models`)."""
@@ -54,10 +55,30 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
 
 
 def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
-    """Write chats on the date of the run's prompts, and note where their turns end (after `get_tokenizer`)."""
+    """Write chats on the date of the run's prompts, note where their turns end, and keep the text of tokens as it is
+    (after `get_tokenizer`)."""
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **template_arguments({}))
     tokenizer.ends = end_ids(tokenizer) if tokenizer.chat_template else ()
     return tokenizer
+
+
+async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: bool = False) -> tuple[Any, None]:
+    """Tokenize prompts with one BOS each (`TokenizerManager._tokenize_texts`)."""
+    if not texts:
+        raise ValueError("prompt: found an empty text, expected at least one character")
+    ids = [text_ids(manager.tokenizer, text) for text in ([texts] if isinstance(texts, str) else texts)]
+    return ids[0] if isinstance(texts, str) else ids, None
+
+
+def go_on(serving: Any, prompt_ids: list[int], assistant_prefix: str) -> list[int]:
+    """Put the beginning of an answer behind its prompt (`_append_assistant_prefix_to_prompt_ids`)."""
+    return prompt_ids + behind_ids(serving.tokenizer_manager.tokenizer, assistant_prefix, prompt_ids)
+
+
+def watch_whole_stops(result: None, sampling: Any, *_: Any) -> None:
+    """Look for a stop in as many tokens as it has bytes, however the model writes it (after `normalize`)."""
+    sampling.stop_str_max_len = max((len(stop.encode()) for stop in sampling.stop_strs), default=0)
 
 
 def parse_arguments(arguments: str) -> dict[str, Any]:
@@ -332,6 +353,14 @@ HOOKS = (
         "after",
         render_as_trained,
         "tokenizer_name args tokenizer_mode trust_remote_code tokenizer_revision tokenizer_backend kwargs",
+    ),
+    Hook(_TOKENIZER + "_tokenize_texts", "replace", begin_once, "texts is_cross_encoder"),
+    Hook("sampling.sampling_params.SamplingParams.normalize", "after", watch_whole_stops, "tokenizer"),
+    Hook(
+        _CHAT + "OpenAIServingChat._append_assistant_prefix_to_prompt_ids",
+        "replace",
+        go_on,
+        "prompt_ids assistant_prefix",
     ),
     Hook(_CHAT + "parse_tool_call_arguments", "replace", parse_arguments, "arguments"),
     Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),

@@ -12,11 +12,12 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
-from fp8rl.rollout.chat import TOKENS_PER_BYTE, answer_ids, behind_ids, fewest_tokens, text_of
+from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.sources import Problems, Source, load_problems
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.functions import RewardsSection
+from fp8rl.rollout.tokens import TOKENS_PER_BYTE, behind_ids, fewest_tokens, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 
 if TYPE_CHECKING:
