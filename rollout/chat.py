@@ -192,8 +192,8 @@ def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: 
             if written[-count:] == list(following[:count]):
                 return count
     blanks = next((n for n, token in enumerate(following) if text_of(tokenizer, [token]).strip()), 0)
-    ended = list(turn[-1:]) == list(following[blanks : blanks + 1]) and turn[-1] in tokenizer.added_tokens_decoder
-    return blanks + 1 if ended else 0
+    end = list(following[blanks : blanks + 1])
+    return blanks + 1 if end and end == list(turn[-1:]) and end[0] in tokenizer.added_tokens_decoder else 0
 
 
 def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:

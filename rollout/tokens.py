@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ def behind_ids(tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[i
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, first: bool = False) -> str:
     """Return the text of tokens as it is. first: they begin a text, without the blank that the tokenizer puts there."""
-    before = [] if first else [tokenizer.eos_token_id or 0]
-    put, text = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (before, [*before, *ids]))
-    return str(text).removeprefix(str(put))
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    before = [tokenizer.eos_token_id or 0]
+    text: str = decode(list(ids)) if first else decode([*before, *ids]).removeprefix(decode(before))
+    return text
 
 
 # Bounds on the number of tokens of a text, for texts that would take minutes to tokenize.
