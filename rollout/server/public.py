@@ -63,24 +63,6 @@ def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
     return tokenizer
 
 
-async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: bool = False) -> tuple[Any, None]:
-    """Tokenize prompts with one BOS each (`TokenizerManager._tokenize_texts`)."""
-    if not texts:
-        raise ValueError("prompt: found an empty text, expected at least one character")
-    ids = [text_ids(manager.tokenizer, text) for text in ([texts] if isinstance(texts, str) else texts)]
-    return ids[0] if isinstance(texts, str) else ids, None
-
-
-def go_on(serving: Any, prompt_ids: list[int], assistant_prefix: str) -> list[int]:
-    """Put the beginning of an answer behind its prompt (`_append_assistant_prefix_to_prompt_ids`)."""
-    return prompt_ids + behind_ids(serving.tokenizer_manager.tokenizer, assistant_prefix, prompt_ids)
-
-
-def watch_whole_stops(result: None, sampling: Any, *_: Any) -> None:
-    """Look for a stop in as many tokens as it has bytes, however the model writes it (after `normalize`)."""
-    sampling.stop_str_max_len = max((len(stop.encode()) for stop in sampling.stop_strs), default=0)
-
-
 def parse_arguments(arguments: str) -> dict[str, Any]:
     """Parse a call's arguments in a chat's history as the trainer's prompts have them (`parse_tool_call_arguments`)."""
     found = read_arguments(arguments)
@@ -265,6 +247,24 @@ def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
     return logprobs
 
 
+async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: bool = False) -> tuple[Any, None]:
+    """Tokenize prompts with one BOS each (`TokenizerManager._tokenize_texts`)."""
+    if not texts:
+        raise ValueError("prompt: found an empty text, expected at least one character")
+    ids = [text_ids(manager.tokenizer, text) for text in ([texts] if isinstance(texts, str) else texts)]
+    return ids[0] if isinstance(texts, str) else ids, None
+
+
+def go_on(serving: Any, prompt_ids: list[int], assistant_prefix: str) -> list[int]:
+    """Put the beginning of an answer behind its prompt (`_append_assistant_prefix_to_prompt_ids`)."""
+    return prompt_ids + behind_ids(serving.tokenizer_manager.tokenizer, assistant_prefix, prompt_ids)
+
+
+def watch_whole_stops(result: None, sampling: Any, *_: Any) -> None:
+    """Look for a stop in as many tokens as it has bytes, however the model writes it (after `normalize`)."""
+    sampling.stop_str_max_len = max((len(stop.encode()) for stop in sampling.stop_strs), default=0)
+
+
 def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str, str]]:
     """Yield each setting of a body that is not served, and its remedy."""
     for parameter in sorted(found.keys() - settings):
@@ -354,6 +354,9 @@ HOOKS = (
         render_as_trained,
         "tokenizer_name args tokenizer_mode trust_remote_code tokenizer_revision tokenizer_backend kwargs",
     ),
+    Hook(_CHAT + "parse_tool_call_arguments", "replace", parse_arguments, "arguments"),
+    Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),
+    Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
     Hook(_TOKENIZER + "_tokenize_texts", "replace", begin_once, "texts is_cross_encoder"),
     Hook("sampling.sampling_params.SamplingParams.normalize", "after", watch_whole_stops, "tokenizer"),
     Hook(
@@ -362,9 +365,6 @@ HOOKS = (
         go_on,
         "prompt_ids assistant_prefix",
     ),
-    Hook(_CHAT + "parse_tool_call_arguments", "replace", parse_arguments, "arguments"),
-    Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),
-    Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
 )
 
 # A time limit for the headers of a request, which uvicorn 0.54 has not: who opens a connection and sends nothing, or a

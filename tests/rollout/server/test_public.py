@@ -23,7 +23,7 @@ from tests.support.paths import EXAMPLES
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
 Req = pytest.importorskip("sglang.srt.managers.schedule_batch").Req
-SamplingParams = pytest.importorskip("sglang.srt.sampling.sampling_params").SamplingParams
+sglang_params = pytest.importorskip("sglang.srt.sampling.sampling_params")
 add_api_key_middleware = pytest.importorskip("sglang.srt.utils.auth").add_api_key_middleware
 ODD = [b'{"model": "it", "prompt": "1", "temperature": %s}' % number for number in (b"NaN", b"1e400", b"9" * 5000)]
 ODD.append(rb'{"model": "it", "prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}')
@@ -313,7 +313,7 @@ def test_prompts_begin_with_one_bos_and_an_answer_s_beginning_goes_on_as_the_who
 
 
 def test_a_stop_is_found_in_however_many_tokens_the_model_writes_it() -> None:
-    tokenizer, sampling = tokenizer_with_blanks("first"), SamplingParams(stop=" =")
+    tokenizer, sampling = tokenizer_with_blanks("first"), sglang_params.SamplingParams(stop=" =")
     sampling.normalize(tokenizer)
     public.watch_whole_stops(None, sampling, tokenizer)
     request = Req.__new__(Req)
