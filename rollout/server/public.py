@@ -360,7 +360,7 @@ HOOKS = (
     Hook(_TOKENIZER + "_tokenize_texts", "replace", begin_once, "texts is_cross_encoder"),
     Hook("sampling.sampling_params.SamplingParams.normalize", "after", watch_whole_stops, "tokenizer"),
     Hook(
-        _CHAT + "OpenAIServingChat._append_assistant_prefix_to_prompt_ids",
+        "entrypoints.openai.serving_chat.OpenAIServingChat._append_assistant_prefix_to_prompt_ids",
         "replace",
         go_on,
         "prompt_ids assistant_prefix",
