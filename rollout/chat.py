@@ -1,7 +1,8 @@
 """Renders conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
 
 A row of tokens only grows: what was sampled is never tokenized again. So a message after the model's turn is rendered
-as the text that the template writes between that turn's content and the model's next turn, and tokenized by itself.
+as the text that the template writes between that turn's content and the model's next turn, and tokenized as it stands
+there.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import parse_json
+from fp8rl.rollout.tokens import behind_ids, text_of, written_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,29 +90,7 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Tokenize a conversation up to where the model's turn begins; see `render`."""
-    return _tokens(tokenizer, render(tokenizer, messages, options or {}, answer=True))
-
-
-def opening_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    opened: Sequence[int],
-    history: Sequence[Message],
-    messages: Sequence[Message],
-    options: Mapping[str, Any],
-) -> list[int]:
-    """Tokenize a prompt with further messages at its end, before the model has said anything.
-
-    opened: tokens of `history`, up to where the model's turn began.
-
-    Raises RewritingTemplateError: the template changes what stands before the messages.
-    """
-    begun = render(tokenizer, history, options, answer=False)
-    turn = render(tokenizer, history, options, answer=True).removeprefix(begun)
-    whole = render(tokenizer, [*history, *messages], options, answer=True)
-    begin = _tokens(tokenizer, turn)
-    if not whole.startswith(begun) or list(opened[len(opened) - len(begin) :]) != begin:
-        raise _rewritten(messages)
-    return [*opened[: len(opened) - len(begin)], *_tokens(tokenizer, whole.removeprefix(begun))]
+    return written_ids(tokenizer, render(tokenizer, messages, options or {}, answer=True))
 
 
 def continuation_ids(
@@ -132,8 +111,8 @@ def continuation_ids(
         RewritingTemplateError: the template changes what stands before the messages, so that no tokens continue it.
         jinja2.TemplateError, TypeError, ValueError: it cannot write them.
     """
-    following = _tokens(tokenizer, _following(tokenizer, history, messages, options, calls))
-    return following[0 if truncated else _shared(turn, following) :]
+    following = behind_ids(tokenizer, _following(tokenizer, history, messages, options, calls))
+    return following[0 if truncated else _shared(tokenizer, turn, following) :]
 
 
 def answer_ids(
@@ -148,8 +127,10 @@ def answer_ids(
     marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
     turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
     written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
-    text = written.removesuffix(marked.partition(SAID)[2])
-    return [*_tokens(tokenizer, text), end_ids(tokenizer)[0]]
+    end, after = end_ids(tokenizer)[0], marked.partition(SAID)[2]
+    before_end, ends, _ = after.partition(text_of(tokenizer, [end]))  # a template may put a blank there
+    text = written.removesuffix(after) + before_end * bool(ends)
+    return [*behind_ids(tokenizer, text, written_ids(tokenizer, opened)), end]
 
 
 def _begun(turn: str, answer: str) -> str:
@@ -170,7 +151,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             text = _following(tokenizer, [{"role": "user", "content": "?"}], [{"role": role, "content": "?"}], {})
         except (jinja2.TemplateError, TypeError, ValueError):
             continue  # a role that it does not know; what else is wrong is said where a conversation needs it
-        if (ids := _tokens(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
+        if (ids := written_ids(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
             found.append(ids[0])
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
@@ -281,19 +262,16 @@ def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
     return copied
 
 
-def _shared(turn: Sequence[int], following: Sequence[int]) -> int:
+def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:
     """Count the tokens of `following` that the turn ends with, before at most one end that the template does not
-    know."""
+    know. A blank that the template writes before the end may be missing."""
     for written in (list(turn), list(turn[:-1])):
         for count in range(min(len(written), len(following)), 0, -1):
             if written[-count:] == list(following[:count]):
                 return count
-    return 0
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+    blanks = next((n for n, token in enumerate(following) if text_of(tokenizer, [token]).strip()), 0)
+    end = list(following[blanks : blanks + 1])
+    return blanks + 1 if end and end == list(turn[-1:]) and end[0] in tokenizer.added_tokens_decoder else 0
 
 
 def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
@@ -302,28 +280,3 @@ def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
         f"environment: found a chat template that changes earlier text when a {role} message follows, "
         "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
     )
-
-
-# Bounds on the number of tokens of a text, for texts that would take minutes to tokenize.
-
-TOKENS_PER_BYTE = 4
-"""No tokenizer in use yields more tokens for a byte of text."""
-
-
-def fewest_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
-    """Return the fewest tokens that a text of `size` bytes has."""
-    return -(-size // widest_token(tokenizer))
-
-
-@lru_cache(maxsize=8)
-def widest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the bytes of the longest token."""
-    return max(len(token.encode()) for token in tokenizer.get_vocab())
-
-
-def text_size(value: Any) -> int:
-    """Return the bytes of all texts in a value of JSON; names of keys are not counted."""
-    if isinstance(value, str):
-        return len(value.encode())
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(text_size, parts))

@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.reading import parse_json
-from fp8rl.rollout.chat import ROLES, read_arguments, text_size, thoughts
+from fp8rl.rollout.chat import ROLES, read_arguments, thoughts
+from fp8rl.rollout.tokens import text_size
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"

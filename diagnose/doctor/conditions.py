@@ -17,6 +17,7 @@ from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.functions import EACH, RewardFunction, RewardsSection, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
+from fp8rl.rollout.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 
 OF_ENVIRONMENT = "environment"
@@ -48,12 +49,12 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
         problems = load_problems(source)
         first = problems[0]
         ids = prompt_ids(tokenizer, first)
-        tokens = len(tokenizer(first.answer[:LONGEST_ANSWER], add_special_tokens=False).input_ids)
+        tokens = len(behind_ids(tokenizer, first.answer[:LONGEST_ANSWER]))
         yield DataFound(
             source.key,
             str(source.path),
             len(problems),
-            tokenizer.decode(ids),
+            text_of(tokenizer, ids, first=True),
             len(ids),
             first.answer,
             {} if rewards is None else _rewards(rewards, first, tokens),

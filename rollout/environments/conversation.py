@@ -11,12 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl.numerics.sampling import branch_seed
-from fp8rl.rollout.chat import continuation_ids, opening_ids, prompt_ids
+from fp8rl.rollout.chat import continuation_ids, prompt_ids
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.environments.branch import Branch, ConversationOverError
+from fp8rl.rollout.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ class _Talk:
 
     history: list[Mapping[str, Any]]
     """The messages before the turn."""
-    opened: list[int]
-    """Tokens of the prompt, before messages were put behind it."""
     begin: int = 0
     """The turn's first token in the row."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Conversation:
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
         self._scope = asyncio.timeout(timeout_s)
         self._main = Branch(prompt.token_ids, seed, sampling.max_new_tokens)
-        self._talk = _Talk([*self.problem.conversation], prompt.token_ids)
+        self._talk = _Talk([*self.problem.conversation])
         self._branches: list[Branch] = []
         self._last: Branch = self._main
         self._under_way = 0
@@ -121,7 +121,7 @@ class Conversation:
         if self._main.tokens:
             raise ValueError("begin: found a conversation that has begun, expected to be called before sample and tell")
         ids = prompt_ids(self.tokenizer, messages, self.problem.chat_template)
-        self._talk = _Talk([*messages], ids)
+        self._talk = _Talk([*messages])
         self._open(ids)
 
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
@@ -136,22 +136,23 @@ class Conversation:
         """
         stops = []
         for text in stop:
-            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+            ids = behind_ids(self.tokenizer, text)
             if len(ids) != 1:
                 raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
             stops += ids
-        self._talk.go_on(len(self._main.tokens))
+        self._talk.go_on(begin := len(self._main.tokens))
         turn = await self.ask(self._main, tuple(stops), max_new_tokens)
         self._main.append_turn(turn, stops=tuple(stops))
         self._talk.truncated = not turn.finished
         before_end = turn.token_ids[:-1] if turn.finished else turn.token_ids
-        ended_by = self.tokenizer.decode(turn.token_ids[-1:]) if turn.finished else None
-        return Turn(self.tokenizer.decode(before_end), tuple(turn.token_ids), ended_by)
+        ended_by = text_of(self.tokenizer, turn.token_ids[-1:]) if turn.finished else None
+        text = text_of(self.tokenizer, before_end, first=begin == self._talk.begin)
+        return Turn(text, tuple(turn.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
         """Append a text. Raises ConversationOverError: there is no room for it."""
         self._talk.go_on(len(self._main.tokens))
-        self._main.append_environment(self.tokenizer(text, add_special_tokens=False).input_ids)
+        self._main.append_environment(behind_ids(self.tokenizer, text, self._main.ids))
         self._talk.truncated = False
 
     def message(self, role: str, content: str, **further: Any) -> None:
@@ -169,7 +170,7 @@ class Conversation:
             talk.end = len(tokens)
         talk.messages.append({"role": role, "content": content, **further})
         if talk.end == talk.begin == 0:
-            return self._open(opening_ids(self.tokenizer, talk.opened, talk.history, talk.messages, options))
+            return self._open(prompt_ids(self.tokenizer, [*talk.history, *talk.messages], options))
         turn = tokens[talk.begin : talk.end]
         ids = continuation_ids(self.tokenizer, talk.history, turn, talk.messages, options, truncated=talk.truncated)
         self._main.append_environment(ids, at=talk.end)
@@ -284,9 +285,6 @@ Said = tuple[Literal["model", "environment"], str]
 def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Said]:
     """Return each turn after the prompt, in order, without the end of turn that ends the answer."""
     ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
-    turns: list[Said] = []
-    at = 0
-    for first, after in trajectory.environment_spans:
-        turns += [("model", tokenizer.decode(ids[at:first])), ("environment", tokenizer.decode(ids[first:after]))]
-        at = after
-    return [*turns, ("model", tokenizer.decode(ids[at:]))]
+    ends = [0, *chain.from_iterable(trajectory.environment_spans), len(ids)]
+    texts = [text_of(tokenizer, ids[begin:end], first=begin == 0) for begin, end in pairwise(ends)]
+    return list(zip(cycle(("model", "environment")), texts))

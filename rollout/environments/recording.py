@@ -14,15 +14,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import jinja2
 
-from fp8rl.rollout.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments, widest_token
+from fp8rl.rollout.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
 from fp8rl.rollout.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.environments.conversation import Conversation
 from fp8rl.rollout.openai import Answer, CompletionRequest, Refusal
+from fp8rl.rollout.tokens import behind_ids, text_ids, text_of, widest_token
 from fp8rl.rollout.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
@@ -118,14 +120,14 @@ class Recording:
             self._points[_keys(request, (*request.messages, spoken))[-1]] = point
         else:
             prompt = request.prompt
-            before = prompt if isinstance(prompt, str) else self._conversation.tokenizer.decode(prompt)
+            before = prompt if isinstance(prompt, str) else text_of(self._conversation.tokenizer, prompt, first=True)
             self._written += [(before + shown, at) for shown, at in self._shown(point, text)]
         reason = "tool_calls" if calls else "length" if point.truncated else "stop"
         return Answer(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
     def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
         """Yield a completion as later prompts may begin with it: with the stop that ended it, or without, as sent."""
-        decode, ids = self._conversation.tokenizer.decode, point.branch.ids[point.begin : point.length]
+        decode, ids = partial(text_of, self._conversation.tokenizer), point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
         for length in range(len(ids), 0, -1):
             if not point.ended and decode(ids[:length]) == text:
@@ -134,21 +136,21 @@ class Recording:
     async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
         """Sample a turn into the branch; return its end, and its text without the token that ended it."""
         tokenizer = self._conversation.tokenizer
-        singles = {stop: tokenizer(stop, add_special_tokens=False).input_ids for stop in request.stop}
-        stops = tuple(ids[0] for ids in singles.values() if len(ids) == 1)
+        stops = tuple(ids[0] for stop in request.stop if len(ids := behind_ids(tokenizer, stop)) == 1)
         self._busy.add(branch)
         self._idle.clear()
         try:
             turn = await self._conversation.ask(branch, stops, request.max_tokens)
             ids = turn.token_ids
-            text = tokenizer.decode(ids[:-1] if turn.finished else ids)
+            decode = partial(text_of, tokenizer, first=bool(request.messages))
+            text = decode(ids[:-1] if turn.finished else ids)
             count = len(ids)
             if found := [at for stop in request.stop if (at := text.find(stop)) >= 0]:
                 # Up to the token that completes a stop of several.
                 count = 1 + bisect_left(
                     range(1, len(ids) + 1),
                     True,
-                    key=lambda n: any(stop in tokenizer.decode(ids[:n]) for stop in request.stop),
+                    key=lambda n: any(stop in decode(ids[:n]) for stop in request.stop),
                 )
                 text = text[: min(found)]
             begin, whole = len(branch.ids), count == len(ids)
@@ -193,15 +195,15 @@ class Recording:
             (entry for entry in self._written if prompt.startswith(entry[0])), key=lambda e: len(e[0]), default=None
         )
         if shared is None:
-            return self._conversation.branch(tokenizer(prompt).input_ids)
+            return self._conversation.branch(text_ids(tokenizer, prompt))
         text, point = shared
         rest = prompt[len(text) :]
         if point.ended:
-            end = tokenizer.decode(point.branch.ids[point.length - 1])
+            end = text_of(tokenizer, point.branch.ids[point.length - 1 : point.length])
             if not rest.startswith(end):  # the text goes on where the model had ended
                 point = replace(point, length=point.length - 1)
             rest = rest.removeprefix(end)
-        return self._goes_on(point, tokenizer(rest, add_special_tokens=False).input_ids)
+        return self._goes_on(point, behind_ids(tokenizer, rest, point.branch.ids[: point.length]))
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
         """Continue after a turn, in its branch or, if that went on already, in one of its own."""

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from fp8rl.rollout.chat import render
 from fp8rl.rollout.loopback import is_loopback
+from fp8rl.rollout.tokens import written_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,12 +102,8 @@ async def model(
 def _rendered(directory: str, question: str, answers: list[str]) -> list[list[int]]:
     """Return the token ids of each conversation."""
     read = _tokenizer(directory)
-    asked = {"role": "user", "content": question}
-    found: list[list[int]] = []
-    for answer in answers:
-        conversation: list[dict[str, Any]] = [asked, {"role": "assistant", "content": answer}]
-        found.append(read(render(read, conversation, {}, answer=False), add_special_tokens=False).input_ids)
-    return found
+    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": each}] for each in answers]
+    return [written_ids(read, render(read, conversation, {}, answer=False)) for conversation in turns]
 
 
 @functools.cache

@@ -15,10 +15,11 @@ from typing import Any
 
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.numerics.sampling import answer_seed
-from fp8rl.rollout.chat import end_ids, fewest_tokens, render, text_size
+from fp8rl.rollout.chat import end_ids, render
 from fp8rl.rollout.openai import CHAT_SETTINGS, SETTINGS, Refusal, error_body, read_message
 from fp8rl.rollout.plugin.hooks import Hook
 from fp8rl.rollout.plugin.state import state
+from fp8rl.rollout.tokens import behind_ids, fewest_tokens, text_ids, text_size
 from fp8rl.rollout.tool_calls import give_calls, hold_calls, read_calls
 
 ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
@@ -54,7 +55,9 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
 
 
 def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
-    """Write chats as the run's prompts are written, and note where their turns end (after `get_tokenizer`)."""
+    """Write chats as the run's prompts are written, note where their turns end, and keep the text of tokens as it is
+    (after `get_tokenizer`)."""
+    tokenizer.clean_up_tokenization_spaces = False
     plain = copy.copy(tokenizer)
 
     def apply(messages: Any, tools: Any = None, add_generation_prompt: bool = False, **options: Any) -> str:
@@ -250,6 +253,24 @@ def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
     return logprobs
 
 
+async def begin_once(manager: Any, texts: str | list[str], is_cross_encoder: bool = False) -> tuple[Any, None]:
+    """Tokenize prompts with one BOS each (`TokenizerManager._tokenize_texts`)."""
+    if not texts:
+        raise ValueError("prompt: found an empty text, expected at least one character")
+    ids = [text_ids(manager.tokenizer, text) for text in ([texts] if isinstance(texts, str) else texts)]
+    return ids[0] if isinstance(texts, str) else ids, None
+
+
+def go_on(serving: Any, prompt_ids: list[int], assistant_prefix: str) -> list[int]:
+    """Put the beginning of an answer behind its prompt (`_append_assistant_prefix_to_prompt_ids`)."""
+    return prompt_ids + behind_ids(serving.tokenizer_manager.tokenizer, assistant_prefix, prompt_ids)
+
+
+def watch_whole_stops(result: None, sampling: Any, *_: Any) -> None:
+    """Look for a stop in as many tokens as it has bytes, however the model writes it (after `normalize`)."""
+    sampling.stop_str_max_len = max((len(stop.encode()) for stop in sampling.stop_strs), default=0)
+
+
 def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str, str]]:
     """Yield each setting of a body that is not served, and its remedy."""
     for parameter in sorted(found.keys() - settings):
@@ -357,6 +378,14 @@ HOOKS = (
     Hook(_PARSER + "parse_stream_end", "around", give_calls, ""),
     Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),
     Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
+    Hook(_TOKENIZER + "_tokenize_texts", "replace", begin_once, "texts is_cross_encoder"),
+    Hook("sampling.sampling_params.SamplingParams.normalize", "after", watch_whole_stops, "tokenizer"),
+    Hook(
+        "entrypoints.openai.serving_chat.OpenAIServingChat._append_assistant_prefix_to_prompt_ids",
+        "replace",
+        go_on,
+        "prompt_ids assistant_prefix",
+    ),
 )
 
 # A time limit for the headers of a request, which uvicorn 0.54 has not: who opens a connection and sends nothing, or a

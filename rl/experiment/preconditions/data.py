@@ -12,11 +12,12 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
-from fp8rl.rollout.chat import TOKENS_PER_BYTE, answer_ids, fewest_tokens
+from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.sources import Problems, Source, load_problems
 from fp8rl.rollout.environments.config import SINGLE_TURN
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.functions import RewardsSection
+from fp8rl.rollout.tokens import TOKENS_PER_BYTE, behind_ids, fewest_tokens, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | 
         answer = problems[index].answer
         if len(answer) > _LONG:
             continue
-        back = tokenizer.decode(tokenizer(answer, add_special_tokens=False).input_ids)
+        back = text_of(tokenizer, behind_ids(tokenizer, answer))
         if back != answer:
             return (
                 f"{problems.source.key}: the tokenizer of model.path does not keep text: the answer of "

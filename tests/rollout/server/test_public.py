@@ -23,10 +23,13 @@ from fp8rl.rollout.plugin import state
 from fp8rl.rollout.plugin.hooks import _problem
 from fp8rl.rollout.server import public
 from fp8rl.rollout.types import SamplingParams
+from tests.support.blanks import tokenizer_with_blanks
 from tests.support.chat_templates import KINDS, with_template
 from tests.support.paths import EXAMPLES
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+Req = pytest.importorskip("sglang.srt.managers.schedule_batch").Req
+sglang_params = pytest.importorskip("sglang.srt.sampling.sampling_params")
 add_api_key_middleware = pytest.importorskip("sglang.srt.utils.auth").add_api_key_middleware
 ODD = [b'{"model": "it", "prompt": "1", "temperature": %s}' % number for number in (b"NaN", b"1e400", b"9" * 5000)]
 ODD.append(rb'{"model": "it", "prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}')
@@ -353,6 +356,28 @@ def test_each_answer_of_the_base_goes_without_the_adapters(
         asyncio.run(public.mark_base(None, asked))
         found = [asked] if asked.is_single else [early, *(asked[i] for i in range(prompts * answers))]
         assert {each.lora_id for each in found} == {expected}
+
+
+def test_prompts_begin_with_one_bos_and_an_answer_s_beginning_goes_on_as_the_whole() -> None:
+    tokenizer = tokenizer_with_blanks("prepend")
+    manager = SimpleNamespace(tokenizer=tokenizer)
+    begun = [1, *tokenizer("[INST]", add_special_tokens=False).input_ids]
+    assert asyncio.run(public.begin_once(manager, "[INST]")) == (begun, None)
+    assert asyncio.run(public.begin_once(manager, ["<s>[INST]", "[INST]"])) == ([begun] * 2, None)
+    for prefix in ("3", " 3"):
+        expected = tokenizer("<s>[INST]" + prefix, add_special_tokens=False).input_ids
+        assert public.go_on(SimpleNamespace(tokenizer_manager=manager), begun, prefix) == expected
+
+
+def test_a_stop_is_found_in_however_many_tokens_the_model_writes_it() -> None:
+    tokenizer, sampling = tokenizer_with_blanks("first"), sglang_params.SamplingParams(stop=" =")
+    sampling.normalize(tokenizer)
+    public.watch_whole_stops(None, sampling, tokenizer)
+    request = Req.__new__(Req)
+    request.sampling_params, request.tokenizer, request.decoded_text = sampling, tokenizer, ""
+    for tokens in (["x", "▁="], ["x", "▁", "="]):  # the first is how the stop is tokenized
+        request.output_ids = tokenizer.convert_tokens_to_ids(tokens)
+        assert request._check_str_based_finish(), tokens
 
 
 def test_offsets_count_the_characters_before() -> None:

@@ -263,10 +263,12 @@ def test_a_template_that_writes_no_answer_is_refused_for_supervised_rows(values,
 
 
 class LosesBlanks:
+    eos_token_id = "</s>"
+
     def __call__(self, text, **_):
         return SimpleNamespace(input_ids=text.split())
 
-    def decode(self, ids):
+    def decode(self, ids, **_):
         return "".join(ids)
 
 

@@ -43,7 +43,7 @@ class Letters:
     def __call__(self, text: str, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **_: Any) -> str:
         return "#### 0" if ids[:1] == [5] else "#### 1"
 
 

@@ -1,0 +1,74 @@
+"""Texts as tokens, and tokens as texts. Nothing else in the product calls a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def written_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokenize a text that begins with all its special tokens, as those of chat templates do."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokenize a text with what the tokenizer puts before one, such as the BOS: once, also if the text has it."""
+    ids, put = written_ids(tokenizer, text), tokenizer(text).input_ids
+    count = next((n for n in range(len(put)) if put[n : n + len(ids)] == ids), 0)
+    return ids if ids[:count] == put[:count] else put[:count] + ids
+
+
+def behind_ids(tokenizer: PreTrainedTokenizerBase, text: str, before: Sequence[int] = ()) -> list[int]:
+    """Tokenize a text that stands behind other tokens, as it would be in the whole.
+
+    Some tokenizers put a blank before each text, or before what follows a special token. before: the tokens before the
+    text; empty: any that are not special.
+    """
+    special = tokenizer.added_tokens_decoder.get(before[-1]) if before else None
+    alone = written_ids(tokenizer, text)
+    shown = text_of(tokenizer, alone)
+    fronts = [special.content] if special else ["\n", "0", "a", "."] if shown[:1] == " " and shown != text else []
+    for front in fronts:
+        begun, whole = written_ids(tokenizer, front), written_ids(tokenizer, front + text)
+        rest = whole[len(begun) :]
+        if whole[: len(begun)] == begun and (special or " " + text_of(tokenizer, rest) == shown):
+            return rest
+    return alone
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, first: bool = False) -> str:
+    """Return the text of tokens as it is. first: they begin a text, without the blank that the tokenizer puts there."""
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    before = [tokenizer.eos_token_id or 0]
+    text: str = decode(list(ids)) if first else decode([*before, *ids]).removeprefix(decode(before))
+    return text
+
+
+# Bounds on the number of tokens of a text, for texts that would take minutes to tokenize.
+
+TOKENS_PER_BYTE = 4
+"""No tokenizer in use yields more tokens for a byte of text."""
+
+
+def fewest_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
+    """Return the fewest tokens that a text of `size` bytes has."""
+    return -(-size // widest_token(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def widest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the bytes of the longest token."""
+    return max(len(token.encode()) for token in tokenizer.get_vocab())
+
+
+def text_size(value: Any) -> int:
+    """Return the bytes of all texts in a value of JSON; names of keys are not counted."""
+    if isinstance(value, str):
+        return len(value.encode())
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(text_size, parts))
