@@ -3,7 +3,7 @@ experiment and the numerics that they are computed in, and the batch of a capsul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,11 @@ class Subject:
     checkpoint: Path | None = None
     """Its weights are loaded over those of the directory."""
     batch: TokenBatch | None = None
-    """None if it is still to be sampled."""
+    """None if it is still to be sampled. That of a capsule has the field `train_logprobs`."""
+    version: int = 0
+    """The version of the weights, where no checkpoint says it."""
+    wrong: Sequence[str] | None = None
+    """See `Capsule.wrong`."""
 
 
 def read_subject(path: Path, key: str) -> Subject:
@@ -67,8 +71,12 @@ def read_subject(path: Path, key: str) -> Subject:
                 remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
             )
         experiment = capsule.beginning(capsule.weights)
-        name = f"{experiment.run.name} {path.name}"
-        return Subject(name, path, experiment, capsule.numerics, batch=capsule.scored.batch)
+        name, scored = f"{experiment.run.name} {path.name}", capsule.scored
+        fields = scored.batch.fields | {"train_logprobs": scored.logprobs}
+        batch = replace(scored.batch, loss_mask=scored.fresh, fields=fields)  # older weights' tokens differ rightly
+        return Subject(
+            name, path, experiment, capsule.numerics, batch=batch, version=scored.version, wrong=capsule.wrong
+        )
     run, experiment = open_run(
         path,
         key=key,
