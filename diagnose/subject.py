@@ -86,7 +86,7 @@ def read_subject(path: Path, key: str) -> Subject:
     )
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
-        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model)})
+        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
     elif step is None:
         raise user_error(
             key,
@@ -94,7 +94,9 @@ def read_subject(path: Path, key: str) -> Subject:
             expected="weights to compare",
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
-    return run_at(run, experiment, step)
+    return Subject(
+        run.name, run.path, experiment, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
+    )
 
 
 def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:
@@ -119,12 +121,6 @@ def load_architecture_of(experiment: Experiment) -> None:
     if experiment.model.architecture is not None:
         load_architecture(experiment.model.architecture)
     check_scope(experiment.numerics_config().spec)
-
-
-def run_at(run: RunDir, experiment: Experiment, step: int | None) -> Subject:
-    """Return a run as it was at a checkpoint; None: at the weights of its model directory."""
-    numerics = GateState.of_checkpoint(run, step).numerics(experiment.numerics_config())
-    return Subject(run.name, run.path, experiment, numerics, None if step is None else run.checkpoint(step))
 
 
 def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:

@@ -310,13 +310,14 @@ def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Pa
 def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     run.mkdir()
-    spec = load_experiment("examples/arithmetic.yaml", ["trainer.tp=2"])
+    spec = load_experiment("examples/arithmetic_lora.yaml", ["trainer.tp=2", "adapter.mode=merged"])
     (run / "spec.yaml").write_text(spec.to_yaml())
     with pytest.raises(UserError, match="neither model/ nor a checkpoint"):
         read_subject(run, "attribute")
     (run / "model").mkdir()
     subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (str(run / "model"), None)
+    assert subject.experiment.adapter is None, "it is merged into model/ already"
     assert subject.numerics.k_splits == 2 and subject.batch is None
     for step, bf16 in ((20, False), (100, True)):
         checkpoint = run / f"checkpoints/step_{step}"
@@ -324,6 +325,7 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
         write_about(checkpoint, About(step, {"standing": GateState(bf16=bf16).to_dict()}, {}))
     subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
+    assert subject.experiment.adapter == spec.adapter
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
     assert (subject.name, page_of(subject)) == ("demo", run / "attribution.html")
 
