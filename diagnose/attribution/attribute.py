@@ -81,9 +81,8 @@ def attribute(
     d = trained - recorded
     traced = batch.select(_most_different(d, batch, traced_tokens))
     trace = trainer.apply(_trace_ops, traced)[0]
-    expected = Manifest.merged(
-        trainer.weight_version, numerics.rollout_spec, trainer.apply(would_hold, numerics.rollout_spec)
-    )
+    spec = numerics.rollout_spec
+    expected = Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
     held, answer = asyncio.run(_ask(endpoint, trace, traced.temperature))
     views = _Views.of(traced, trace, answer)
     at = views.sampled & views.recorded.isfinite()
@@ -195,7 +194,7 @@ async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[
 
 
 def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
-    """Add to what is recorded under truncation, as ops know none, what truncation takes in the trainer."""
+    """Turn records under truncation into ones over all tokens, as ops have them, by what the trainer says of both."""
     whole = replace(batch, truncation=EVERY_TOKEN, supports=None)
     added = trainer.score(whole) - trainer.score(batch)
     fields = {name: values + added for name, values in batch.fields.items()}
@@ -226,15 +225,16 @@ def _other_scales(
     before: mean |d| between a side and its record.
     """
     sides = {"engine": (numerics.rollout, "rollout_logprobs"), "trainer": (numerics.trainer, "train_logprobs")}
-    for scale, roles, side in product(("pow2", "fp32"), (("weight", "activation"), ("weight",)), sides):
-        precision, record = sides[side]
-        spec = numerics.spec.override({role: {"scale": scale} for role in roles})
-        known = numerics.mode == "native" or precision == "bf16" or before[side] <= SELF_FLOOR["exact"]
-        with suppress(UserError):  # of weights that are no blocks of FP8
-            if not known and spec != numerics.spec:
-                trainer.set_numerics(replace(numerics, trainer=precision, spec=spec))
-                after = _mean_abs((trainer.score(batch) - batch.fields[record])[batch.loss_mask])
-                yield Cause("scales", before[side], after, f"{scale} scales of {' and '.join(roles)} in the {side}")
+    for side, (precision, record) in sides.items():
+        if numerics.mode == "native" or precision == "bf16" or before[side] <= SELF_FLOOR["exact"]:
+            continue
+        for scale, roles in product(("pow2", "fp32"), (("weight", "activation"), ("weight",))):
+            spec = numerics.spec.override({role: {"scale": scale} for role in roles})
+            if spec != numerics.spec:
+                with suppress(UserError):  # MXFP8 has no other scales
+                    trainer.set_numerics(replace(numerics, trainer=precision, spec=spec))
+                    after = _mean_abs((trainer.score(batch) - batch.fields[record])[batch.loss_mask])
+                    yield Cause("scales", before[side], after, f"{scale} scales of {' and '.join(roles)} in the {side}")
     trainer.set_numerics(numerics)
 
 

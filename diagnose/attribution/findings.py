@@ -74,8 +74,8 @@ def rank(clues: Clues) -> tuple[Finding, ...]:
     """Return the findings, the answer first; none if nothing differs by more than the mode's floor."""
     by_owner: dict[Owner, list[str]] = defaultdict(list)
     for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
-        row = clues.model.tensors[name]
-        by_owner[row.layer, row.op, row.expert].append(name)
+        row = clues.model.tensors.get(name)  # none of the adapters' scale
+        by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
     telling = [
         cause
         for cause in clues.causes

@@ -45,10 +45,12 @@ from fp8rl.numerics.core.files import check_page
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.guard import GateState
+from fp8rl.rollout.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.definitions import SIZES
 from tests.support.paths import EXAMPLES
+from tests.support.scored_batches import CapsuleRun, scored_batch
 
 MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
 SITES = [(site.layer, site.op.name) for site in MODEL.forward.sites()]
@@ -210,8 +212,8 @@ def test_an_engine_of_another_version_is_one_finding() -> None:
         ({"reproduced": 0.4, "wrong": []}, ["held the right weights, by their digests, so it computed with stale"]),
         ({"nonfinite": 3, "wrong": []}, ["state: 3 recorded .* not finite.* now: other weights, stale operands"]),
         (
-            {"reproduced": 0.4, "wrong": [f"{QUERY}#1/2", NORM]},
-            ["layer 0 qkv: in the engine, q_proj scales were not", "final_norm: in the engine, norm were not", "state"],
+            {"reproduced": 0.4, "wrong": [ADAPTER_SCALE, f"{QUERY}#1/2"]},
+            ["adapter.scale: in the engine, ", "layer 0 qkv: in the engine, q_proj scales were not", "state"],
         ),
         (
             {"reproduced": 0.4, "causes": [scales(0.4, 0.0), scales(0.4, 0.1)]},
@@ -328,6 +330,18 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     assert subject.experiment.adapter == spec.adapter
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
     assert (subject.name, page_of(subject)) == ("demo", run / "attribution.html")
+
+
+def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) -> None:
+    seen = scored_batch([0.5, 1.0], [0.25])
+    versions = seen.versions.clone()
+    versions[0, 2] -= 1
+    path = CapsuleRun.make(tmp_path).write(4, ["planted"], replace(seen, versions=versions), [0, 1])
+    subject = read_subject(path, "attribute")
+    assert subject.batch is not None and subject.batch.loss_mask.nonzero().tolist() == [[0, 3], [1, 2]]
+    d = subject.batch.fields["train_logprobs"] - subject.batch.fields["rollout_logprobs"]
+    assert d[subject.batch.loss_mask].tolist() == pytest.approx([1.0, 0.25])
+    assert (subject.version, subject.wrong) == (3, None)
 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:
