@@ -13,6 +13,7 @@ import torch
 
 from fp8rl.diagnose.attribution import Attribution, attribute
 from fp8rl.numerics import ops
+from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import KeptStep, read_capsule, write_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
@@ -47,6 +48,8 @@ def test_nothing_is_found_where_nothing_is_planted(rig: Rig) -> None:
     assert len(result.ops) == 1 + layers * 11 + 3
     assert len(result.experts) == layers * 8 and sum(e.tokens for e in result.experts if e.layer == 0) > 4000
     assert result.tokens == sum(bucket.tokens for bucket in result.positions) > 300
+    truncated = attributed(pipeline, pipeline.sample(0.7, count=4, cut=Truncation(top_p=0.5)))
+    assert truncated.findings == () and truncated.tokens > 50, "what is recorded is of the kept tokens alone"
 
 
 def test_a_doubled_scale_in_the_engine(rig: Rig) -> None:
