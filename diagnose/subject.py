@@ -3,7 +3,7 @@ experiment and the numerics that they are computed in, and the batch of a capsul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,11 @@ class Subject:
     checkpoint: Path | None = None
     """Its weights are loaded over those of the directory."""
     batch: TokenBatch | None = None
-    """None if it is still to be sampled."""
+    """None if it is still to be sampled. That of a capsule has the field `train_logprobs`."""
+    version: int = 0
+    """The version of the weights, where no checkpoint says it."""
+    wrong: Sequence[str] | None = None
+    """See `Capsule.wrong`."""
 
 
 def read_subject(path: Path, key: str) -> Subject:
@@ -67,8 +71,12 @@ def read_subject(path: Path, key: str) -> Subject:
                 remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
             )
         experiment = capsule.beginning(capsule.weights)
-        name = f"{experiment.run.name} {path.name}"
-        return Subject(name, path, experiment, capsule.numerics, batch=capsule.scored.batch)
+        name, scored = f"{experiment.run.name} {path.name}", capsule.scored
+        fields = scored.batch.fields | {"train_logprobs": scored.logprobs}
+        batch = replace(scored.batch, loss_mask=scored.fresh, fields=fields)  # older weights' tokens differ rightly
+        return Subject(
+            name, path, experiment, capsule.numerics, batch=batch, version=scored.version, wrong=capsule.wrong
+        )
     run, experiment = open_run(
         path,
         key=key,
@@ -78,7 +86,7 @@ def read_subject(path: Path, key: str) -> Subject:
     )
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
-        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model)})
+        experiment = experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
     elif step is None:
         raise user_error(
             key,
@@ -86,7 +94,9 @@ def read_subject(path: Path, key: str) -> Subject:
             expected="weights to compare",
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
-    return run_at(run, experiment, step)
+    return Subject(
+        run.name, run.path, experiment, last_numerics(run, experiment), None if step is None else run.checkpoint(step)
+    )
 
 
 def open_run(path: Path, *, key: str, found: str, expected: str, remedy: str) -> tuple[RunDir, Experiment]:
@@ -111,12 +121,6 @@ def load_architecture_of(experiment: Experiment) -> None:
     if experiment.model.architecture is not None:
         load_architecture(experiment.model.architecture)
     check_scope(experiment.numerics_config().spec)
-
-
-def run_at(run: RunDir, experiment: Experiment, step: int | None) -> Subject:
-    """Return a run as it was at a checkpoint; None: at the weights of its model directory."""
-    numerics = GateState.of_checkpoint(run, step).numerics(experiment.numerics_config())
-    return Subject(run.name, run.path, experiment, numerics, None if step is None else run.checkpoint(step))
 
 
 def last_numerics(run: RunDir, experiment: Experiment) -> NumericsConfig:

@@ -16,6 +16,7 @@ from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibrati
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
+from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.stack import Stack, open_pair
 from fp8rl.rollout.environments.config import EnvironmentSection
 from fp8rl.rollout.rewards.functions import RewardsSection
@@ -62,8 +63,8 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
             endpoint,
             batch,
             subject.numerics,
-            read_model(subject.experiment.model.directory),
-            resync=stack.syncing.sync,
+            read_model(subject.experiment.model.directory).adapted(engine_adapter(subject.experiment)),
+            wrong=subject.wrong,
             other_pair=None if quick else partial(_pair, subject, say),
         )
 
@@ -90,5 +91,7 @@ def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], o
         if subject.checkpoint is not None:
             with stack.turn("train"):
                 stack.trainer.load(subject.checkpoint)
-            stack.syncing.sync()
+        else:
+            stack.trainer.weight_version = subject.version
+        stack.syncing.sync()
         yield stack

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,13 @@ from fp8rl.diagnose.attribution.compare import (
     position_differences,
     stream_differences,
 )
-from fp8rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank, uncommitted
+from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Clues, explains, one_side_quantizes, rank
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import file_sha256
-from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.sampling import EVERY_TOKEN
 from fp8rl.rollout.plugin.op_probe import ANSWER
 from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, EngineError
@@ -56,16 +57,16 @@ def attribute(
     numerics: NumericsConfig,
     model: Model,
     *,
-    resync: Callable[[], object] | None = None,
+    wrong: Sequence[str] | None = None,
     other_pair: Callable[[NumericsConfig], AbstractContextManager[Pair]] | None = None,
     traced_tokens: int = TRACED_TOKENS,
 ) -> Attribution:
     """Compare a trainer of one rank and an engine op by op, and take away one cause of mismatch after another.
 
     Args:
-        batch: sampled sequences with `rollout_logprobs`.
+        batch: sampled sequences with `rollout_logprobs`, and `train_logprobs` where these are recorded.
         numerics, model: of both sides.
-        resync: brings the engine to the trainer's weights; called if the engine's are others, and they stay so.
+        wrong: tensors that the engine which sampled the batch held otherwise; None: not known.
         other_pair: opens trainer and engine with these weights in other numerics; without it, quantization and op
             definitions are not switched.
         traced_tokens: see TRACED_TOKENS; at least one sequence is traced.
@@ -74,22 +75,15 @@ def attribute(
         UserError: the trainer has several ranks.
         EngineError: the engine failed.
     """
-    recorded = batch.fields["rollout_logprobs"]
-    d = trainer.score(batch) - recorded
+    batch = _over_all_tokens(trainer, batch) if batch.truncation.cuts else batch
+    recorded, scored = batch.fields["rollout_logprobs"], trainer.score(batch)
+    trained = batch.fields.get("train_logprobs", scored)
+    d = trained - recorded
     traced = batch.select(_most_different(d, batch, traced_tokens))
     trace = trainer.apply(_trace_ops, traced)[0]
-    expected = expected_manifest(trainer, numerics.rollout_spec)
-    held, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
-    clues = Clues(model=model, numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
-    found = Attribution(
-        findings=rank(clues),
-        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
-        tokens=int(batch.loss_mask.sum()),
-        positions=tuple(position_differences(d, batch.loss_mask)),
-    )
-    if answer is None:  # the engine computes nothing, and no more can be said
-        return found
-
+    spec = numerics.rollout_spec
+    expected = Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
+    held, answer = asyncio.run(_ask(endpoint, trace, traced.temperature))
     views = _Views.of(traced, trace, answer)
     at = views.sampled & views.recorded.isfinite()
     fit = fit_temperature(views.logits[at], views.targets[at], views.recorded[at]) if at.any() else None
@@ -98,22 +92,24 @@ def attribute(
         causes.append(_without_sampler(trainer, batch, d, fit.temperature))
     if views.chosen is not None:
         causes.append(_without_routing(trainer, traced, views, views.chosen))
-    if resync is not None and expected.mismatched(held):
-        resync()
-        _, synced = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
-        assert synced is not None
-        after = _Views.of(traced, trace, synced).live_mean
-        causes.append(Cause("weights", views.live_mean, after, "a verified sync"))
+    rescored = _mean_abs((scored - trained)[batch.loss_mask])
+    causes += _other_scales(trainer, batch, numerics, {"engine": views.reproduced, "trainer": rescored})
     if other_pair is not None:
         causes += _other_numerics(numerics, traced, views.live_mean, other_pair)
     ops = op_differences(model.forward, trace.tensors, answer.tensors)
     experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
-    clues = replace(
-        clues,
+    clues = Clues(
+        model=model,
+        numerics=numerics,
+        expected=expected,
+        held=held,
+        wrong=wrong,
+        temperature=batch.temperature,
         ops=ops,
         experts=experts,
         fit=fit,
         reproduced=views.reproduced,
+        rescored=rescored,
         live=views.live_mean,
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
         settings={
@@ -124,9 +120,11 @@ def attribute(
         },
         causes=causes,
     )
-    return replace(
-        found,
+    return Attribution(
         findings=rank(clues),
+        abs_diff_mean=_mean_abs(d[batch.loss_mask]),
+        tokens=int(batch.loss_mask.sum()),
+        positions=tuple(position_differences(d, batch.loss_mask)),
         live_abs_diff_mean=views.live_mean,
         traced_tokens=int(views.sampled.sum()),
         ops=tuple(ops),
@@ -189,13 +187,18 @@ def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
     return trace_ops(trainer, batch)
 
 
-async def _ask(
-    endpoint: Endpoint, expected: Manifest, trace: OpTrace, temperature: float
-) -> tuple[dict[str, str], EngineAnswer | None]:
-    """Ask for the digests that the engine holds, and for its answer; None from one that was left within an update."""
+async def _ask(endpoint: Endpoint, trace: OpTrace, temperature: float) -> tuple[dict[str, str], EngineAnswer]:
+    """Ask for the digests that the engine holds, and for its answer."""
     async with EngineClient(endpoint) as client:
-        held = (await client.manifest()).entries
-        return held, None if uncommitted(expected, held) else await ask_engine(client, trace, temperature)
+        return (await client.manifest()).entries, await ask_engine(client, trace, temperature)
+
+
+def _over_all_tokens(trainer: TrainerGroup, batch: TokenBatch) -> TokenBatch:
+    """Turn records under truncation into ones over all tokens, as ops have them, by what the trainer says of both."""
+    whole = replace(batch, truncation=EVERY_TOKEN, supports=None)
+    added = trainer.score(whole) - trainer.score(batch)
+    fields = {name: values + added for name, values in batch.fields.items()}
+    return replace(whole, fields=fields, loss_mask=batch.loss_mask & added.isfinite())
 
 
 def _without_sampler(trainer: TrainerGroup, batch: TokenBatch, d: Tensor, temperature: float) -> Cause:
@@ -212,6 +215,27 @@ def _without_routing(trainer: TrainerGroup, traced: TokenBatch, views: _Views, c
     replayed = _behind(trainer.score(replace(traced, routes=routes, replay=True)), traced).double()
     after = _mean_abs((replayed - views.engine)[views.sampled])
     return Cause("routing", views.live_mean, after, "the engine's experts in the trainer (R3)")
+
+
+def _other_scales(
+    trainer: TrainerGroup, batch: TokenBatch, numerics: NumericsConfig, before: Mapping[str, float]
+) -> Iterator[Cause]:
+    """Score in other scales where a side does not give its record again; in exact mode the trainer stands for both.
+
+    before: mean |d| between a side and its record.
+    """
+    sides = {"engine": (numerics.rollout, "rollout_logprobs"), "trainer": (numerics.trainer, "train_logprobs")}
+    for side, (precision, record) in sides.items():
+        if numerics.mode == "native" or precision == "bf16" or before[side] <= SELF_FLOOR["exact"]:
+            continue
+        for scale, roles in product(("pow2", "fp32"), (("weight", "activation"), ("weight",))):
+            spec = numerics.spec.override({role: {"scale": scale} for role in roles})
+            if spec != numerics.spec:
+                with suppress(UserError):  # MXFP8 has no other scales
+                    trainer.set_numerics(replace(numerics, trainer=precision, spec=spec))
+                    after = _mean_abs((trainer.score(batch) - batch.fields[record])[batch.loss_mask])
+                    yield Cause("scales", before[side], after, f"{scale} scales of {' and '.join(roles)} in the {side}")
+    trainer.set_numerics(numerics)
 
 
 def _other_numerics(
@@ -234,9 +258,7 @@ def _other_numerics(
     for name, changed, note in switches:
         with other_pair(changed) as (trainer, endpoint):
             trace = trainer.apply(_trace_ops, traced)[0]
-            expected = expected_manifest(trainer, changed.rollout_spec)
-            _, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
-        assert answer is not None
+            _, answer = asyncio.run(_ask(endpoint, trace, traced.temperature))
         yield Cause(name, before, _Views.of(traced, trace, answer).live_mean, note)
 
 
@@ -261,11 +283,6 @@ def _mean_abs(values: Tensor) -> float:
     """Average over the finite ones; 0 if there are none."""
     finite = values[values.isfinite()].double()
     return finite.abs().mean().item() if finite.numel() else 0.0
-
-
-def expected_manifest(trainer: TrainerGroup, spec: QuantSpec) -> Manifest:
-    """Return what an engine that serves `spec` must hold at the trainer's version."""
-    return Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
 
 
 @dataclass(frozen=True)

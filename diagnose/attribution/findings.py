@@ -1,20 +1,20 @@
 """Ranks the findings that the clues support.
 
-Proof comes first: a weight whose digest differs, then a temperature that explains the record, then a record that this
-engine does not reproduce, then ops that differ on equal inputs, the largest difference first, and last the causes that
-were switched off one at a time.
+Proof comes first: scales that give a record again, then a weight whose digest differs, then a temperature that explains
+the record, then a record that its side does not reproduce, then ops that differ on equal inputs, the largest difference
+first, and last the causes that were switched off one at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8rl.diagnose.attribution.attribution_report import Cause, ExpertDifference, Finding, OpDifference
 from fp8rl.diagnose.attribution.compare import TemperatureFit
 from fp8rl.models import Model
-from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.models.tensors import SCALE_SUFFIX, base_name
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.weight_sync.manifest import Manifest
 
@@ -53,8 +53,12 @@ class Clues:
     """Of the batch."""
     fit: TemperatureFit | None = None
     """Of the engine's own logits to the record; None without a record."""
+    wrong: Sequence[str] | None = None
+    """Tensors that the engine which sampled the batch held otherwise than the trainer; None: not known."""
     reproduced: float = 0.0
     """Mean |d| between engine and record."""
+    rescored: float = 0.0
+    """Mean |d| between trainer and its record."""
     live: float = 0.0
     """Mean |d| between trainer and engine, over the same sampled tokens."""
     nonfinite: int = 0
@@ -69,9 +73,9 @@ class Clues:
 def rank(clues: Clues) -> tuple[Finding, ...]:
     """Return the findings, the answer first; none if nothing differs by more than the mode's floor."""
     by_owner: dict[Owner, list[str]] = defaultdict(list)
-    for name in sorted(clues.expected.mismatched(clues.held)):
-        row = clues.model.tensors[name]
-        by_owner[row.layer, row.op, row.expert].append(name)
+    for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
+        row = clues.model.tensors.get(name)  # none of the adapters' scale
+        by_owner[(None, name, None) if row is None else (row.layer, row.op, row.expert)].append(name)
     telling = [
         cause
         for cause in clues.causes
@@ -79,9 +83,10 @@ def rank(clues: Clues) -> tuple[Finding, ...]:
         and cause.after <= CLOSER * cause.before
     ]  # fmt: skip
     return (
+        *_scales(clues),
         *_weights(clues, by_owner),
         *_record(clues),
-        *_ops(clues, explained=by_owner.keys()),
+        *_ops(clues, explained=() if clues.wrong else by_owner.keys()),
         *(
             Finding(c.name, f"{c.name}: {c.note} takes mean |d| from {c.before:.3g} to {c.after:.3g}")
             for c in sorted(telling, key=lambda cause: cause.after)
@@ -94,11 +99,6 @@ def one_side_quantizes(numerics: NumericsConfig) -> bool:
     return _precision(numerics.trainer) != _precision(numerics.rollout)
 
 
-def uncommitted(expected: Manifest, found: dict[str, str]) -> bool:
-    """Return whether the engine's last update was never committed: it holds no digest of quantized weights then."""
-    return any("@" in digest and "@" not in found.get(name, "@") for name, digest in expected.entries.items())
-
-
 def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: float, mode: Mode) -> bool:
     """Return whether a fit differs from the temperature that was given, with mean |d| there, and leaves only noise."""
     if fit is None or abs(fit.temperature / temperature - 1) < TEMPERATURE_STEP:
@@ -106,16 +106,21 @@ def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: floa
     return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR[mode])
 
 
+def _scales(clues: Clues) -> Iterator[Finding]:
+    """Scales other than the spec's in which a side computed, as its record is that of these."""
+    for cause in clues.causes:
+        if cause.name == "scales" and cause.after <= SELF_FLOOR["exact"]:
+            text = f"scales: {cause.note}, where the numerics say {clues.numerics.spec.weight.scale}, give its record"
+            yield Finding("scales", f"{text} (mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them)")
+
+
 def _weights(clues: Clues, by_owner: dict[Owner, list[str]]) -> list[Finding]:
     """One finding for each op or expert with weights that differ; one for all of them where they are many."""
-    version, total = clues.expected.version, len(clues.expected.entries)
+    version, total, are = clues.expected.version, len(clues.expected.entries), "were" if clues.wrong else "are"
     names = tuple(name for group in by_owner.values() for name in group)
-    if uncommitted(clues.expected, clues.held):
-        text = "the engine's last weight update was not committed: it computes with no weights until a sync succeeds"
-        return [Finding("weights", text, tensors=names)]
     if len(by_owner) > NAMED_OWNERS:
         layers = tuple(sorted({layer for layer, _, _ in by_owner if layer is not None}))
-        text = f"{len(names)} of {total} weights in the engine are not those of version {version}"
+        text = f"{len(names)} of {total} weights in the engine {are} not those of version {version}"
         return [Finding("weights", text, layers=layers, tensors=names)]
 
     def size(owner: Owner) -> float:
@@ -132,7 +137,8 @@ def _weights(clues: Clues, by_owner: dict[Owner, list[str]]) -> list[Finding]:
         layer, op, expert = owner
         subject = (op if layer is None else f"layer {layer} {op}") + ("" if expert is None else f": expert {expert}")
         held = ", ".join(_short(name) for name in by_owner[owner])
-        text = f"{subject} differs (relative RMS {size(owner):.2g}): in the engine, {held} are not those of version"
+        differs = f"{subject} differs (relative RMS {size(owner):.2g}): " if size(owner) else f"{subject}: "
+        text = f"{differs}in the engine, {held} {are} not those of version"
         findings.append(
             Finding(
                 "weights",
@@ -147,8 +153,8 @@ def _weights(clues: Clues, by_owner: dict[Owner, list[str]]) -> list[Finding]:
 
 
 def _record(clues: Clues) -> list[Finding]:
-    """A record of another temperature, or one that the engine of now does not give again, though it agrees better with
-    the trainer than the record does."""
+    """A record of another temperature, or one that its side does not give again. The engine's counts if the engine of
+    now agrees better with the trainer than the record does."""
     fit, given = clues.fit, clues.temperature
     if fit is not None and explains(fit, given, clues.reproduced, clues.numerics.mode):
         text = (
@@ -157,17 +163,26 @@ def _record(clues: Clues) -> list[Finding]:
             f"{fit.abs_diff_mean:.3g} at {fit.temperature:.4g})"
         )
         return [Finding("sampler", text, op="logprobs")]
+    said, floor = "", SELF_FLOOR[clues.numerics.mode]
     if clues.nonfinite:
         said = f"{clues.nonfinite} recorded log-probabilities are not finite"
-    elif clues.reproduced > max(clues.live / CLOSER, SELF_FLOOR[clues.numerics.mode]):
+    elif clues.reproduced > max(clues.live / CLOSER, floor):
         said = f"the engine does not reproduce the recorded log-probabilities (mean |d| {clues.reproduced:.3g})"
-    else:
-        return []
-    text = (
-        f"state: {said}, and trainer and engine agree to {clues.live:.3g} now: other weights or another sampler "
-        "produced these tokens"
-    )
-    return [Finding("state", text)]
+    texts = []
+    if said:
+        by = "other weights, stale operands of former weights or another sampler produced these tokens"
+        if clues.wrong == [] and not clues.nonfinite:
+            by = (
+                "the engine held the right weights, by their digests, so it computed with stale operands of former "
+                "weights, or with stale keys, values or states, or another sampler produced these tokens"
+            )
+        texts.append(f"{said}, and trainer and engine agree to {clues.live:.3g} now: {by}")
+    if clues.rescored > floor:
+        texts.append(
+            f"the trainer does not reproduce its recorded log-probabilities (mean |d| {clues.rescored:.3g}): it "
+            "computed in other numerics or with other weights than the capsule says"
+        )
+    return [Finding("state", f"state: {text}") for text in texts]
 
 
 def _ops(clues: Clues, explained: Iterable[Owner]) -> list[Finding]:

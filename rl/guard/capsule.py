@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +66,8 @@ class Capsule:
     """These rows, in the step's last pass."""
     metrics: dict[str, float]
     """`mismatch/...` and `drift/...` over these rows as they were recorded."""
+    wrong: list[str] | None
+    """Tensors that an engine held otherwise than the manifest says when the capsule was written; None: not known."""
 
     @property
     def weights(self) -> Path | None:
@@ -97,6 +99,8 @@ class KeptStep:
     """File of the run's resolved experiment."""
     manifest: Path
     """File of the digests of the served weights."""
+    held: Sequence[Mapping[str, str]] = ()
+    """Digests of what each engine holds now, of those that answer."""
 
 
 class _About(BaseModel):
@@ -115,6 +119,7 @@ class _About(BaseModel):
     rows: list[int]
     tis_cap: Annotated[FiniteFloat, Field(ge=1.0)]
     metrics: dict[str, FiniteFloat]
+    wrong: list[str] | None = None
 
 
 _TRUNCATION = TypeAdapter(Truncation)
@@ -147,6 +152,9 @@ def write_capsule(path: Path, kept: KeptStep, scored: ScoredBatch, export: Calla
         "tis_cap": scored.tis_cap,
         "metrics": chosen.metrics() | chosen.drift(),
     }
+    if kept.held:
+        manifest = Manifest(**json.loads(kept.manifest.read_text()))
+        about["wrong"] = sorted(set().union(*map(manifest.mismatched, kept.held)))
     with new_directory(path) as partial:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
@@ -205,6 +213,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
         rows=about.rows,
         scored=_scored(tensors, about),
         metrics=about.metrics,
+        wrong=about.wrong,
     )
 
 

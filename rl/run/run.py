@@ -207,6 +207,7 @@ class LiveRun:
                 numerics=self.stack.numerics,
                 experiment=self.files.experiment,
                 manifest=self.manifest,
+                held=self.stack.engines.held(),
             )
             export = partial(export_weights, self.stack.trainer, self.experiment.adapter)
             write_capsule(

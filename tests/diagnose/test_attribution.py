@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,10 +45,12 @@ from fp8rl.numerics.core.files import check_page
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.guard import GateState
+from fp8rl.rollout.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.definitions import SIZES
 from tests.support.paths import EXAMPLES
+from tests.support.scored_batches import CapsuleRun, scored_batch
 
 MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
 SITES = [(site.layer, site.op.name) for site in MODEL.forward.sites()]
@@ -75,6 +79,10 @@ def differing(*found: tuple[int | None, str, float]) -> list[OpDifference]:
 
 def expert(layer: int, index: int, size: float) -> ExpertDifference:
     return ExpertDifference(layer, index, 10, size, 0.2, 0.1)
+
+
+def scales(before: float, after: float) -> Cause:
+    return Cause("scales", before, after, "fp32 scales in the engine")
 
 
 def test_relative_rms_by_hand() -> None:
@@ -194,10 +202,31 @@ def test_an_engine_of_another_version_is_one_finding() -> None:
     assert finding.layers == tuple(range(9))
 
 
-def test_an_uncommitted_update_is_said_so() -> None:
-    held = {name: digest.partition("@")[0] for name, digest in ENTRIES.items()}
-    (finding,) = rank(clues(held=held))
-    assert finding.cause == "weights" and "not committed" in finding.text
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        (
+            {"reproduced": 0.4},
+            ["state: .* 0.4.* agree to 0 now: other weights, stale operands of former weights or another sampler"],
+        ),
+        ({"reproduced": 0.4, "wrong": []}, ["held the right weights, by their digests, so it computed with stale"]),
+        ({"nonfinite": 3, "wrong": []}, ["state: 3 recorded .* not finite.* now: other weights, stale operands"]),
+        (
+            {"reproduced": 0.4, "wrong": [ADAPTER_SCALE, f"{QUERY}#1/2"]},
+            ["adapter.scale: in the engine, ", "layer 0 qkv: in the engine, q_proj scales were not", "state"],
+        ),
+        (
+            {"reproduced": 0.4, "causes": [scales(0.4, 0.0), scales(0.4, 0.1)]},
+            ["scales: fp32 scales in the engine, where the numerics say pow2, give its record .* 0.4 .* 0 ", "state"],
+        ),
+        ({"rescored": 0.2}, ["state: the trainer does not reproduce its recorded .* 0.2.* in other numerics or with"]),
+        ({"rescored": 1e-6, "reproduced": 1e-6, "wrong": []}, []),
+    ],
+)
+def test_a_record_that_a_side_does_not_give_again(seen: dict[str, Any], says: list[str]) -> None:
+    found = rank(clues(**seen))
+    assert len(found) == len(says)
+    assert all(re.search(pattern, finding.text) for finding, pattern in zip(found, says, strict=True)), found
 
 
 def test_a_temperature_must_explain_all() -> None:
@@ -283,13 +312,14 @@ def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Pa
 def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     run.mkdir()
-    spec = load_experiment("examples/arithmetic.yaml", ["trainer.tp=2"])
+    spec = load_experiment("examples/arithmetic_lora.yaml", ["trainer.tp=2", "adapter.mode=merged"])
     (run / "spec.yaml").write_text(spec.to_yaml())
     with pytest.raises(UserError, match="neither model/ nor a checkpoint"):
         read_subject(run, "attribute")
     (run / "model").mkdir()
     subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (str(run / "model"), None)
+    assert subject.experiment.adapter is None, "it is merged into model/ already"
     assert subject.numerics.k_splits == 2 and subject.batch is None
     for step, bf16 in ((20, False), (100, True)):
         checkpoint = run / f"checkpoints/step_{step}"
@@ -297,8 +327,21 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
         write_about(checkpoint, About(step, {"standing": GateState(bf16=bf16).to_dict()}, {}))
     subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
+    assert subject.experiment.adapter == spec.adapter
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
     assert (subject.name, page_of(subject)) == ("demo", run / "attribution.html")
+
+
+def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) -> None:
+    seen = scored_batch([0.5, 1.0], [0.25])
+    versions = seen.versions.clone()
+    versions[0, 2] -= 1
+    path = CapsuleRun.make(tmp_path).write(4, ["planted"], replace(seen, versions=versions), [0, 1])
+    subject = read_subject(path, "attribute")
+    assert subject.batch is not None and subject.batch.loss_mask.nonzero().tolist() == [[0, 3], [1, 2]]
+    d = subject.batch.fields["train_logprobs"] - subject.batch.fields["rollout_logprobs"]
+    assert d[subject.batch.loss_mask].tolist() == pytest.approx([1.0, 0.25])
+    assert (subject.version, subject.wrong) == (3, None)
 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:

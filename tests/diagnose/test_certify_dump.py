@@ -30,6 +30,7 @@ from fp8rl.diagnose.certify.dump.rows import Sampling
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.record.events import Event, append_event
 from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.trainer.config import TrainerSection
@@ -527,6 +528,9 @@ def test_a_run_without_the_weights_of_a_step_takes_those_that_are_given(model: P
     assert (dump.kind, dump.model, dump.numerics is not None) == ("step 4 of the run run", model, True)
     assert [(row.tokens, row.sampled) for row in dump.rows] == [([5, 6, 7, 8, 9], [0, 2]), ([5, 6, 7, 8, 9], [0])]
     assert [dump.rows[0].trainer_logprobs, dump.rows[0].version] == [[-0.5, None, -0.5], 3]
+    for step, precision in ((4, "fp8"), (3, "bf16")):  # a gate fired after the step was sampled, and before
+        append_event(made.events, Event(step, "mismatch/k3_kl", 1.0, "above 0", "bf16_both", None, "bf16_both: ..."))
+        assert (computed := read_dump(made.path, model).numerics) and computed.rollout == precision
 
 
 def test_the_weights_of_a_step_are_found_by_their_version_not_by_the_number_of_a_step(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 from fp8rl.cli import app
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.loop import train
 from fp8rl.rl.record.events import Event, read_events
 from fp8rl.rl.record.metrics_log import read_metrics
@@ -35,6 +37,7 @@ from fp8rl.rollout.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import SMALL
+from tests.support.commands import by_the_command
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.live_runs import prepared
 from tests.support.ranks import in_a_fork
@@ -44,12 +47,12 @@ from tests.support.syncs import push
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-REPLAYED, CORRUPTED, STALE, OLD, NAN, OVERFLOW, MANY_NAN, DIVERGING, STOPPED = 2, 3, 5, 6, 7, 8, 9, 10, 11
+REPLAYED, CORRUPTED, STALE, OLD, NAN, OVERFLOW, SCALED, MANY_NAN, DIVERGING, STOPPED = 2, 3, 5, 6, 7, 8, 9, 10, 11, 12
 """The step of each fault; 4 has none."""
-TIGHTENED, LAST = 12, 13
+TIGHTENED, LAST = 13, 14
 """Of the run that resumes."""
 
-WITHHELD = {CORRUPTED, OLD, NAN, OVERFLOW, MANY_NAN, STOPPED}
+WITHHELD = {CORRUPTED, OLD, NAN, OVERFLOW, SCALED, MANY_NAN, STOPPED}
 GATES = [
     {"metric": "mismatch/exact_frac", "below": 1.0, "action": "resync"},
     {"metric": "mismatch/nonfinite_count", "above": 0.0, "action": "skip_step"},
@@ -78,6 +81,22 @@ def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
             tensor = tensor.clone()
             tensor.view(torch.uint8).bitwise_xor_(1)
         yield name, tensor
+
+
+def score_with_other_scales(stack: Stack) -> None:
+    """In the trainer alone, in its next pass."""
+    trainer, numerics = stack.trainer, stack.numerics
+    spec = numerics.spec.override({role: {"scale": "fp32"} for role in ("weight", "activation")})
+    forward_backward = trainer.forward_backward
+
+    def once(*arguments: Any) -> Any:
+        trainer.forward_backward = forward_backward  # type: ignore[method-assign]
+        trainer.set_numerics(dataclasses.replace(numerics, spec=spec))
+        result = forward_backward(*arguments)
+        trainer.set_numerics(numerics)
+        return result
+
+    trainer.forward_backward = once  # type: ignore[method-assign]
 
 
 def at_each_engine(stack: Stack, use: Callable[[EngineClient], Any]) -> list[Any]:
@@ -198,7 +217,7 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
         folder,
         *SMALL,
         *(f"run.steps={LAST}", "eval.problems=0", "numerics.router_replay=record"),
-        *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=9"),
+        *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=10"),
     )
     old = OldWeights(folder / "old")
     before = {
@@ -206,6 +225,7 @@ def faulty(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, 
         CORRUPTED: corrupt_a_weight,
         STALE: old.load(age=1),
         OLD: old.load(age=0),
+        SCALED: score_with_other_scales,
         DIVERGING: diverge,
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
@@ -307,6 +327,25 @@ def test_a_capsule_is_rescored_bit_for_bit_in_another_process(run: RunDir, tmp_p
     recorded = {name: values["recorded"] for name, values in facts["metrics"].items()}
     assert "mismatch/router_agreement" in recorded
     assert (recorded["mismatch/exact_frac"] == 1.0) == (step == STOPPED)
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (CORRUPTED, "layer 0 qkv: in the engine, k_proj were not those of version 2"),
+        (OLD, r"\d\d of 125 weights in the engine were not those of version 4"),
+        (SCALED, "scales: fp32 scales of weight and activation in the trainer, where the numerics say pow2"),
+        (STOPPED, None),
+    ],
+)
+def test_a_capsule_is_attributed_by_the_command(run: RunDir, stacks: None, step: int, says: str | None) -> None:
+    """The last one in BF16 on both sides, to which a gate has moved the run."""
+    found, recorded = by_the_command(run.capsule(step)), read_capsule(run.capsule(step)).metrics
+    mean = recorded["mismatch/train_rollout_logprob_abs_diff_mean"]
+    assert found["abs_diff_mean"] == pytest.approx(mean) and (mean > 0) == (says is not None)
+    texts = [finding["text"] for finding in found["findings"]]
+    assert re.match(says, texts[0]) if says else not texts, texts
+    assert found["live_abs_diff_mean"] == 0
 
 
 def test_weights_of_another_version_are_refused(run: RunDir, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
@@ -11,3 +15,11 @@ def invoke(*arguments: object) -> tuple[int, str]:
     """The exit code of `fp8rl` with these arguments, and all that it printed. What it raises is raised here."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     return result.exit_code, result.output
+
+
+def by_the_command(capsule: Path) -> dict[str, Any]:
+    """The JSON that `fp8rl attribute` prints of a capsule."""
+    result = CliRunner().invoke(app, ["attribute", str(capsule), "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found

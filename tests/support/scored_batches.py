@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,11 @@ class CapsuleRun:
         *,
         weights: bool = True,
         manifest: Path | None = None,
+        held: Sequence[Mapping[str, str]] = (),
     ) -> Path:
         """The capsule of `step`."""
         manifest = manifest or self.files.manifest(VERSION)
-        kept = KeptStep(step, why, rows, self.numerics, self.files.experiment, manifest)
+        kept = KeptStep(step, why, rows, self.numerics, self.files.experiment, manifest, held)
         write_capsule(
             self.files.capsule(step), kept, dataclasses.replace(seen, tis_cap=tis_cap), export if weights else None
         )

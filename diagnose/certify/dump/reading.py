@@ -11,10 +11,12 @@ from typing import Any
 
 from fp8rl.diagnose.certify.dump import slime_verl
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
-from fp8rl.diagnose.subject import open_run, run_at
+from fp8rl.diagnose.subject import open_run
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import check_file, check_path, read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment
+from fp8rl.rl.guard.guard import GateState
+from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.checkpoint.files import read_about
@@ -148,13 +150,14 @@ def read_run(path: Path, model: Path | None = None) -> Dump:
         except UserError as error:
             missing = missing or error
             continue
-        subject = run_at(run, experiment, step)
+        number = float("".join(filter(str.isdigit, file.stem)) or "inf")
+        fell = any(event.action == "bf16_both" and event.step < number for event in read_events(run.events))
+        numerics = GateState(bf16=fell).numerics(experiment.numerics_config())
         sampling = Sampling(experiment.rollout.temperature, experiment.rollout.truncation)
         kind = f"{file.stem.replace('_', ' ')} of the run {run.name}"
         rows = whole(file, kind, _run_rows(records, version), sampling)
-        return dataclasses.replace(
-            rows, unread=[], model=found, checkpoint=subject.checkpoint, numerics=subject.numerics
-        )
+        checkpoint = None if step is None else run.checkpoint(step)
+        return dataclasses.replace(rows, unread=[], model=found, checkpoint=checkpoint, numerics=numerics)
     raise missing or user_error(
         "DUMP",
         found=f"{run.path} without rollouts",

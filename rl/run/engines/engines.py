@@ -165,6 +165,13 @@ class Engines:
         return found
 
     @waited
+    async def held(self) -> list[dict[str, str]]:
+        """Return the digests of what each engine holds that gets groups; nothing of one that does not answer."""
+        asked = [answered(s.actor, call(s.actor.held.remote()), self._config) for s in self.slots if s.serving]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [each for each in found if isinstance(each, dict)]
+
+    @waited
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
         """Return whether one of these engines is gone. Looks for a while before it says no."""
         deadline = time.monotonic() + _DYING_SECONDS

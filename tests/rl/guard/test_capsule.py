@@ -68,6 +68,15 @@ def test_adapters_begin_where_a_capsule_has_them_unless_its_weights_have_them_in
     assert adapter == (AdapterSection(mode=mode, start=str(tmp_path / start)) if start else None)
 
 
+@pytest.mark.parametrize(
+    ("held", "wrong"),
+    [((), None), ([{"a.weight": "1234@3"}], []), ([{"a.weight": "1234@3"}, {"a.weight": "1234@2"}], ["a.weight"])],
+)
+def test_what_an_engine_held_otherwise_is_named(held: Any, wrong: list[str] | None, tmp_path: Path) -> None:
+    path = CapsuleRun.make(tmp_path).write(1, [], scored_batch([0.0]), [0], held=held)
+    assert read_capsule(path).wrong == wrong
+
+
 def test_weights_are_left_out_on_demand(tmp_path: Path) -> None:
     path = CapsuleRun.make(tmp_path).write(1, [], scored_batch([0.0]), [0], weights=False)
     assert read_capsule(path).weights is None

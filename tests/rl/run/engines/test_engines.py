@@ -122,6 +122,8 @@ class Actor:
         return [[-float(token) for token in sequence[1:]] for sequence in sequences]
 
     async def _held(self) -> dict[str, str]:
+        while self.hangs:
+            await asyncio.sleep(0.01)
         return self.holds
 
     async def _pulse(self) -> Load:
@@ -454,6 +456,16 @@ def test_a_sync_that_waits_for_an_engine_says_what_it_waits_for(stage: Stage, mo
         "engine 0 is lost and replaced: it was killed",
         "engine 0 waits for a node: none is left",
     ]
+
+
+def test_digests_are_those_of_engines_that_get_groups_and_answer(stage: Stage) -> None:
+    engines = stage.open(2)
+    assert engines.wait() is None and engines.held() == [], "nothing is verified yet"
+    stage.serve()
+    stage.made[1].holds = {"a": "2@3"}
+    assert engines.held() == [{"a": "1@3"}, {"a": "2@3"}]
+    stage.made[0].hangs = True
+    assert engines.held() == [{"a": "2@3"}]
 
 
 def test_no_room_at_the_first_start_is_raised(stage: Stage) -> None:
