@@ -30,6 +30,7 @@ _SIZES = ("tp", "pp", "ep", "dp", "cp")
 Keys = Mapping[str, Any]
 
 PRICES = {
+    "rollout.memory_fraction": 0.25,
     "trainer.head_chunk_tokens": 0.5,
     "trainer.micro_batch_tokens": 0.5,
     "rollout.sleep": 1.0,
@@ -39,9 +40,10 @@ PRICES = {
     "trainer.optimizer.moments": 2.5,
     "trainer.optimizer.offload": 3.0,
 }
-"""The assumed cost of a key, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
-recomputing, a part of each forward once more; a cache of one row, answers in turns; moments in BF16, their digits; an
-update on the host, more time than all of these. An order set by hand: none of it was measured."""
+"""The assumed cost of a key, to order the ways: SGLang's own memory fraction, nothing; a smaller chunk, hardly any;
+turns, the engine's wait; recomputing, a part of each forward once more; a cache of one row, answers in turns; moments
+in BF16, their digits; an update on the host, more time than all of these. An order set by hand: none of it was
+measured."""
 ANOTHER_LAYOUT = 1.5
 """The price of a layout other than the spec's."""
 
@@ -59,8 +61,9 @@ def keys_that_fit(
 ) -> dict[str, Any] | None:
     """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
 
-    gpus: of the trainer; without one, those of the spec's layout (8 for a model alone), or the fewest of twice as many,
-    and so on, that do. Adapters are looked at in the spec's own layout alone.
+    gpus: that there are for the trainer and for engines that share GPUs with it; without one, those of the spec's
+    layout (8 for a model alone), or the fewest of twice as many, and so on, that do. Adapters are looked at in the
+    spec's own layout alone.
     """
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     base = subject.experiment
@@ -72,18 +75,25 @@ def keys_that_fit(
         rates = efficiency if mode == base.numerics.mode else assumed("native")
         count = world
         while count <= most:
-            if found := _cheapest(subject, {"numerics.mode": mode}, gpu, count, target, length):
+            if found := _cheapest(subject, {"numerics.mode": mode}, gpu, count, target, length, gpus is not None):
                 return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
             count *= 2
     return None
 
 
-def _cheapest(subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
-    """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does."""
+def _cheapest(
+    subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None, no_more: bool
+) -> list[Way]:
+    """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does.
+
+    no_more: engines that share GPUs with the trainer get none of their own.
+    """
     base = with_keys(subject.experiment, first)
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
     base = with_keys(base, fixed)
     engines = _engine_ranks(base, subject, gpu)
+    if no_more and not is_apart(base, job_on(replace(subject, experiment=base), gpu)):
+        engines = [ranks for ranks in engines if ranks == 1]
     if not engines:
         return []
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
@@ -152,6 +162,7 @@ def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iter
         optimizer += [{"trainer.optimizer.moments": "bf16"}] if trainer.optimizer.moments == "fp32" else []
         optimizer += [{"trainer.optimizer.offload": True}]
     choices: list[list[dict[str, Any]]] = [
+        [{}, {"rollout.memory_fraction": None}] if rollout.memory_fraction is not None else [{}],
         [{}, {"trainer.head_chunk_tokens": 1024}] if trainer.head_chunk_tokens > 1024 else [{}],
         [{}, {"trainer.micro_batch_tokens": row}] if trainer.micro_batch_tokens > row else [{}],
         [{}, {"rollout.sleep": True}] if colocated and not rollout.sleep else [{}],
@@ -185,12 +196,20 @@ def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu) -> list[int]
     """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
     if not base.needs_engines:
         return [1]
-    spec, job = base.numerics_config().blocks_spec, job_on(replace(subject, experiment=base), gpu)
+    spec = base.numerics_config().blocks_spec
+    fractions = dict.fromkeys((base.rollout.memory_fraction, None))
+    jobs = [
+        job_on(replace(subject, experiment=with_keys(base, {"rollout.memory_fraction": each})), gpu)
+        for each in fractions
+    ]
     most = 1 if base.numerics.mode == "exact" else GPUS_PER_NODE
     able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape, ranks, spec)]
     row = base.rollout.context_length
-    alone = {ranks: engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)) for ranks in able}
-    return [ranks for ranks, memory in alone.items() if layouts.leaves_slack(memory.peak, gpu)]
+
+    def peak(ranks: int) -> float:
+        return min(engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)).peak for job in jobs)
+
+    return [ranks for ranks in able if layouts.leaves_slack(peak(ranks), gpu)]
 
 
 def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
@@ -231,4 +250,5 @@ def with_keys(section: Any, keys: Keys) -> Any:
 
 def written(keys: Keys) -> list[str]:
     """Keys as the command line takes them."""
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
+    plain = {"True": "true", "False": "false", "None": "null"}
+    return [f"{key}={plain.get(str(value), value)}" for key, value in keys.items()]
