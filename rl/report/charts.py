@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8rl.rl.record.metrics import METRICS, metric
+from fp8rl.rl.report.page import Charts, Paragraph, Section
 from fp8rl.rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
@@ -117,12 +118,26 @@ SECTIONS: dict[str, dict[str, Look]] = {
 }
 
 
-def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
+_IDEAL: dict[str, float | None] = {
+    **{f"mismatch/train_rollout_logprob_abs_diff_{name}": 0.0 for name in ("mean", "p99", "max")},
+    **{f"mismatch/{name}": 0.0 for name in ("tis_clipfrac", "tis_clipfrac_two_sided", "k1_kl", "k3_kl")},
+    **{f"mismatch/{name}": 1.0 for name in ("exact_frac", "ess", "ess_sequence", "router_agreement")},
+    **{f"train/{name}": 0.0 for name in ("rejected_tokens", "rejected_sequences")},
+    **{f"train/{name}": 0.0 for name in ("clip_fraction_low", "clip_fraction_high")},
+    "mismatch/router_token_differ_frac": 0.0,
+    "train/tis_weight_mean": 1.0,
+    "sync/verified_tensors": None,
+    "sync/mismatched_tensors": 0.0,
+}
+"""Values that metrics should have at every step (None: any one). A chart of nothing else is told in a sentence."""
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Titled groups of charts. Charts without data, and groups without charts, are left out."""
     return _grouped([("", rows, _curves(rows))])
 
 
-def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[Chart]]]:
+def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[Section]:
     """Return the charts of several runs by name, their curves over each other: a run is a colour, or a dash of its own
     where a chart has several curves. Stacks of bars cannot lie over each other; the time of whole steps stands for
     theirs."""
@@ -152,13 +167,36 @@ def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
     return curves
 
 
-def _grouped(runs: Sequence[Drawn]) -> list[tuple[str, list[Chart]]]:
-    groups = {
-        section: [_chart(title, look, runs) for title, look in looks.items() if any(title in run[2] for run in runs)]
-        for section, looks in SECTIONS.items()
-    }
-    drawn_groups = {section: [chart for chart in charts if chart["traces"]] for section, charts in groups.items()}
-    return [(section, charts) for section, charts in drawn_groups.items() if charts]
+def _grouped(runs: Sequence[Drawn]) -> list[Section]:
+    found = []
+    for section, looks in SECTIONS.items():
+        level = {title: said for title in looks if (said := _as_it_should_be(title, runs))}
+        charts = [
+            _chart(title, look, runs)
+            for title, look in looks.items()
+            if title not in level and any(title in run[2] for run in runs)
+        ]
+        charts = [chart for chart in charts if chart["traces"]]
+        steps = len({row["step"] for _, rows, _ in runs for row in rows if row["step"] > 0})
+        told = [Paragraph(f"In all {steps} steps: {'; '.join(level.values())}.")] if level else []
+        found.append(Section(section, *told, *([Charts(charts)] if charts else ())))
+    return [section for section in found if section.blocks]
+
+
+def _as_it_should_be(title: str, runs: Sequence[Drawn]) -> str:
+    """Return the chart in words if each of its curves has its ideal value at every step; else nothing."""
+    curves = {name: label for _, _, curves in runs for name, label in curves.get(title, ())}
+    steps = [row for _, rows, _ in runs for row in rows if row["step"] > 0]
+    values = {name: {row.get(name) for row in steps} for name in curves}
+    ideal = all(
+        len(found) == 1 and name in _IDEAL and (found == {_IDEAL[name]} or (_IDEAL[name] is None and None not in found))
+        for name, found in values.items()
+    )
+    if not ideal or not curves:
+        return ""
+    each = {label: f"{next(iter(values[name])):,.10g}" for name, label in curves.items()}
+    one = next(iter(each.values()))
+    return f"{title} {one if {*each.values()} == {one} else ', '.join(f'{k} {v}' for k, v in each.items())}"
 
 
 def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
@@ -255,7 +293,6 @@ def _draw_zeros(chart: Chart) -> None:
     positive = [value for value in values if value > 0]
     if not positive:
         chart["y"].update(range=[-0.2, 1], tickvals=[0], ticktext=["0"])
-        chart["annotation"] = "exactly 0 at every step"
         return
     lowest, highest = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     highest = max(highest, lowest + 1)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -37,12 +37,23 @@ class Table:
     summary: str = ""
     """The line that it is folded under; empty: it is not folded."""
     open: bool = True
+    marks: Sequence[str] = ()
+    """By row, the words of a `Filter` under which it is shown."""
     form: ClassVar[str] = "table"
 
 
 @dataclass(frozen=True)
+class Filter:
+    """A choice of the rows that the section's tables show, by words that `templates/page.css` has rules for."""
+
+    words: Mapping[str, str]
+    """With the label of each; the first is chosen."""
+    form: ClassVar[str] = "filter"
+
+
+@dataclass(frozen=True)
 class Charts:
-    """Charts side by side: curves (`traces`), bars of several sides (`series`), or `kind` bars or heat."""
+    """Charts side by side: curves (`traces`), bars or histograms of several sides (`series`), `kind` bars or heat."""
 
     charts: Sequence[dict[str, Any]]
     form: ClassVar[str] = "charts"
@@ -83,7 +94,7 @@ class Svg:
 class Section:
     """A heading and the blocks below it; one without blocks is left out."""
 
-    def __init__(self, title: str, *blocks: Table | Charts | Sentences | Paragraph | Code | Svg) -> None:
+    def __init__(self, title: str, *blocks: Table | Filter | Charts | Sentences | Paragraph | Code | Svg) -> None:
         self.title, self.blocks = title, blocks
 
 
