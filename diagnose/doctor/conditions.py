@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
 from fp8rl.diagnose.report import Remark
@@ -22,9 +22,6 @@ from fp8rl.rollout.rewards.functions import EACH, RewardSection, RewardsSection,
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.types import Problem, prompt_ids
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 OF_ENVIRONMENT = "environment"
 """The reward of ours that repeats what the environment returns."""
 LONGEST_ANSWER = 100_000
@@ -39,17 +36,18 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
     notes: list[str] = []
     refused: dict[str, UserError] = {}
     data: list[DataFound] = []
-
-    def tried(step: Callable[[], object]) -> None:
+    steps: list[Callable[[], object]] = [
+        lambda: check(experiment, notes.append),
+        lambda: check_data(experiment, read_tokenizer(experiment.model.directory, sys.maxsize), notes.append),
+        lambda: check_functions(experiment) if experiment.needs_engines else None,
+    ]
+    for step in steps:
         try:
             step()
         except UserError as error:
             refused.setdefault(error.key or str(error), error)
-
-    tried(lambda: check(experiment, notes.append))
-    if refused:
-        tried(lambda: check_data(experiment, _tokenizer(experiment), notes.append))
-        tried(lambda: check_functions(experiment) if experiment.needs_engines else None)
+        if not refused:
+            break  # the first has all that the others check
     try:
         for found in data_found(experiment):
             data.append(found)
@@ -60,16 +58,12 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
     return replace(diagnosis, remarks=remarks, notes=tuple(dict.fromkeys(notes)), data=tuple(data))
 
 
-def _tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:
-    return read_tokenizer(experiment.model.directory, sys.maxsize)
-
-
 def data_found(experiment: Experiment) -> Iterator[DataFound]:
     """Read each source: those that are trained on, then those that are evaluated.
 
     Plain reward functions are called in a process of their own, with their time limit, as in a run.
     """
-    tokenizer = _tokenizer(experiment)
+    tokenizer = read_tokenizer(experiment.model.directory, sys.maxsize)
     trained = experiment.rewards if experiment.algorithm.samples else None
     sources: list[tuple[Source, RewardsSection | None]] = [(source, trained) for source in experiment.data.training]
     sources += [(source, rewards) for source, _, _, rewards in evaluated(experiment)]

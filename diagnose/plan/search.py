@@ -91,9 +91,7 @@ def _cheapest(
     base = with_keys(subject.experiment, first)
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
     base = with_keys(base, fixed)
-    engines = _engine_ranks(base, subject, gpu)
-    if no_more and not is_apart(base, job_on(replace(subject, experiment=base), gpu)):
-        engines = [ranks for ranks in engines if ranks == 1]
+    engines = _engine_ranks(base, subject, gpu, no_more)
     if not engines:
         return []
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
@@ -192,24 +190,21 @@ def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
 
-def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu) -> list[int]:
+def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: bool) -> list[int]:
     """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
     if not base.needs_engines:
         return [1]
     spec = base.numerics_config().blocks_spec
-    fractions = dict.fromkeys((base.rollout.memory_fraction, None))
-    jobs = [
-        job_on(replace(subject, experiment=with_keys(base, {"rollout.memory_fraction": each})), gpu)
-        for each in fractions
-    ]
-    most = 1 if base.numerics.mode == "exact" else GPUS_PER_NODE
+    experiments = base, with_keys(base, {"rollout.memory_fraction": None})
+    jobs = [job_on(replace(subject, experiment=each), gpu) for each in experiments]
+    one = base.numerics.mode == "exact" or (no_more and not is_apart(base, jobs[0]))
+    most = 1 if one else GPUS_PER_NODE
     able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape, ranks, spec)]
     row = base.rollout.context_length
-
-    def peak(ranks: int) -> float:
-        return min(engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)).peak for job in jobs)
-
-    return [ranks for ranks in able if layouts.leaves_slack(peak(ranks), gpu)]
+    alone = {
+        each: min(engine_memory(replace(job, engine_tp=each, kv_tokens=row)).peak for job in jobs) for each in able
+    }
+    return [ranks for ranks, peak in alone.items() if layouts.leaves_slack(peak, gpu)]
 
 
 def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:

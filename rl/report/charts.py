@@ -119,15 +119,13 @@ SECTIONS: dict[str, dict[str, Look]] = {
 
 
 _IDEAL: dict[str, float | None] = {
-    **{f"mismatch/train_rollout_logprob_abs_diff_{name}": 0.0 for name in ("mean", "p99", "max")},
-    **{f"mismatch/{name}": 0.0 for name in ("tis_clipfrac", "tis_clipfrac_two_sided", "k1_kl", "k3_kl")},
-    **{f"mismatch/{name}": 1.0 for name in ("exact_frac", "ess", "ess_sequence", "router_agreement")},
-    **{f"train/{name}": 0.0 for name in ("rejected_tokens", "rejected_sequences")},
-    **{f"train/{name}": 0.0 for name in ("clip_fraction_low", "clip_fraction_high")},
-    "mismatch/router_token_differ_frac": 0.0,
-    "train/tis_weight_mean": 1.0,
-    "sync/verified_tensors": None,
-    "sync/mismatched_tensors": 0.0,
+    **dict.fromkeys((f"mismatch/train_rollout_logprob_abs_diff_{each}" for each in ("mean", "p99", "max")), 0.0),
+    **dict.fromkeys((f"mismatch/{each}" for each in ("tis_clipfrac", "tis_clipfrac_two_sided", "k1_kl", "k3_kl")), 0.0),
+    **dict.fromkeys((f"mismatch/{each}" for each in ("exact_frac", "ess", "ess_sequence", "router_agreement")), 1.0),
+    **dict.fromkeys((f"train/rejected_{each}" for each in ("tokens", "sequences")), 0.0),
+    **dict.fromkeys((f"train/clip_fraction_{each}" for each in ("low", "high")), 0.0),
+    "mismatch/router_token_differ_frac": 0.0, "train/tis_weight_mean": 1.0,
+    "sync/verified_tensors": None, "sync/mismatched_tensors": 0.0,
 }
 """Values that metrics should have at every step (None: any one). A chart of nothing else is told in a sentence."""
 
@@ -185,18 +183,14 @@ def _grouped(runs: Sequence[Drawn]) -> list[Section]:
 
 def _as_it_should_be(title: str, runs: Sequence[Drawn]) -> str:
     """Return the chart in words if each of its curves has its ideal value at every step; else nothing."""
-    curves = {name: label for _, _, curves in runs for name, label in curves.get(title, ())}
-    steps = [row for _, rows, _ in runs for row in rows if row["step"] > 0]
-    values = {name: {row.get(name) for row in steps} for name in curves}
-    ideal = all(
-        len(found) == 1 and name in _IDEAL and (found == {_IDEAL[name]} or (_IDEAL[name] is None and None not in found))
-        for name, found in values.items()
-    )
-    if not ideal or not curves:
-        return ""
-    each = {label: f"{next(iter(values[name])):,.10g}" for name, label in curves.items()}
-    one = next(iter(each.values()))
-    return f"{title} {one if {*each.values()} == {one} else ', '.join(f'{k} {v}' for k, v in each.items())}"
+    said = {}
+    for name, label in {curve for _, _, curves in runs for curve in curves.get(title, ())}:
+        found = {row.get(name) for _, rows, _ in runs for row in rows if row["step"] > 0}
+        if len(found) != 1 or None in found or name not in _IDEAL or _IDEAL[name] not in (None, *found):
+            return ""
+        said[label] = f"{found.pop():,.10g}"
+    values = [*{*said.values()}] if len({*said.values()}) == 1 else [f"{each} {said[each]}" for each in sorted(said)]
+    return f"{title} {', '.join(values)}" if values else ""
 
 
 def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
@@ -269,11 +263,9 @@ def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     values = {value for trace in traces for value in trace["y"]}
     if look.scale != "log":
         axis |= _ticks(max(map(abs, values), default=0.0))
-    if look.scale == "log" or look.bars or len(values) != 1:
+    if look.scale == "log" or look.bars or len(values) != 1 or values == {0}:
         return axis
     (value,) = values
-    if value == 0:
-        return {"range": [-0.02, 1], "tickvals": [0], "ticktext": ["0"]}
     return {**axis, "range": sorted([-0.02 * value, 1.25 * value])}
 
 

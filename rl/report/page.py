@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -38,17 +38,8 @@ class Table:
     """The line that it is folded under; empty: it is not folded."""
     open: bool = True
     marks: Sequence[str] = ()
-    """By row, the words of a `Filter` under which it is shown."""
+    """The classes of each row."""
     form: ClassVar[str] = "table"
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A choice of the rows that the section's tables show, by words that `templates/page.css` has rules for."""
-
-    words: Mapping[str, str]
-    """With the label of each; the first is chosen."""
-    form: ClassVar[str] = "filter"
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Svg:
 class Section:
     """A heading and the blocks below it; one without blocks is left out."""
 
-    def __init__(self, title: str, *blocks: Table | Filter | Charts | Sentences | Paragraph | Code | Svg) -> None:
+    def __init__(self, title: str, *blocks: Table | Charts | Sentences | Paragraph | Code | Svg) -> None:
         self.title, self.blocks = title, blocks
 
 

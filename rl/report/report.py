@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from markupsafe import Markup
@@ -23,10 +23,14 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.page import Charts, Code, Column, Filter, Section, Table, Tile, references
+from fp8rl.rl.report.page import Charts, Code, Column, Paragraph, Section, Table, Tile, references
 from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize
 from fp8rl.rl.report.verdict import verdict
 
+_RADIO = Markup('<label><input type="radio" name="shown" value="{}"{}> {}</label> ')
+_FILTER = _RADIO.format("first", " checked", "first of each prompt") + _RADIO.format("wrong", "", "lowest rewards")
+FILTER = _FILTER + _RADIO.format("longest", "", "longest")
+"""The choice of the answers that are shown; `templates/page.css` has a rule for each."""
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 
 
@@ -73,7 +77,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
                 _samples(run, found_samples),
                 Section("Reference", *_facts(sessions), _metric_table(rows), Code("Resolved spec", spec)),
             ],
-            tiles=_tiles(summary),
+            tiles=_tiles(summary, rows),
             footer=" from metrics.jsonl, rollouts and spec.yaml of this run.",
         )
     return run.report, damage
@@ -136,11 +140,9 @@ def _answers(found: Found) -> Section:
         lengths.append({"name": f"step {step}", "x": [len(each.token_ids) for each in records]})
         rewards.append({"name": f"step {step}", "x": [fmean(group) for group in groups.values()]})
     charts = [
-        {"title": "Answer lengths", "note": "Tokens of an answer, an environment's included.", "series": lengths,
-         "along": "tokens", "unit": "answers"},
-        {"title": "Rewards by group", "note": "Mean reward of the answers to a prompt.", "series": rewards,
-         "along": "mean reward", "unit": "prompts"},
-    ]  # fmt: skip
+        {"title": "Answer lengths", "note": "", "series": lengths, "along": "tokens", "unit": "answers"},
+        {"title": "Rewards by group", "note": "", "series": rewards, "along": "mean reward", "unit": "prompts"},
+    ]
     return Section("Answers", Charts(charts)) if any(records for _, records, _ in found) else Section("Answers")
 
 
@@ -174,8 +176,7 @@ def _samples(run: RunDir, found: Found) -> Section:
             rows.append((each.prompt, *answer, Markup("").join(reward), d))
         marks = [mark for _, mark in records]
         tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0], marks=marks))
-    words = {"first": "first of each prompt", "wrong": "lowest rewards", "longest": "longest"}
-    return Section("Sample rollouts", *([Filter(words)] if tables else ()), *tables)
+    return Section("Sample rollouts", *([Paragraph(FILTER)] if tables else ()), *tables)
 
 
 def _facts(sessions: Sequence[Session]) -> list[Table]:
@@ -193,13 +194,13 @@ def _facts(sessions: Sequence[Session]) -> list[Table]:
     return [Table([("", ""), ("", "")], facts, "Where and with what")] if facts else []
 
 
-def _tiles(summary: RunSummary) -> list[Tile]:
+def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
     """The headline numbers."""
     tiles = []
     if summary.accuracy_after is not None:
         before = "" if summary.accuracy_before is None else f"{summary.accuracy_before:.3f} before training"
         if summary.accuracy_change is not None:
-            before += ", change {:+.3f} to {:+.3f} (95%)".format(*summary.accuracy_change)
+            before += ", change {:+.3f} to {:+.3f} (95%, Newcombe)".format(*summary.accuracy_change)
         tiles.append(Tile("Held-out accuracy", f"{summary.accuracy_after:.3f}", before))
     elif summary.reward_last is not None:
         tiles.append(Tile("Mean reward", f"{summary.reward_last:.3f}", f"{summary.reward_first:.3f} at the first step"))
@@ -223,9 +224,11 @@ def _tiles(summary: RunSummary) -> list[Tile]:
                 "Groups of equal rewards", share, "of all; they teach nothing where answers are compared within a group"
             )
         )
-    if summary.sampled_per_second is not None:
-        below = "" if summary.trained_per_second is None else f"sampled; {summary.trained_per_second:,.0f} trained"
-        tiles.append(Tile("Tokens per second", f"{summary.sampled_per_second:,.0f}", f"{below} (medians)"))
+    named = {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"}
+    rates = {name: [row[each] for row in rows if each in row] for each, name in named.items()}
+    medians = [f"{median(values):,.0f} {name}" for name, values in rates.items() if values]
+    if medians:
+        tiles.append(Tile("Tokens per second", medians[0].partition(" ")[0], f"{', '.join(medians)}: medians"))
     seconds = "" if summary.step_seconds is None else f"{summary.step_seconds:.2f} s median"
     tiles.append(Tile("Steps", f"{summary.steps}", seconds))
     return tiles

@@ -94,11 +94,6 @@ class RunSummary:
     outlying_gradient: tuple[int, float, float] | None = None
     """Step and norm of the largest gradient, and the median norm; None if it is less than a hundred times that."""
 
-    sampled_per_second: float | None = None
-    """Tokens that engines sample in a second of sampling, the median of the steps."""
-    trained_per_second: float | None = None
-    """Tokens that the trainer trains on in a second of training, likewise."""
-
     @property
     def bitwise_equal(self) -> bool:
         """True if every step was measured and every token of the trainer's version had d == 0."""
@@ -139,6 +134,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     older = [row for row in steps if _DRIFTED <= row.keys()]
     older_tokens = sum(int(row["drift/tokens"]) for row in older)
     ended = [row for row in steps if _ENDED <= row.keys()]
+    seconds = [row["perf/step_seconds"] for row in steps if "perf/step_seconds" in row]
     return RunSummary(
         steps=len(steps),
         accuracy_before=evaluations[0]["eval/accuracy"] if len(evaluations) > 1 else None,
@@ -159,7 +155,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
             row["sync/verified_tensors"] > 0 and row.get("sync/mismatched_tensors") == 0 for row in syncs
         ),
         mismatched_tensors=sum(int(row.get("sync/mismatched_tensors", 0)) for row in syncs),
-        step_seconds=_median(steps, "perf/step_seconds"),
+        step_seconds=statistics.median(seconds) if seconds else None,
         answers=sum(round(row["rollout/trajectories"]) for row in ended),
         cut_answers=sum(round((1.0 - row["rollout/finished_fraction"]) * row["rollout/trajectories"]) for row in ended),
         withheld_steps=sum(row.get("gates/withheld") == 1.0 for row in steps),
@@ -172,15 +168,8 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         first_warning=_first(warned),
         interventions=len(stepped_in),
         first_intervention=_first(stepped_in),
-        sampled_per_second=_median(steps, "perf/rollout_tokens_per_second"),
-        trained_per_second=_median(steps, "perf/train_tokens_per_second"),
         outlying_gradient=_outlying({row["step"]: row[GRADIENT] for row in steps if GRADIENT in row}),
     )
-
-
-def _median(steps: Sequence[Row], name: str) -> float | None:
-    values = [row[name] for row in steps if name in row]
-    return statistics.median(values) if values else None
 
 
 def by_kind(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:

@@ -8,12 +8,6 @@ from fp8rl.rl.report.summary import RunSummary
 def verdict(summary: RunSummary) -> list[str]:
     """The run in words: learning, agreement, weight syncs, warnings and interventions; one sentence or two each."""
     told = [_learning(summary), _agreement(summary), _syncs(summary)]
-    if summary.accuracy_change is not None and summary.accuracy_before != summary.accuracy_after:
-        told.append(
-            "95% interval of the change of accuracy: {:+.3f} to {:+.3f}, Newcombe's of two Wilson intervals.".format(
-                *summary.accuracy_change
-            )
-        )
     if summary.outlying_gradient is not None:
         told.append(_gradient(summary, *summary.outlying_gradient))
     if summary.cut_answers * 2 > summary.answers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from fp8rl.trainer.modules.precision import LayerPrecision
 
 
 class KVRounding:
-    """The run's `KVFormat` in one attention. In FP8 it counts the numbers that saturate, inside `counted`."""
+    """The run's `KVFormat` in one attention. In FP8 it counts the numbers that saturate, where `count` asks for it."""
 
     def __init__(self, precision: LayerPrecision) -> None:
         self._precision = precision
@@ -46,17 +45,10 @@ class KVRounding:
         return rounded
 
 
-@contextmanager
-def counted(model: nn.Module, real: Tensor | None) -> Iterator[None]:
-    """Count in the forward inside, and not where it is computed again for its backward. real: of `KVRounding`."""
-    roundings = [] if real is None else [*_rounding_of(model)]
-    for each in roundings:
+def count(model: nn.Module, real: Tensor | None) -> None:
+    """Count in the next forward, until this is called with None; a forward for a backward does not count."""
+    for each in _rounding_of(model):
         each.real = real
-    try:
-        yield
-    finally:
-        for each in roundings:
-            each.real = None
 
 
 def kv_saturated(model: nn.Module) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.context_parallel import CHUNKS
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.modules.kv import counted, kv_saturated
+from fp8rl.trainer.modules.kv import count, kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
@@ -140,8 +140,11 @@ def _forward(
 ) -> Any:
     micro = next(micro_batches)
     routing.begin(micro)
-    with counted(model, micro.real_in_model() if codes and objective is not None else None):
-        hidden = hidden_states(model, micro)
+    if codes and objective is not None:
+        count(model, micro.real_in_model())
+    hidden = hidden_states(model, micro)
+    if codes:
+        count(model, None)
     routes = routing.own_choice(micro)
     return hidden, partial(
         _loss, model=gpt_of(model), micro=micro, objective=objective, read_head=read_head, routes=routes

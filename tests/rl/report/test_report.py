@@ -155,7 +155,7 @@ def test_charts_that_are_as_they_should_be_are_one_line(tmp_path: Path) -> None:
         "<p>In all 2 steps: Mismatch |d| 0; Exact tokens 1; Tokens outside the TIS range 0; KL(rollout ‖ trainer) 0; "
         "Effective sample size 1.</p>"
     ) in page
-    assert "<p>In all 2 steps: Tensors verified 12, mismatched 0.</p>" in page
+    assert "<p>In all 2 steps: Tensors mismatched 0, verified 12.</p>" in page
     older = charts_of(page)["Drift of older tokens |d|"]
     assert "Mismatch |d|" not in charts_of(page) and older["y"]["ticktext"] == ["0"], "nothing says that it should be 0"
     rows[1] |= {"mismatch/exact_frac": 0.5, "sync/verified_tensors": 11}
@@ -191,7 +191,7 @@ def test_answers_are_spread_out_and_can_be_filtered(tmp_path: Path) -> None:
 def test_tokens_per_second_are_a_headline(tmp_path: Path) -> None:
     rates = [{"perf/rollout_tokens_per_second": 1000.0 * n, "perf/train_tokens_per_second": 3e3 * n} for n in (1, 3, 2)]
     page = page_of(make_run(tmp_path, {step: step_metrics(step) | rate for step, rate in enumerate(rates, 1)}))
-    assert re.search(r"Tokens per second</div>\s*<div class=\"value\">2,000</div>\s*.*sampled; 6,000 trained", page)
+    assert re.search(r"Tokens per second</div>\s*<div class=\"value\">2,000</div>\s*.*2,000 sampled, 6,000 trained: medians", page)
 
 
 def test_zeros_among_differences_get_a_line_of_their_own() -> None:

@@ -182,7 +182,7 @@ def test_what_the_problems_cannot_tell_from_no_change_is_no_verdict() -> None:
     assert low < 0 < high and high - low == pytest.approx(0.168, abs=2e-3)
     said = verdict(summary)
     assert "went from 0.387 to 0.402 in 1 step, which 256 problems cannot tell from no change." in said[0]
-    assert said[3] == ("95% interval of the change of accuracy: -0.069 to +0.099, Newcombe's of two Wilson intervals.")
+    assert len(said) == 3 and "interval" not in " ".join(said), "the report's tile has it"
     few = {"eval/problems": 40}
     seen = summarize([start(0.0) | few, row(1, eval__accuracy=0.025) | few])
     assert "cannot tell" in verdict(seen)[0]
