@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,10 @@ class Reference(Scorer):
 
     def offload(self) -> int:
         """Move the weights to the host, and give up what is quantized of them; the bytes that this frees."""
-        weights = self.model.parameters()
-        stored = (te_runtime.stored(each) if te_runtime.is_quantized(each) else [each] for each in weights)
         freed = sum(holding.bytes for holding in of_model(self))
+        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
         self.weights_changed()
-        self.host_copy.offload([tensor for tensors in stored for tensor in tensors], [])
+        self.host_copy.offload(chain.from_iterable(kept), [])
         return freed
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:

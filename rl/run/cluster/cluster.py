@@ -75,11 +75,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     _init(Path(folder), address=address)
-                except (
-                    ConnectionError,
-                    RuntimeError,
-                    AuthenticationError,
-                ) as error:  # of another version, or with another token
+                except (ConnectionError, RuntimeError, AuthenticationError) as error:  # another version, or token
                     raise _no_cluster(address, _last_words(error.__context__ or error)) from None
             yield
         finally:

@@ -191,7 +191,9 @@ def test_answers_are_spread_out_and_can_be_filtered(tmp_path: Path) -> None:
 def test_tokens_per_second_are_a_headline(tmp_path: Path) -> None:
     rates = [{"perf/rollout_tokens_per_second": 1000.0 * n, "perf/train_tokens_per_second": 3e3 * n} for n in (1, 3, 2)]
     page = page_of(make_run(tmp_path, {step: step_metrics(step) | rate for step, rate in enumerate(rates, 1)}))
-    assert re.search(r"Tokens per second</div>\s*<div class=\"value\">2,000</div>\s*.*2,000 sampled, 6,000 trained: medians", page)
+    assert re.search(
+        r"Tokens per second</div>\s*<div class=\"value\">2,000</div>\s*.*2,000 sampled, 6,000 trained: medians", page
+    )
 
 
 def test_zeros_among_differences_get_a_line_of_their_own() -> None:
