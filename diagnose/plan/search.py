@@ -30,7 +30,6 @@ _SIZES = ("tp", "pp", "ep", "dp", "cp")
 Keys = Mapping[str, Any]
 
 PRICES = {
-    "rollout.memory_fraction": 0.25,
     "trainer.head_chunk_tokens": 0.5,
     "trainer.micro_batch_tokens": 0.5,
     "rollout.sleep": 1.0,
@@ -40,10 +39,9 @@ PRICES = {
     "trainer.optimizer.moments": 2.5,
     "trainer.optimizer.offload": 3.0,
 }
-"""The assumed cost of a key, to order the ways: SGLang's own memory fraction, nothing; a smaller chunk, hardly any;
-turns, the engine's wait; recomputing, a part of each forward once more; a cache of one row, answers in turns; moments
-in BF16, their digits; an update on the host, more time than all of these. An order set by hand: none of it was
-measured."""
+"""The assumed cost of a key, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
+recomputing, a part of each forward once more; a cache of one row, answers in turns; moments in BF16, their digits; an
+update on the host, more time than all of these. An order set by hand: none of it was measured."""
 ANOTHER_LAYOUT = 1.5
 """The price of a layout other than the spec's."""
 
@@ -75,8 +73,10 @@ def keys_that_fit(
         rates = efficiency if mode == base.numerics.mode else assumed("native")
         count = world
         while count <= most:
-            if found := _cheapest(subject, {"numerics.mode": mode}, gpu, count, target, length, gpus is not None):
-                return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
+            for fraction in dict.fromkeys((base.rollout.memory_fraction, None)):  # null: SGLang's own
+                first = {"numerics.mode": mode, "rollout.memory_fraction": fraction}
+                if found := _cheapest(subject, first, gpu, count, target, length, gpus is not None):
+                    return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
             count *= 2
     return None
 
@@ -160,7 +160,6 @@ def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iter
         optimizer += [{"trainer.optimizer.moments": "bf16"}] if trainer.optimizer.moments == "fp32" else []
         optimizer += [{"trainer.optimizer.offload": True}]
     choices: list[list[dict[str, Any]]] = [
-        [{}, {"rollout.memory_fraction": None}] if rollout.memory_fraction is not None else [{}],
         [{}, {"trainer.head_chunk_tokens": 1024}] if trainer.head_chunk_tokens > 1024 else [{}],
         [{}, {"trainer.micro_batch_tokens": row}] if trainer.micro_batch_tokens > row else [{}],
         [{}, {"rollout.sleep": True}] if colocated and not rollout.sleep else [{}],
@@ -194,17 +193,12 @@ def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: boo
     """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
     if not base.needs_engines:
         return [1]
-    spec = base.numerics_config().blocks_spec
-    experiments = base, with_keys(base, {"rollout.memory_fraction": None})
-    jobs = [job_on(replace(subject, experiment=each), gpu) for each in experiments]
-    one = base.numerics.mode == "exact" or (no_more and not is_apart(base, jobs[0]))
-    most = 1 if one else GPUS_PER_NODE
+    spec, job = base.numerics_config().blocks_spec, job_on(replace(subject, experiment=base), gpu)
+    most = 1 if base.numerics.mode == "exact" or (no_more and not is_apart(base, job)) else GPUS_PER_NODE
     able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape, ranks, spec)]
     row = base.rollout.context_length
-    alone = {
-        each: min(engine_memory(replace(job, engine_tp=each, kv_tokens=row)).peak for job in jobs) for each in able
-    }
-    return [ranks for ranks, peak in alone.items() if layouts.leaves_slack(peak, gpu)]
+    alone = {ranks: engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)) for ranks in able}
+    return [ranks for ranks, memory in alone.items() if layouts.leaves_slack(memory.peak, gpu)]
 
 
 def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
