@@ -18,7 +18,7 @@ from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import Row
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import overlaid
-from fp8rl.rl.report.page import Charts, Section, write_page
+from fp8rl.rl.report.page import Section, write_page
 from fp8rl.rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
 from fp8rl.run import Run
 
@@ -131,7 +131,7 @@ def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing])
     name = " and ".join(_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs"
     shown = [
         *(Section(table.title or "Runs", table.on_a_page()) for table in tables),
-        *(Section(title, Charts(group)) for title, group in charts),
+        *charts,
     ]
     write_page(path, "comparison", name, [], shown, footer=" from the metrics.jsonl and spec.yaml of the runs.")
 

@@ -115,8 +115,8 @@ class RolloutSection(Section):
     to capture."""
     sleep: bool = False
     """Take turns on the GPUs that engines share with the trainer. While the trainer works, engines release weights, KV
-    cache and CUDA graphs; while they sample, its masters and moments are offloaded to the host, and it has no
-    gradients. Engines wake by a full, verified sync. Synchronous runs only; [memory.md](memory.md#turns)."""
+    cache and CUDA graphs; while they sample, its masters, moments and reference are offloaded to the host, and it has
+    no gradients. Engines wake by a full, verified sync. Synchronous runs only; [memory.md](memory.md#turns)."""
     chunked_prefill_size: int | None = Field(default=None, ge=1)
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True

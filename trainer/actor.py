@@ -323,7 +323,7 @@ class TrainerGroup:
         self._all("apply", "policy", "export_adapter", Path(path).absolute(), base)
 
     def offload(self) -> list[OffloadReport]:
-        """Have each rank move masters and moments to the host and forget the gradients, until `onload`.
+        """Have each rank move masters, moments and a reference to the host and forget the gradients, until `onload`.
 
         Meanwhile it scores, sends and saves, and does not train.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from fp8rl.trainer.checkpoint import checkpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.critic import Critic
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.distributed.offload import HostCopy
 from fp8rl.trainer.inventory import buffers, inventory, of_model, optimizer_tensors
+from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.scorer import Scorer
 from fp8rl.trainer.step.batch import TokenBatch
-from fp8rl.trainer.step.objective import OffloadReport, Scored
+from fp8rl.trainer.step.objective import Objective, OffloadReport, Scored
+from fp8rl.trainer.step.passes import RankPass
 from fp8rl.trainer.trainer import Trainer
 
 
@@ -58,7 +62,7 @@ class Roles:
             self.models["reference"] = WithoutAdapter(self.policy)
         elif reference:
             length = options["max_sequence_length"]
-            self.models["reference"] = Scorer(model_path, config, numerics, layout, max_sequence_length=length)
+            self.models["reference"] = Reference(model_path, config, numerics, layout, max_sequence_length=length)
         if critic is not None:
             options |= {} if critic_steps is None else {"total_steps": critic_steps}
             self.models["critic"] = Critic(model_path, critic, numerics, layout, adapter=adapter, **options)
@@ -71,6 +75,7 @@ class Roles:
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
         moved = sum(offload(model) for model in self.models.values() if isinstance(model, Trainer))
+        moved += sum(model.offload() for model in self.models.values() if isinstance(model, Reference))
         return OffloadReport(moved, held - moved)
 
     def onload(self) -> None:
@@ -78,6 +83,8 @@ class Roles:
         for model in self.models.values():
             if isinstance(model, Trainer):
                 model.optimizer.host_copy.onload()
+            elif isinstance(model, Reference):
+                model.host_copy.onload()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""
@@ -102,6 +109,26 @@ class Roles:
     def _parts(self) -> checkpoint.Parts:
         trained = {role: model.trained for role, model in self.models.items() if isinstance(model, Trainer)}
         return {"" if role == "policy" else role: part for role, part in trained.items()}
+
+
+class Reference(Scorer):
+    """A model that stays as the directory has it. `host_copy` offloads its weights while others need the device."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.host_copy = HostCopy()
+        super().__init__(*args, **options)
+
+    def offload(self) -> int:
+        """Move the weights to the host, and give up what is quantized of them; the bytes that this frees."""
+        freed = sum(holding.bytes for holding in of_model(self))
+        kept = (te_runtime.stored(p) if te_runtime.is_quantized(p) else [p] for p in self.model.parameters())
+        self.weights_changed()
+        self.host_copy.offload(chain.from_iterable(kept), [])
+        return freed
+
+    def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
+        self.host_copy.check_onloaded("a reference's weights")
+        return super()._pass(batch, objective)
 
 
 class WithoutAdapter:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
 from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check
-from fp8rl.rl.experiment.preconditions.data import evaluated
-from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
+from fp8rl.rl.experiment.preconditions.data import check_data, evaluated
+from fp8rl.rl.experiment.preconditions.functions import check_functions
+from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, read_tokenizer
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.functions import EACH, RewardFunction, RewardsSection, load_function
+from fp8rl.rollout.rewards.functions import EACH, RewardSection, RewardsSection, load_function
 from fp8rl.rollout.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
@@ -27,13 +30,33 @@ LONGEST_ANSWER = 100_000
 
 
 def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
-    """Return `diagnosis` with the first obstacle; without one, with the notes of a start and the data of the spec."""
+    """Return `diagnosis` with obstacles, the notes of a start and the data of the spec.
+
+    A start ends with its first obstacle. What follows here needs no more of the model than its tokenizer.
+    """
     notes: list[str] = []
+    refused: dict[str, UserError] = {}
+    data: list[DataFound] = []
+    steps: list[Callable[[], object]] = [
+        lambda: check(experiment, notes.append),
+        lambda: check_data(experiment, read_tokenizer(experiment.model.directory, sys.maxsize), notes.append),
+        lambda: check_functions(experiment) if experiment.needs_engines else None,
+    ]
+    for step in steps:
+        try:
+            step()
+        except UserError as error:
+            refused.setdefault(error.key or str(error), error)
+        if not refused:
+            break  # the first has all that the others check
     try:
-        check(experiment, notes.append)
-        return replace(diagnosis, notes=tuple(notes), data=tuple(data_found(experiment)))
-    except UserError as error:
-        return replace(diagnosis, remarks=(Remark.refusal(error), *diagnosis.remarks))
+        for found in data_found(experiment):
+            data.append(found)
+    except Exception:  # of a tokenizer, a row or a chat template, whatever such a program may raise
+        if not refused:
+            raise
+    remarks = (*map(Remark.refusal, refused.values()), *diagnosis.remarks)
+    return replace(diagnosis, remarks=remarks, notes=tuple(dict.fromkeys(notes)), data=tuple(data))
 
 
 def data_found(experiment: Experiment) -> Iterator[DataFound]:
@@ -41,14 +64,15 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
 
     Plain reward functions are called in a process of their own, with their time limit, as in a run.
     """
-    tokenizer = load_tokenizer(experiment.model.directory, "model.path")
+    tokenizer = read_tokenizer(experiment.model.directory, sys.maxsize)
     trained = experiment.rewards if experiment.algorithm.samples else None
     sources: list[tuple[Source, RewardsSection | None]] = [(source, trained) for source in experiment.data.training]
     sources += [(source, rewards) for source, _, _, rewards in evaluated(experiment)]
     for source, rewards in sources:
         problems = load_problems(source)
         first = problems[0]
-        ids = prompt_ids(tokenizer, first)
+        with time_limit(RENDER_SECONDS):  # where a check was refused that would have tried the template
+            ids = prompt_ids(tokenizer, first)
         tokens = len(behind_ids(tokenizer, first.answer[:LONGEST_ANSWER]))
         yield DataFound(
             source.key,
@@ -76,16 +100,17 @@ def _rewards(config: RewardsSection, problem: Problem, tokens: int) -> dict[str,
     }
     workers = Workers(config.functions, 1)
     try:
-        return {
-            each.label: _reward(workers, index, load_function(each, f"rewards.functions.{index}"), offered)
-            for index, each in enumerate(config.functions)
-        }
+        return {each.label: _reward(workers, index, each, offered) for index, each in enumerate(config.functions)}
     finally:
         workers.close()
 
 
-def _reward(workers: Workers, index: int, function: RewardFunction, offered: dict[str, Any]) -> str:
-    name = function.config.function
+def _reward(workers: Workers, index: int, config: RewardSection, offered: dict[str, Any]) -> str:
+    name = config.function
+    try:
+        function = load_function(config, f"rewards.functions.{index}")
+    except UserError:
+        return "nothing: it is refused"
     if name == OF_ENVIRONMENT:
         return "what the environment returns"
     if function.is_async:

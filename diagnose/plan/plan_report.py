@@ -30,7 +30,7 @@ def rendered(plan: Plan) -> RenderableType:
         end += f", and {job.engines * job.engine_tp} for engines"
     numerics = f"{job.numerics.mode} mode, trainer {job.numerics.trainer}, rollout {job.numerics.rollout}"
     cp = f" cp {layout.cp}" if layout.cp > 1 else ""
-    engines = f"; engines of {job.engine_tp} GPU{'s' * (job.engine_tp > 1)}" if job.engines else ""
+    engines = f"; engines of {_gpus(job.engine_tp)}" if job.engines else ""
     cache = f"{plan.kv_bytes:,} bytes of KV cache"
     if plan.state_bytes:
         cache += f", and {plan.state_bytes:,} of each sequence"
@@ -63,7 +63,7 @@ def rendered(plan: Plan) -> RenderableType:
 def _keys(plan: Plan) -> list[Text]:
     """Say what was found where keys were looked for."""
     if plan.keys is None:
-        said = f"--fit found no keys with which it fits on {plan.job.layout.world_size} GPUs"
+        said = f"--fit found no keys with which it fits on {_gpus(plan.job.layout.world_size)}"
         return [Text(said)] if plan.searched else []
     if not plan.keys:
         return [Text("no key has to be set")]
@@ -102,8 +102,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
         beside = "" if plan.fewest_apart else " beside an engine"
         if plan.fewest_apart and plan.decides == "colocated":
             beside = ", with engines on their own GPUs"
+        count = layout.world_size
         example = look or f" (for example tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp})"
-        yield f"with these settings {layout.world_size} GPUs suffice for the trainer{beside}{example}"
+        yield f"with these settings {_gpus(count)} suffice{'s' * (count == 1)} for the trainer{beside}{example}"
 
     if job.engines:
         sent, in_bf16 = (each / 1e9 for each in plan.sync_bytes)
@@ -173,6 +174,10 @@ def _decode(plan: Plan) -> RenderableType:
         for side, bf16 in plan.decode
     ]  # fmt: skip
     return grid(("decoding", "answers", "kernels", *speeds, "weights read (GB)", "cache read (GB)"), rows)
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"
 
 
 def _gb(value: float) -> str:

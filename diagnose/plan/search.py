@@ -59,8 +59,9 @@ def keys_that_fit(
 ) -> dict[str, Any] | None:
     """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
 
-    gpus: of the trainer; without one, those of the spec's layout (8 for a model alone), or the fewest of twice as many,
-    and so on, that do. Adapters are looked at in the spec's own layout alone.
+    gpus: that there are for the trainer and for engines that share GPUs with it; without one, those of the spec's
+    layout (8 for a model alone), or the fewest of twice as many, and so on, that do. Adapters are looked at in the
+    spec's own layout alone.
     """
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     base = subject.experiment
@@ -72,18 +73,25 @@ def keys_that_fit(
         rates = efficiency if mode == base.numerics.mode else assumed("native")
         count = world
         while count <= most:
-            if found := _cheapest(subject, {"numerics.mode": mode}, gpu, count, target, length):
-                return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
+            for fraction in dict.fromkeys((base.rollout.memory_fraction, None)):  # null: SGLang's own
+                first = {"numerics.mode": mode, "rollout.memory_fraction": fraction}
+                if found := _cheapest(subject, first, gpu, count, target, length, gpus is not None):
+                    return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
             count *= 2
     return None
 
 
-def _cheapest(subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
-    """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does."""
+def _cheapest(
+    subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None, no_more: bool
+) -> list[Way]:
+    """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does.
+
+    no_more: engines that share GPUs with the trainer get none of their own.
+    """
     base = with_keys(subject.experiment, first)
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
     base = with_keys(base, fixed)
-    engines = _engine_ranks(base, subject, gpu)
+    engines = _engine_ranks(base, subject, gpu, no_more)
     if not engines:
         return []
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
@@ -181,12 +189,12 @@ def _dense_layers_in_bf16(base: Experiment, subject: PlanSubject, target: Target
     return {"numerics.first_layers_bf16": dense} if widths else {}
 
 
-def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu) -> list[int]:
+def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: bool) -> list[int]:
     """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
     if not base.needs_engines:
         return [1]
     spec, job = base.numerics_config().blocks_spec, job_on(replace(subject, experiment=base), gpu)
-    most = 1 if base.numerics.mode == "exact" else GPUS_PER_NODE
+    most = 1 if base.numerics.mode == "exact" or (no_more and not is_apart(base, job)) else GPUS_PER_NODE
     able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape, ranks, spec)]
     row = base.rollout.context_length
     alone = {ranks: engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)) for ranks in able}
@@ -231,4 +239,5 @@ def with_keys(section: Any, keys: Keys) -> Any:
 
 def written(keys: Keys) -> list[str]:
     """Keys as the command line takes them."""
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
+    plain = {"True": "true", "False": "false", "None": "null"}
+    return [f"{key}={plain.get(str(value), value)}" for key, value in keys.items()]

@@ -59,7 +59,7 @@ def doctor(
         diagnosis = judge(gather(numerics, say, quick=quick), numerics)
         if loaded:
             say("checking model, data and sizes of the spec")
-            if diagnosis.ok:  # the checks need the libraries
+            if all(each.found != "not installed" for each in diagnosis.remarks if each.blocks):
                 from fp8rl.diagnose.doctor.conditions import with_conditions
 
                 diagnosis = with_conditions(diagnosis, loaded)

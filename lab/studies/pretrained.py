@@ -246,7 +246,9 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
         if "turned" in measurement.values[arm]
     ]
     return [
-        TextTable("Means over tokens; kl: to the BF16 policy; clip: ρ > C", ("arm", *metrics), means),
+        TextTable(
+            "Means over answers of their tokens' means; kl: to the BF16 policy; clip: ρ > C", ("arm", *metrics), means
+        ),
         TextTable("Mean abs d, nats (tokens), native, step 0", ("by", "bin", *arms), bins),
         TextTable("1 − cos of the GRPO gradient, native", ("arm", "mean over the seeds"), angles),
     ]

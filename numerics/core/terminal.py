@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
+from pathlib import Path
 from typing import TextIO
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -26,3 +29,9 @@ def say(text: object, to: TextIO | None = None) -> None:
 def say_error(text: object) -> None:
     """Print a line at once to the standard error."""
     say(text, sys.stderr)
+
+
+def typed(command: str) -> str:
+    """Return a command of this environment as this shell finds it: `make demo` runs in one that is not activated."""
+    own, found = Path(sys.executable).with_name(command), shutil.which(command)
+    return command if found is not None and os.path.realpath(found) == os.path.realpath(own) else os.path.relpath(own)

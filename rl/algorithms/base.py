@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import ClassVar, Self
 
@@ -48,6 +48,8 @@ class Outcomes:
     """int64 [N], equal numbers for trajectories of one prompt, in any order."""
     finished: Tensor
     """bool [N], False where the length ended the answer."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics that an algorithm's `token_advantages` has returned."""
 
 
 class AlgorithmConfig(Section):

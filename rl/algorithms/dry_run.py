@@ -33,10 +33,11 @@ def dry_run(algorithm: AlgorithmConfig, group_size: int) -> None:
     for rewards in REWARDS if algorithm.samples else REWARDS[:1]:
         batch, logprobs = _scored(algorithm)
         if algorithm.samples:
-            batch = batch.with_fields(
-                **algorithm.training_fields(Outcomes(torch.tensor(rewards), groups, finished), batch)
-            )
+            outcomes = Outcomes(torch.tensor(rewards), groups, finished)
+            batch = batch.with_fields(**algorithm.training_fields(outcomes, batch))
             _check("advantages", batch.fields["advantages"], batch.tokens.shape)
+            for name, number in outcomes.metrics.items():
+                _check(name, torch.tensor(number))
         for rows in algorithm.mini_batches(groups):
             part = batch.select(rows)
             scores = logprobs[rows, : part.width].clone().requires_grad_()

@@ -12,6 +12,7 @@ from fp8rl.rl.algorithms.parts.aggregation import AggregationMode
 from fp8rl.rl.algorithms.parts.overlong import OverlongSection
 from fp8rl.rl.algorithms.parts.surrogates import Surrogate, clipped, clipped_weight, sequence_ratio, token_ratio
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl.trainer.step.batch import TokenBatch
 
 
 class GroupRelative(PolicyGradient):
@@ -64,7 +65,9 @@ class Gspo(GroupRelative):
     loss_aggregation: AggregationMode = "seq_mean_token_mean"
     formula: ClassVar[str] = "max(-A s, -A clip(s)), s the geometric mean of r over the answer; A as in grpo"
 
-    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
+    def surrogate(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
+    ) -> Surrogate:
         ratio = sequence_ratio(logprobs, old, used)
         return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
@@ -89,7 +92,9 @@ class Cispo(GroupRelative):
     """There is no clipped loss that it could bound."""
     formula: ClassVar[str] = "-A sg(clip(r)) logprob; A = R - mean of the group, over its std with group_norm_std"
 
-    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
+    def surrogate(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
+    ) -> Surrogate:
         ratio = token_ratio(logprobs, old, used)
         return clipped_weight(logprobs, ratio, advantages, used, self.clip_low, self.clip_high)
 

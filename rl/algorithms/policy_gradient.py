@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import torch
 from pydantic import Field, PrivateAttr, model_validator
@@ -35,7 +35,9 @@ from fp8rl.trainer.step.objective import Objective, ObjectiveOutput
 class HasSurrogate(Protocol):
     """An algorithm that says what the loss of a token is."""
 
-    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
+    def surrogate(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
+    ) -> Surrogate:
         """Shapes as of `rl.algorithms.policy_gradient.PolicyGradient.surrogate`."""
         ...
 
@@ -67,14 +69,15 @@ class PolicyObjective:
         used, fields = used_tokens(batch), batch.fields
         old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
         advantages = torch.where(used, fields["advantages"], 0.0)
-        term = self.algorithm.surrogate(logprobs, old, advantages, used)
+        term = self.algorithm.surrogate(logprobs, old, advantages, used, batch)
         # Without rollout logprobs nothing is corrected: every ratio is 1.
         weight, accepted = self.correction(old, fields.get("rollout_logprobs", old), used)
         kept = accepted
         if LEARNT_FROM in fields:  # what is not finite is never hidden
             kept = accepted & ((fields[LEARNT_FROM] > 0) | ~logprobs.detach().isfinite())
         losses, kl = term.losses, self.kl
-        x = torch.where(used, logprobs - fields["reference_logprobs"], 0.0) if kl.needs_reference else None
+        reference = fields.get("reference_logprobs")
+        x = None if reference is None else torch.where(used, logprobs - reference, 0.0)
         if kl.loss.coefficient and x is not None:
             sampled_by = token_ratio(logprobs, old, used).detach()
             losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
@@ -260,7 +263,7 @@ class PolicyGradient(AlgorithmConfig):
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         outcomes = self.shaped(outcomes, batch)
-        return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
+        return self.finished(self.measured_advantages(outcomes, batch), outcomes, batch)
 
     def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
         return super().training_fields(outcomes, batch) | self.filtered(outcomes, batch)
@@ -283,8 +286,17 @@ class PolicyGradient(AlgorithmConfig):
             advantages = per_token(outcomes.finished, batch.loss_mask) * advantages
         return advantages
 
+    def measured_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        """`token_advantages`; metrics beside them go to `outcomes.metrics`."""
+        found: Any = self.token_advantages(outcomes, batch)
+        advantages, metrics = found if isinstance(found, tuple) else (found, {})
+        outcomes.metrics.update((name, float(value)) for name, value in metrics.items())
+        return cast(Tensor, advantages)
+
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantage of each token, float32 [B, S]: that of its trajectory."""
+        """The advantage of each token, float32 [B, S]: that of its trajectory. A class of yours may return a pair, of
+        these and of metrics by name, which the row of the step then has.
+        """
         return per_token(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
@@ -299,8 +311,11 @@ class PolicyGradient(AlgorithmConfig):
         x = old.double() - batch.fields["reference_logprobs"].double()
         return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)
 
-    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
-        """The loss of each token before weight and aggregation; all are [b, S], the rows whole sequences."""
+    def surrogate(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
+    ) -> Surrogate:
+        """The loss of each token before weight and aggregation; all are [b, S], the rows whole sequences, and `batch`
+        has these rows' further fields."""
         ratio = token_ratio(logprobs, old, used)
         return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 

@@ -60,7 +60,7 @@ class Ppo(PolicyGradient):
 
     def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
         outcomes = self.shaped(outcomes, batch)
-        advantages = self.token_advantages(outcomes, batch)
+        advantages = self.measured_advantages(outcomes, batch)
         returns = torch.where(used_tokens(batch), advantages + batch.fields["values"], 0.0)
         fields = {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
         return fields | self.filtered(outcomes, batch)

@@ -80,7 +80,7 @@ RULES: tuple[Rule[Experiment], ...] = (
         lambda e: e.numerics.mode == "exact" and len({1, e.trainer.tp, e.rollout.tp}) == 3,  # both are above 1
         lambda e: f"{e.rollout.tp} with trainer.tp={e.trainer.tp}",
         "1 or trainer.tp in exact mode, so that both sides add the same partial sums",
-        lambda e: f"Set rollout.tp={e.trainer.tp}, or one of the two to 1.",
+        lambda e: f"Set rollout.tp=1, as GPUs need it, or trainer.tp=1; on CPUs rollout.tp={e.trainer.tp} will do.",
     ),
     Rule(
         "algorithm.updates_per_batch",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8rl.rl.record.metrics import METRICS, metric
+from fp8rl.rl.report.page import Charts, Paragraph, Section
 from fp8rl.rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
@@ -117,12 +118,22 @@ SECTIONS: dict[str, dict[str, Look]] = {
 }
 
 
-def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
+_IDEAL: dict[str, float | None] = {
+    **dict.fromkeys(("Mismatch |d|", "Tokens outside the TIS range", "KL(rollout ‖ trainer)", "Rejected"), 0.0),
+    **dict.fromkeys(("Clipped tokens", "tokens that differ in any layer", "mismatched"), 0.0),
+    **dict.fromkeys(("Exact tokens", "Effective sample size", "Importance weight", "experts that both chose"), 1.0),
+    "verified": None,
+}
+"""Values that curves should have at every step, by their label or the title of their chart (None: any one). A chart of
+nothing else is told in a sentence."""
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Titled groups of charts. Charts without data, and groups without charts, are left out."""
     return _grouped([("", rows, _curves(rows))])
 
 
-def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[Chart]]]:
+def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[Section]:
     """Return the charts of several runs by name, their curves over each other: a run is a colour, or a dash of its own
     where a chart has several curves. Stacks of bars cannot lie over each other; the time of whole steps stands for
     theirs."""
@@ -152,13 +163,33 @@ def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
     return curves
 
 
-def _grouped(runs: Sequence[Drawn]) -> list[tuple[str, list[Chart]]]:
-    groups = {
-        section: [_chart(title, look, runs) for title, look in looks.items() if any(title in run[2] for run in runs)]
-        for section, looks in SECTIONS.items()
-    }
-    drawn_groups = {section: [chart for chart in charts if chart["traces"]] for section, charts in groups.items()}
-    return [(section, charts) for section, charts in drawn_groups.items() if charts]
+def _grouped(runs: Sequence[Drawn]) -> list[Section]:
+    found = []
+    for section, looks in SECTIONS.items():
+        level = {title: said for title in looks if (said := _as_it_should_be(title, runs))}
+        charts = [
+            _chart(title, look, runs)
+            for title, look in looks.items()
+            if title not in level and any(title in run[2] for run in runs)
+        ]
+        charts = [chart for chart in charts if chart["traces"]]
+        steps = len({row["step"] for _, rows, _ in runs for row in rows if row["step"] > 0})
+        told = [Paragraph(f"In all {steps} steps: {'; '.join(level.values())}.")] if level else []
+        found.append(Section(section, *told, *([Charts(charts)] if charts else ())))
+    return [section for section in found if section.blocks]
+
+
+def _as_it_should_be(title: str, runs: Sequence[Drawn]) -> str:
+    """Return the chart in words if each of its curves has its ideal value at every step; else nothing."""
+    said = {}
+    for name, label in {curve for _, _, curves in runs for curve in curves.get(title, ())}:
+        found = {row.get(name) for _, rows, _ in runs for row in rows if row["step"] > 0}
+        ideal = _IDEAL.get(label, _IDEAL.get(title, math.nan))
+        if len(found) != 1 or None in found or ideal not in (None, *found):
+            return ""
+        said[label] = f"{found.pop():,.10g}"
+    values = [*{*said.values()}] if len({*said.values()}) == 1 else [f"{each} {said[each]}" for each in sorted(said)]
+    return f"{title} {', '.join(values)}" if values else ""
 
 
 def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
@@ -231,11 +262,9 @@ def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     values = {value for trace in traces for value in trace["y"]}
     if look.scale != "log":
         axis |= _ticks(max(map(abs, values), default=0.0))
-    if look.scale == "log" or look.bars or len(values) != 1:
+    if look.scale == "log" or look.bars or len(values) != 1 or values == {0}:
         return axis
     (value,) = values
-    if value == 0:
-        return {"range": [-0.02, 1], "tickvals": [0], "ticktext": ["0"]}
     return {**axis, "range": sorted([-0.02 * value, 1.25 * value])}
 
 
@@ -255,7 +284,6 @@ def _draw_zeros(chart: Chart) -> None:
     positive = [value for value in values if value > 0]
     if not positive:
         chart["y"].update(range=[-0.2, 1], tickvals=[0], ticktext=["0"])
-        chart["annotation"] = "exactly 0 at every step"
         return
     lowest, highest = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     highest = max(highest, lowest + 1)

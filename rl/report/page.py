@@ -37,12 +37,14 @@ class Table:
     summary: str = ""
     """The line that it is folded under; empty: it is not folded."""
     open: bool = True
+    marks: Sequence[str] = ()
+    """The classes of each row."""
     form: ClassVar[str] = "table"
 
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side: curves (`traces`), bars of several sides (`series`), or `kind` bars or heat."""
+    """Charts side by side: curves (`traces`), bars or histograms of several sides (`series`), `kind` bars or heat."""
 
     charts: Sequence[dict[str, Any]]
     form: ClassVar[str] = "charts"

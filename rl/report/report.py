@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from markupsafe import Markup
@@ -17,15 +18,19 @@ from fp8rl.rl.record.console import format_difference, format_percent
 from fp8rl.rl.record.events import Event, events_found
 from fp8rl.rl.record.metrics import metric
 from fp8rl.rl.record.metrics_log import metrics_found
-from fp8rl.rl.record.rollouts import RolloutRecord, rollouts_found, shown
+from fp8rl.rl.record.rollouts import SHOWN, RolloutRecord, rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, sessions_found
 from fp8rl.rl.report import page
 from fp8rl.rl.report.charts import sections
-from fp8rl.rl.report.page import Charts, Code, Column, Section, Table, Tile, references
+from fp8rl.rl.report.page import Charts, Code, Column, Paragraph, Section, Table, Tile, references
 from fp8rl.rl.report.summary import Row, RunSummary, by_kind, summarize
 from fp8rl.rl.report.verdict import verdict
 
+_RADIO = Markup('<label><input type="radio" name="shown" value="{}"{}> {}</label> ')
+_FILTER = _RADIO.format("first", " checked", "first of each prompt") + _RADIO.format("wrong", "", "lowest rewards")
+FILTER = _FILTER + _RADIO.format("longest", "", "longest")
+"""The choice of the answers that are shown; `templates/page.css` has a rule for each."""
 MARK, PART = Markup("<mark>{}</mark>"), Markup('<br><span class="dim">{} {}</span>')
 
 
@@ -51,7 +56,6 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
         )
     events, bad_events = events_found(run.events)
     found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
-    samples = [(step, shown(records)) for step, records, _ in found_samples]
     sessions, bad_sessions = sessions_found(run.sessions)
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
@@ -65,14 +69,15 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             run.name,
             verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
             [
-                *(Section(title, Charts(group)) for title, group in sections(rows)),
+                *sections(rows),
                 _events("Interventions", stepped_in, run),
                 _events("Warnings", warned, run),
                 _events("What it went on with", others, run),
-                _samples(run, samples),
+                _answers(found_samples),
+                _samples(run, found_samples),
                 Section("Reference", *_facts(sessions), _metric_table(rows), Code("Resolved spec", spec)),
             ],
-            tiles=_tiles(summary),
+            tiles=_tiles(summary, rows),
             footer=" from metrics.jsonl, rollouts and spec.yaml of this run.",
         )
     return run.report, damage
@@ -121,23 +126,57 @@ def _events(title: str, events: Sequence[Event], run: RunDir) -> Section:
     return Section(title, Table(columns, rows, "When, what and why")) if rows else Section(title)
 
 
-def _samples(run: RunDir, samples: Sequence[tuple[int, Sequence[RolloutRecord]]]) -> Section:
+Found = Sequence[tuple[int, Sequence[RolloutRecord], Sequence[BadLine]]]
+"""Steps with the answers of their files."""
+
+
+def _answers(found: Found) -> Section:
+    """Show how the answers of a few steps are spread."""
+    lengths, rewards = [], []
+    for step, records, _ in found:
+        groups: dict[int, list[float]] = {}
+        for each in records:
+            groups.setdefault(each.group, []).append(each.reward)
+        lengths.append({"name": f"step {step}", "x": [len(each.token_ids) for each in records]})
+        rewards.append({"name": f"step {step}", "x": [fmean(group) for group in groups.values()]})
+    charts = [
+        {"title": "Answer lengths", "note": "", "series": lengths, "along": "tokens", "unit": "answers"},
+        {"title": "Rewards by group", "note": "", "series": rewards, "along": "mean reward", "unit": "prompts"},
+    ]
+    return Section("Answers", Charts(charts)) if any(records for _, records, _ in found) else Section("Answers")
+
+
+def _marked(records: Sequence[RolloutRecord]) -> list[tuple[RolloutRecord, str]]:
+    """Return the answers that are shown of a step's, each with its words of the filter."""
+    best = max((each.reward for each in records), default=0.0)
+    chosen = {
+        "first": shown(records),
+        "wrong": sorted((each for each in records if each.reward < best), key=lambda each: each.reward)[:SHOWN],
+        "longest": sorted(records, key=lambda each: -len(each.token_ids))[:SHOWN],
+    }
+    marks = {id(each): [word for word, some in chosen.items() if any(one is each for one in some)] for each in records}
+    return [(each, " ".join(marks[id(each)])) for each in records if marks[id(each)]]
+
+
+def _samples(run: RunDir, found: Found) -> Section:
     """Show answers of a few steps, the newest open, beside the reference where the run's data still have it."""
-    known = references(run, {record.prompt for _, records in samples for record in records})
+    samples = [(step, _marked(records)) for step, records, _ in found]
+    known = references(run, {record.prompt for _, records in samples for record, _ in records})
     columns: list[Column] = [("Prompt", "text"), ("Answer of the model", "text"), ("Reference", "text")]
     columns = [*columns[: 3 if known else 2], ("Reward", "n"), ("Mean |d|", "n")]
     tables = []
     for step, records in samples:
         rows = []
-        for each in records:
+        for each, _ in records:
             said = [MARK.format(text) if by == "environment" else text for by, text in each.said] or [each.text]
             parts = each.reward_parts if len(each.reward_parts) > 1 else {}
             reward = [f"{each.reward:g}", *(PART.format(part, f"{value:g}") for part, value in parts.items())]
             d = "" if each.abs_diff_mean is None else format_difference(each.abs_diff_mean)
             answer = (Markup("").join(said), *((known.get(each.prompt, ""),) if known else ()))
             rows.append((each.prompt, *answer, Markup("").join(reward), d))
-        tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0]))
-    return Section("Sample rollouts", *tables)
+        marks = [mark for _, mark in records]
+        tables.append(Table(columns, rows, f"Step {step}", open=step == samples[-1][0], marks=marks))
+    return Section("Sample rollouts", *([Paragraph(FILTER)] if tables else ()), *tables)
 
 
 def _facts(sessions: Sequence[Session]) -> list[Table]:
@@ -155,13 +194,13 @@ def _facts(sessions: Sequence[Session]) -> list[Table]:
     return [Table([("", ""), ("", "")], facts, "Where and with what")] if facts else []
 
 
-def _tiles(summary: RunSummary) -> list[Tile]:
+def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
     """The headline numbers."""
     tiles = []
     if summary.accuracy_after is not None:
         before = "" if summary.accuracy_before is None else f"{summary.accuracy_before:.3f} before training"
         if summary.accuracy_change is not None:
-            before += ", change {:+.3f} to {:+.3f}".format(*summary.accuracy_change)
+            before += ", change {:+.3f} to {:+.3f} (95%, Newcombe)".format(*summary.accuracy_change)
         tiles.append(Tile("Held-out accuracy", f"{summary.accuracy_after:.3f}", before))
     elif summary.reward_last is not None:
         tiles.append(Tile("Mean reward", f"{summary.reward_last:.3f}", f"{summary.reward_first:.3f} at the first step"))
@@ -185,6 +224,11 @@ def _tiles(summary: RunSummary) -> list[Tile]:
                 "Groups of equal rewards", share, "of all; they teach nothing where answers are compared within a group"
             )
         )
+    named = {"perf/rollout_tokens_per_second": "sampled", "perf/train_tokens_per_second": "trained"}
+    rates = {name: [row[each] for row in rows if each in row] for each, name in named.items()}
+    medians = [f"{median(values):,.0f} {name}" for name, values in rates.items() if values]
+    if medians:
+        tiles.append(Tile("Tokens per second", medians[0].partition(" ")[0], f"{', '.join(medians)}: medians"))
     seconds = "" if summary.step_seconds is None else f"{summary.step_seconds:.2f} s median"
     tiles.append(Tile("Steps", f"{summary.steps}", seconds))
     return tiles

@@ -33,14 +33,13 @@ def _learning(summary: RunSummary) -> str:
             return f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}."
         low, high = summary.accuracy_change
         problems = _count(summary.evaluated_problems, "problem")
-        interval = f"95% interval of the change {low:+.3f} to {high:+.3f}, Newcombe's of two Wilson intervals"
         if low <= 0.0 <= high:
             return (
                 f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}, which {problems} cannot tell "
-                f"from no change ({interval})."
+                "from no change."
             )
         moved = "rose" if after > before else "fell"
-        return f"Held-out accuracy {moved} from {before:.3f} to {after:.3f} in {steps} on {problems} ({interval})."
+        return f"Held-out accuracy {moved} from {before:.3f} to {after:.3f} in {steps} on {problems}."
     if summary.accuracy_after is not None:
         return f"Held-out accuracy is {summary.accuracy_after:.3f} at step {summary.accuracy_after_step}."
     if summary.reward_first is not None:

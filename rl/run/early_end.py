@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fp8rl.numerics.core.terminal import say_error
+from fp8rl.numerics.core.terminal import say_error, typed
 from fp8rl.rl.record.log import CONSOLE
+from fp8rl.rl.record.metrics_log import metrics_found
 
 if TYPE_CHECKING:
     from fp8rl.rl.record.run_dir import RunDir
@@ -35,13 +36,16 @@ def end_without_ray(files: RunDir, why: str) -> None:
 
 def resume_command(files: RunDir) -> str:
     """Return the line that says how to resume a run."""
-    return f"resume   fp8rl train {files.experiment} --resume"
+    return f"resume   {typed('fp8rl')} train {files.experiment} --resume"
 
 
 def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leaves nothing") -> str:
     """Return what to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
-    if files.checkpoint_steps():
-        return resume_command(files)
+    if steps := files.checkpoint_steps():
+        rows, _ = metrics_found(files.metrics)
+        lost = int(rows[-1]["step"]) - steps[-1] if rows else 0
+        after = f"; {lost} later step{'s are' if lost > 1 else ' is'} lost" if lost > 0 else ""
+        return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume_command(files)}"
     if files.begun:
         return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
     return unbegun

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import ray
 
+from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
@@ -106,11 +107,12 @@ def finish(run: LiveRun, stopped: str = "") -> None:
             say(f"adapter  {run.files.adapter}")
         if run.files.model.is_dir():
             say(f"model    {run.files.model}")
+        say(f"serve    {typed('fp8rl')} serve {run.files.path}")
     if latest(run.files).exists():
         say(f"wandb    {leet(run.files, 'inspect', '--summary')}")
 
 
 def commands_after_a_stop(files: RunDir, step: int) -> list[str]:
     """Return the commands that explain a stop, if its step left a capsule, and that resume the run."""
-    why = [f"why      fp8rl attribute {files.capsule(step)}"] if step in files.capsule_steps() else []
+    why = [f"why      {typed('fp8rl')} attribute {files.capsule(step)}"] if step in files.capsule_steps() else []
     return [*why, resume_command(files)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
@@ -48,7 +48,7 @@ class StepPass:
 
     @property
     def train_metrics(self) -> dict[str, float]:
-        return train_metrics(self.result, self.rollouts.batch)
+        return ({} if self.plan is None else self.plan.metrics) | train_metrics(self.result, self.rollouts.batch)
 
     @property
     def mismatch(self) -> dict[str, float]:
@@ -118,6 +118,8 @@ class UpdatePlan:
     """The rows of each update."""
     scored: Scored | None
     """The policy's scoring before the first update; None where the first pass is that."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics that the algorithm has computed with the advantages."""
 
     def forward_backward(self, trainer: TrainerGroup, number: int) -> PassResult:
         """Compute the gradients of update `number`, counted from 0, for policy and critic.
@@ -174,7 +176,7 @@ class UpdatePlan:
             grad_norm=fmean(done.grad_norm for done in passes),
             metrics={name: fmean(done.metrics[name] for done in passes) for name in first.metrics},
         )
-        metrics = train_metrics(mean, self.batch)
+        metrics = self.metrics | train_metrics(mean, self.batch)
         if self.algorithm.needs.critic:
             used = used_tokens(self.batch)
             values, returns = (self.batch.fields[name][used].double() for name in ("values", "returns"))
@@ -213,7 +215,7 @@ def plan_updates(
         return UpdatePlan(algorithm, batch, algorithm.mini_batches(torch.arange(batch.rows)), scored)
     batch = batch.with_fields(**algorithm.training_fields(outcomes, batch))
     parts = [rows for rows in algorithm.mini_batches(outcomes.groups) if bool(used[rows].any())]
-    return UpdatePlan(algorithm, batch, parts, scored)
+    return UpdatePlan(algorithm, batch, parts, scored, outcomes.metrics)
 
 
 def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:

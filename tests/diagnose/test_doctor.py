@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -405,6 +406,35 @@ def test_an_opening_that_stands_in_the_prompt_is_said(prompt: str, opening: str 
     assert (f"it ends in {opening!r}: an answer, and so what the reward `format` reads, begins behind it" in page) == (
         opening is not None
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kept", "overrides", "found"),
+    [
+        (["config.json", "tokenizer*", "*.jinja"], [], ["model.path"]),
+        (["tokenizer*", "*.jinja"], [], ["model.path"]),
+        (["tokenizer*", "*.jinja"], ["rewards=[{function: integer, kwargs: {a: 1}}]"], ["model.path", "rewards"]),
+        (["*"], ["trainer.pp=3", "eval.problems=100000"], ["trainer.pp", "eval.problems"]),
+        (["config.json"], [], ["model.path"]),
+    ],
+)  # fmt: skip
+def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_is_refused(
+    kept: list[str], overrides: list[str], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = dataclasses.replace(CPU, row_variant=("x",))
+    monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: broken)
+    for file in {file for pattern in kept for file in (EXAMPLES / "models/tiny_qwen3_moe").glob(pattern)}:
+        shutil.copy(file, tmp_path)
+    example = str(EXAMPLES / "arithmetic.yaml")
+    result = CliRunner().invoke(app, ["doctor", example, "--json", f"model.path={tmp_path}", *overrides])
+    diagnosis = Diagnosis.from_json(result.stdout[result.stdout.index("{") :])
+    *refused, machine = [key for key, blocks in keys(diagnosis) if blocks]
+    assert result.exit_code == 1 and machine == "row invariance"
+    assert [each.partition(".")[0] for each in refused] == [each.partition(".")[0] for each in found]
+    shown = [(each.key, each.prompt, [*each.rewards]) for each in diagnosis.data]
+    assert [key for key, _, _ in shown] == (["data.train", "data.eval"] if kept != ["config.json"] else [])
+    assert all(prompt.startswith("<|user|>") and rewards == ["integer"] for _, prompt, rewards in shown)
 
 
 def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends() -> None:

@@ -107,6 +107,11 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
             "Outcomes. Write it so; docs/api.md has all signatures.",
         ),
         (f"{OWN}\n    def needs(self): return None\n", "", "expected @property def needs(self)"),
+        (
+            f"{OWN}\n    def surrogate(self, logprobs, old, advantages, used): return super().surrogate()\n",
+            "",
+            "used: Tensor, batch: TokenBatch) -> Surrogate. Write it so",
+        ),
     ],
     ids=[
         *(
@@ -120,7 +125,7 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
             "no-advantages",
             "misspelt",
         ),
-        *("parameters", "property"),
+        *("parameters", "property", "surrogate of before"),
     ],
 )
 def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(

@@ -122,7 +122,15 @@ def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference
     for role in ("policy", "critic"):
         ours, theirs = (dict(held.models[role].model.named_parameters()) for held in (resumed, straight))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert torch.equal(resumed.models["reference"].score(start)[1], frozen)
+    held = resumed.models["reference"]
+    assert torch.equal(held.score(start)[1], frozen)
+    report = resumed.offload()
+    assert not any(each.untyped_storage().nbytes() for each in held.model.parameters()), "it sleeps with the trainer"
+    assert not list(held.cache.operands()) and report.stays < report.moved
+    with pytest.raises(RuntimeError, match="a reference's weights in the host's memory"):
+        held.score(start)
+    resumed.onload()
+    assert torch.equal(held.score(start)[1], frozen)
 
 
 @pytest.mark.slow

@@ -78,11 +78,11 @@ class HostCopy:
         host = self._kept[storage._cdata][1].view(tensor.dtype)
         return host.as_strided(tensor.size(), tensor.stride(), host.storage_offset() + tensor.storage_offset())
 
-    def check_onloaded(self) -> None:
+    def check_onloaded(self, what: str = "masters and moments") -> None:
         """Raise RuntimeError if their memory is gone."""
         if self.offloaded:
             raise RuntimeError(
-                "found masters and moments in the host's memory, expected them on the device: the trainer's turn has "
+                f"found {what} in the host's memory, expected them on the device: the trainer's turn has "
                 "to begin first (fp8rl.rl.run.syncing)"
             )
 

@@ -46,6 +46,10 @@ class MicroBatch:
         """Undo `to_model`. padding: the value for padded places, where it matters."""
         return values
 
+    def real_in_model(self) -> Tensor:
+        """Return bool [b, s], False in the padding of the model's input, and everywhere without rows."""
+        return self.to_model(self.batch.real_tokens()) & bool(self.rows)
+
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics of the layout, which are added up over the micro-batches of a pass."""
         return {}
@@ -162,6 +166,9 @@ class PackedMicroBatch(MicroBatch):
 
     def to_model(self, values: Tensor) -> Tensor:
         return values.flatten(0, 1)[self.index][None]
+
+    def real_in_model(self) -> Tensor:
+        return (torch.arange(len(self.index), device=self.index.device) < self.real)[None] & bool(self.rows)
 
     def from_model(self, values: Tensor, padding: int = 0) -> Tensor:
         shape = self.batch.tokens.shape

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8rl.numerics.core.process import all_gathered
 from fp8rl.trainer.distributed.context_parallel import CHUNKS
 from fp8rl.trainer.distributed.layout import Layout
-from fp8rl.trainer.modules.kv import kv_saturated
+from fp8rl.trainer.modules.kv import count, kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.head import ReadHead, gpt_of, head_of, hidden_states, read_logprobs
 from fp8rl.trainer.step.microbatches import MicroBatch
@@ -89,7 +89,7 @@ def run_pass(
     with routing_of(model, batch, layout, counting) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
-            forward_step_func=partial(_forward, objective=objective, read_head=read_head, routing=routing),
+            forward_step_func=partial(_forward, objective=objective, read_head=read_head, routing=routing, codes=codes),
             data_iterator=(form.of(batch, rows, multiple) for rows in groups),
             model=[model],
             num_microbatches=len(groups),
@@ -136,10 +136,15 @@ def _forward(
     objective: Objective | None,
     read_head: ReadHead,
     routing: Routing,
+    codes: bool,
 ) -> Any:
     micro = next(micro_batches)
     routing.begin(micro)
+    if codes and objective is not None:
+        count(model, micro.real_in_model())
     hidden = hidden_states(model, micro)
+    if codes:
+        count(model, None)
     routes = routing.own_choice(micro)
     return hidden, partial(
         _loss, model=gpt_of(model), micro=micro, objective=objective, read_head=read_head, routes=routes

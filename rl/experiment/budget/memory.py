@@ -140,7 +140,7 @@ def colocated_memory(job: Job) -> Memory:
 
 
 def moved_bytes(job: Job, rank: int) -> float:
-    """Bytes of a rank that lie in the host's memory while engines sample: masters and moments."""
+    """Bytes of a rank that lie in the host's memory while engines sample: masters, moments, a reference's weights."""
     return sum(each.bytes["update"] for each in _trainer(job, rank) if each.on_host)
 
 
@@ -228,7 +228,9 @@ def _trainer(job: Job, rank: int) -> tuple[MemoryClass, ...]:
             MemoryClass("operands of a call", {"train": float(_operands_of_a_call(job))}),
         ]
     if job.reference:
-        found.append(MemoryClass.through("reference", stays, "state"))
+        operands = sum(state.operands for state in states.values())
+        found.append(MemoryClass.through("reference", stays - operands, "state", leaves=True, on_host=True))
+        found.append(MemoryClass.through("reference's operands", operands, "state", leaves=True))
     if (teacher := job.teacher) is not None:
         found += [
             MemoryClass.through("teacher's weights", teacher.weights, "teacher"),

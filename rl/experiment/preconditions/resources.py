@@ -150,13 +150,14 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
 
 def _on_the_host(job: Job, stage: int) -> int:
     """Bytes of the host that a rank takes beside its GPU: where its Adam runs there masters, two moments and gradients,
-    all FP32; where trainer and engines take turns masters and moments."""
+    all FP32; where trainer and engines take turns what it offloads."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerSection()})
     rank = stage * layout.stage_size
+    turns = int(moved_bytes(job, rank)) if job.sleep else 0
     if job.layout.optimizer.offload:
         states = state_bytes(job.shape, layout, job.numerics, job.storage, rank)
-        return 4 * sum(state.masters for state in states.values())
-    return int(moved_bytes(job, rank)) if job.sleep else 0
+        return 4 * sum(state.masters for state in states.values()) + turns
+    return turns
 
 
 def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,7 @@ from pydantic import Field
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import write_atomically
 from fp8rl.numerics.core.section import Section
+from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked, Tracker
@@ -89,12 +88,8 @@ def check_wandb(config: WandbSection) -> None:
 
 
 def leet(run: RunDir, *command: str) -> str:
-    """The command that shows a run's offline record in a terminal.
-
-    It is `wandb` as this shell finds it: `make demo` runs in an environment that is not activated.
-    """
-    wandb = "wandb" if shutil.which("wandb") else os.path.relpath(Path(sys.executable).with_name("wandb"))
-    return " ".join([wandb, "leet", *command, str(latest(run))])
+    """The command that shows a run's offline record in a terminal."""
+    return " ".join([typed("wandb"), "leet", *command, str(latest(run))])
 
 
 def latest(run: RunDir) -> Path:

@@ -32,16 +32,10 @@
       legend: { ...legend, traceorder: "normal" },
       xaxis: { ...own, title: { text: "optimizer step", standoff: 6 }, showgrid: false, ticks: "outside", ticklen: 4, rangemode: "tozero", tickformat: "d", hoverformat: "d" },
       yaxis: { ...own, title: { text: title, standoff: 8 }, exponentformat: "none", ...y },
-      annotations: [], shapes: [],
+      shapes: [],
     };
     const last = Math.max(...chart.traces.flatMap((trace) => trace.x));
     if (last <= 10) Object.assign(result.xaxis, { tick0: 0, dtick: 1 });  // halves would round to one step twice
-    if (chart.annotation) {
-      result.annotations.push({
-        text: chart.annotation, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.55,
-        font: { ...font(), size: 15, color: css("--good") },
-      });
-    }
     if (chart.zero_line) {
       result.shapes.push({
         type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.zero_line, y1: chart.zero_line,
@@ -51,15 +45,16 @@
     return { traces: chart.traces.map(curve), layout: result };
   };
 
-  // Bars of several sides beside each other.
+  // Bars of several sides beside each other; histograms where each side has values of its own.
   const groups = (chart) => ({
     traces: chart.series.map((series, i) => ({
-      type: "bar", x: chart.x, y: series.y, name: series.name,
+      type: chart.x ? "bar" : "histogram", x: chart.x || series.x, y: series.y, name: series.name,
       marker: { color: css(series.name === "floor" ? "--muted" : `--c${i}`) },
       hovertemplate: `${series.name}, %{x}: %{y:.4~g}<extra></extra>`,
     })),
     layout: {
-      ...layout(), barmode: "group", bargap: 0.25, legend, xaxis: category(),
+      ...layout(), barmode: "group", bargap: 0.25, legend,
+      xaxis: chart.x ? category() : { ...axis(), title: { text: chart.along, standoff: 6 } },
       yaxis: { ...axis(), title: { text: chart.unit, standoff: 8 }, rangemode: "tozero", exponentformat: "power" },
     },
   });

@@ -20,6 +20,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.terminal import say_error
@@ -74,7 +75,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     _init(Path(folder), address=address)
-                except (ConnectionError, RuntimeError) as error:  # of another version, or with another token
+                except (ConnectionError, RuntimeError, AuthenticationError) as error:  # another version, or token
                     raise _no_cluster(address, _last_words(error.__context__ or error)) from None
             yield
         finally:

@@ -87,7 +87,8 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
             raise user_error(
                 "trainer",
                 found=f"tp * pp * dp * cp = {count} ranks",
-                expected=f"at most the {used.total()} free GPUs of {_listed(able)}, one for each",
+                expected=f"at most the {used.total()} free GPU{'s' * (used.total() != 1)} of {_listed(able)}, one for "
+                "each",
                 remedy="Lower trainer.tp, trainer.pp, trainer.dp or trainer.cp, or wait for GPUs that others use.",
             )
         used[node.id] += 1

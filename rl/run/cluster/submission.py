@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from fp8rl.numerics.core.errors import user_error
@@ -79,6 +80,13 @@ def _reached(address: str) -> Iterator[None]:
     """Whatever keeps the dashboard from answering is one sentence: a head may die between two requests."""
     try:
         yield
+    except AuthenticationError as error:
+        raise user_error(
+            "RAY_AUTH_MODE",
+            found=f"token ({str(error).partition('. ')[0]})",
+            expected="a token that can be read, and that the cluster has",
+            remedy="Name its file in RAY_AUTH_TOKEN_PATH; `ray get-auth-token --generate` makes ~/.ray/auth_token.",
+        ) from None
     except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
         why = (str(error) or repr(error)).splitlines()[0]
         raise user_error(

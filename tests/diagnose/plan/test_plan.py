@@ -98,8 +98,8 @@ def test_a_phase_holds_what_it_needs(eight_h200: Plan) -> None:
 
 
 def test_asleep_each_side_makes_room_for_the_other() -> None:
-    """What stays are the trainer's weights."""
-    job = on_h20("qwen3_235b_a22b")
+    """What stays are the trainer's weights, and not those of a reference."""
+    job = replace(on_h20("qwen3_235b_a22b"), reference=True)
     asleep, awake = colocated_memory(job), colocated_memory(replace(job, sleep=False))
 
     def held(phase: Phase) -> set[str]:
@@ -107,7 +107,9 @@ def test_asleep_each_side_makes_room_for_the_other() -> None:
 
     engine = {"engine weights", "KV cache"}
     state = {name.partition(" ")[2] for name in held("rollout") if name.startswith(("dense", "experts"))}
-    assert state == {"parameters"}
+    assert (
+        state == {"parameters"} and "reference" not in held("rollout") | held("sync") and "reference" in held("train")
+    )
     assert engine <= held("rollout") and not engine & (held("train") | held("update"))
     assert "engine weights" in held("sync") and not {"KV cache", "experts moments", "experts gradients"} & held("sync")
     for phase in PHASES:
@@ -449,6 +451,25 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     assert never.keys is None and not never.ok
     small = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
     assert "64 GPUs suffice" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        # Native mode would fit with engines on 16 more.
+        (
+            ["algorithm.kl.loss.coefficient=0.001", "trainer.optimizer.offload=false"],
+            {"trainer.optimizer.offload=true"},
+        ),
+        (["rollout.memory_fraction=0.6"], {"rollout.memory_fraction=null"}),
+        (["rollout.memory_fraction=0.3"], {"rollout.memory_fraction=null"}),
+    ],
+)
+def test_a_plan_for_the_gpus_that_there_are_takes_no_others(keys: list[str], found: set[str]) -> None:
+    plan = fitted_plan(str(EXAMPLES / "qwen3_30b_a3b.yaml"), keys, gpu_named("h100"), assumed, 8)
+    assert {*(plan.keys or ())} >= {"rollout.sleep=true", *found} and plan.decides == "colocated"
+    assert page_of(plan).splitlines()[0] == "the plan fits on 8 x H100 SXM"
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session
 from fp8rl.rl.report.charts import overlaid, sections
+from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.report import write_report
 from tests.support.paths import new_run
 
@@ -96,6 +97,10 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
     return {chart["title"]: chart for chart in charts}
 
 
+def drawn(found: list[Section]) -> list[dict[str, Any]]:
+    return [chart for each in found for block in each.blocks if isinstance(block, Charts) for chart in block.charts]
+
+
 def test_the_headline_says_what_happened(tmp_path: Path) -> None:
     rows = {0: {"eval/accuracy": 0.25}, 1: step_metrics(1), 2: step_metrics(2) | {"eval/accuracy": 0.9}}
     rows[0]["eval/problems"] = rows[2]["eval/problems"] = 100
@@ -142,11 +147,53 @@ def test_metrics_are_explained(tmp_path: Path) -> None:
     assert "custom/thing" in page
 
 
-def test_all_zero_mismatch_is_drawn_as_zero() -> None:
-    chart = mismatch_chart([0.0, 0.0])
-    assert all(trace["y"] == [0.0, 0.0] for trace in chart["traces"])
-    assert "type" not in chart["y"] and chart["y"]["ticktext"] == ["0"]
-    assert chart["annotation"] == "exactly 0 at every step"
+def test_charts_that_are_as_they_should_be_are_one_line(tmp_path: Path) -> None:
+    rows = {step: step_metrics(step) | {"mismatch/ess": 1.0} for step in (1, 2)}
+    rows[1]["drift/logprob_abs_diff_max"] = rows[2]["drift/logprob_abs_diff_max"] = 0.0
+    page = page_of(make_run(tmp_path / "equal", rows))
+    assert (
+        "<p>In all 2 steps: Mismatch |d| 0; Exact tokens 1; Tokens outside the TIS range 0; KL(rollout ‖ trainer) 0; "
+        "Effective sample size 1.</p>"
+    ) in page
+    assert "<p>In all 2 steps: Tensors mismatched 0, verified 12.</p>" in page
+    older = charts_of(page)["Drift of older tokens |d|"]
+    assert "Mismatch |d|" not in charts_of(page) and older["y"]["ticktext"] == ["0"], "nothing says that it should be 0"
+    rows[1] |= {"mismatch/exact_frac": 0.5, "sync/verified_tensors": 11}
+    del rows[2]["mismatch/ess"]
+    page = page_of(make_run(tmp_path / "differs", rows))
+    assert {"Exact tokens", "Effective sample size", "Tensors"} <= charts_of(page).keys()
+    assert "In all 2 steps: Mismatch |d| 0; Tokens outside" in page
+
+
+def test_answers_are_spread_out_and_can_be_filtered(tmp_path: Path) -> None:
+    values = [
+        sample(f"answer {index}", group=index // 2)
+        | {"reward": float(index % 3 > 0), "token_ids": [1] * (1 + 7 * index % 11)}
+        for index in range(40)
+    ]
+    page = page_of(make_run(tmp_path, {1: step_metrics(1)}, {1: values, 2: values[:2]}))
+    charts = charts_of(page)
+    lengths, rewards = (charts[name]["series"] for name in ("Answer lengths", "Rewards by group"))
+    assert [series["name"] for series in lengths] == ["step 1", "step 2"]
+    assert lengths[0]["x"] == [len(value["token_ids"]) for value in values]
+    assert rewards[0]["x"][:4] == [0.5, 0.5, 1.0, 0.5] and len(rewards[0]["x"]) == 20
+    rows = re.findall(r'<tr class="([^"]*)"><td class="text">2\+2=\?</td><td class="text">answer (\d+)<', page)
+    shown = {
+        word: [int(index) for words, index in rows if word in words.split()] for word in ("first", "wrong", "longest")
+    }
+    assert shown["first"] == [*range(0, 16, 2), 0] and shown["wrong"] == [*range(0, 24, 3), 0]
+    eighth = sorted((len(value["token_ids"]) for value in values), reverse=True)[7]
+    assert len(shown["longest"]) == 8 + 2 and min(len(values[i]["token_ids"]) for i in shown["longest"][:8]) == eighth
+    for word in shown:
+        assert f'value="{word}"' in page and f"[value={word}]:checked) tr[class]:not(.{word})" in page
+
+
+def test_tokens_per_second_are_a_headline(tmp_path: Path) -> None:
+    rates = [{"perf/rollout_tokens_per_second": 1000.0 * n, "perf/train_tokens_per_second": 3e3 * n} for n in (1, 3, 2)]
+    page = page_of(make_run(tmp_path, {step: step_metrics(step) | rate for step, rate in enumerate(rates, 1)}))
+    assert re.search(
+        r"Tokens per second</div>\s*<div class=\"value\">2,000</div>\s*.*2,000 sampled, 6,000 trained: medians", page
+    )
 
 
 def test_zeros_among_differences_get_a_line_of_their_own() -> None:
@@ -157,7 +204,6 @@ def test_zeros_among_differences_get_a_line_of_their_own() -> None:
     assert largest["text"] == ["0", "0.02"]
     assert (chart["y"]["type"], chart["y"]["tickvals"][0], chart["y"]["ticktext"][0]) == ("log", 1e-4, "0")
     assert chart["y"]["tickvals"][1:] == [1e-3, 1e-2, 1e-1]
-    assert "annotation" not in chart
 
 
 def test_differences_without_zeros_use_a_plain_logarithmic_axis() -> None:
@@ -167,8 +213,7 @@ def test_differences_without_zeros_use_a_plain_logarithmic_axis() -> None:
 
 def mismatch_chart(largest: list[float]) -> dict[str, Any]:
     rows = [{"step": step, **step_metrics(step, value)} for step, value in enumerate(largest, start=1)]
-    charts = [chart for _, group in sections(rows) for chart in group]
-    return next(chart for chart in charts if chart["title"] == "Mismatch |d|")
+    return next(chart for chart in drawn(sections(rows)) if chart["title"] == "Mismatch |d|")
 
 
 def test_a_supervised_run_has_a_report_too(tmp_path: Path) -> None:
@@ -238,7 +283,7 @@ def test_the_share_of_groups_that_teach_nothing_is_shown(tmp_path: Path) -> None
 
 def test_level_curves_and_a_slow_first_sync_leave_the_others_readable() -> None:
     rows = [{"step": step, "sync/seconds": 9.0 if step == 0 else 0.5, "rollout/reward_mean": 0.4} for step in range(4)]
-    charts = {chart["title"]: chart for _, group in sections(rows) for chart in group}
+    charts = {chart["title"]: chart for chart in drawn(sections(rows))}
     assert charts["Duration"]["traces"][0]["x"] == [1, 2, 3] and "The first took 9.00 s" in charts["Duration"]["note"]
     low, high = charts["Reward"]["y"]["range"]
     assert -0.1 < low < 0 and 0.4 < high < 0.6
@@ -247,7 +292,7 @@ def test_level_curves_and_a_slow_first_sync_leave_the_others_readable() -> None:
 def test_ticks_are_plain_numbers() -> None:
     def format_of(value: float) -> str | None:
         rows = [{"step": 1, "train/lr": value}, {"step": 2, "train/lr": value / 2}]
-        ((_, (chart,)),) = sections(rows)
+        (chart,) = drawn(sections(rows))
         return chart["y"].get("tickformat")
 
     assert (format_of(2e-5), format_of(0.5), format_of(12_000.0)) == ("~e", None, "~s")
@@ -255,7 +300,7 @@ def test_ticks_are_plain_numbers() -> None:
 
 def test_curves_of_two_runs_lie_over_each_other() -> None:
     runs = {"a": [{"step": 1, **step_metrics(1)}], "b": [{"step": 1, **step_metrics(1, 0.5)}]}
-    charts = {chart["title"]: chart for _, group in overlaid(runs) for chart in group}
+    charts = {chart["title"]: chart for chart in drawn(overlaid(runs))}
     assert [(t["name"], t["y"]) for t in charts["Time per step"]["traces"]] == [("a", [3.0]), ("b", [3.0])]
     largest = [(t["name"], t["color"], t["dash"]) for t in charts["Mismatch |d|"]["traces"]]
     assert len(largest) == 6 and {name.partition(", ")[2] for name, _, _ in largest} == {"a", "b"}

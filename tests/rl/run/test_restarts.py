@@ -14,6 +14,8 @@ import fp8rl.rl.experiment.preconditions
 import fp8rl.rl.run.restarts as restarts_module
 from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.terminal import typed
+from fp8rl.rl.run.early_end import how_to_go_on
 from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
@@ -54,9 +56,27 @@ def train(folder: Path) -> tuple[int, str]:
 def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_that_resumes(tmp_path: Path) -> None:
     files = new_run(tmp_path / "it")
     files.capsule(3).mkdir(parents=True)
-    resume = f"resume   fp8rl train {files.experiment} --resume"
-    assert commands_after_a_stop(files, 3) == [f"why      fp8rl attribute {files.capsule(3)}", resume]
+    fp8rl = typed("fp8rl")
+    resume = f"resume   {fp8rl} train {files.experiment} --resume"
+    assert commands_after_a_stop(files, 3) == [f"why      {fp8rl} attribute {files.capsule(3)}", resume]
     assert commands_after_a_stop(files, 4) == [resume], "an older capsule says nothing about this step"
+
+
+@pytest.mark.parametrize(
+    ("done", "lost"), [(4, ""), (5, "; 1 later step is lost"), (7, "; 3 later steps are lost")]
+)  # fmt: skip
+def test_an_interrupt_says_from_which_step_a_resume_continues_and_what_is_lost(
+    done: int, lost: str, tmp_path: Path
+) -> None:
+    files = new_run(tmp_path / "it")
+    assert "leaves nothing" in how_to_go_on(files)
+    files.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(done + 1)))
+    assert "has no checkpoint yet" in how_to_go_on(files)
+    for step in (2, 4):
+        files.checkpoint(step).mkdir(parents=True)
+    saved, resume = how_to_go_on(files).splitlines()
+    assert saved == f"saved    step 4, from which a resume continues{lost}"
+    assert resume == f"resume   {typed('fp8rl')} train {files.experiment} --resume"
 
 
 def test_a_lost_trainer_is_followed_by_another_beside_the_same_engines(

@@ -13,7 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from fp8rl.rl.algorithms import Algorithm
-from fp8rl.rl.algorithms.base import Outcomes
+from fp8rl.rl.algorithms.base import Needs, Outcomes
+from fp8rl.rl.algorithms.dry_run import dry_run
+from fp8rl.rl.algorithms.parts.surrogates import Surrogate
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.rollouts import shown
@@ -147,6 +149,36 @@ def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(pa
     metrics, error = plan.update_all(group, first, step=1)
     assert isinstance(error, NonFiniteLossError) and 5 in error.rows and set(error.rows) <= {3, 5, 7}
     assert group.weight_version == 1 and metrics["train/loss"] == first.loss
+
+
+class Own(PolicyGradient):
+    """A loss that the length of a row weighs, advantages with a metric, and a reference without a coefficient."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, reference=True)
+
+    def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Any:
+        spread = outcomes.rewards.max() - outcomes.rewards.min()
+        return outcomes.rewards[:, None] * batch.loss_mask.float(), {"train/spread": spread, "train/loss": 9.0}
+
+    def surrogate(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor, batch: TokenBatch
+    ) -> Surrogate:
+        given = super().surrogate(logprobs, old, advantages, used, batch)
+        return replace(given, losses=given.losses * batch.lengths[:, None])
+
+
+@pytest.mark.slow
+def test_an_algorithm_of_ones_own_sees_the_batch_and_adds_metrics(path: Path, layout: Layout) -> None:
+    group, chosen = opened(path, layout, reference=True), Own(name="own.py:Own")
+    dry_run(chosen, 2)
+    batch, outcomes = sampled(group)
+    metrics = step(group, chosen, batch, outcomes)
+    weighed = outcomes.rewards * batch.lengths * batch.loss_mask.sum(1)
+    assert metrics["train/loss"] == pytest.approx(-float(weighed.sum() / batch.loss_mask.sum()), rel=1e-5)
+    assert metrics["train/spread"] == 1.0 and metrics["train/kl"] == 0.0
+    assert step(group, chosen, batch, outcomes)["train/kl"] > 0
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl.trainer.step.batch import TokenBatch
 from tests.support.batches import cross_entropy
 from tests.support.models import write_model
 from tests.support.ranks import run_on_ranks
@@ -75,12 +76,25 @@ def test_rows_padded_end_to_end_and_in_trees_have_the_same_bits(
     assert "train/kv_saturated" not in plain.result.metrics
 
 
-def test_numbers_beyond_the_range_are_counted(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    """Under scales that hold numbers up to 0.007: all but some."""
-    batch, trainer = conversations(), make_trainer(moe_path, "fp8", kv=TOO_SMALL)
-    for _ in range(2):
-        found = trainer.forward_backward(batch, cross_entropy(batch)).result.metrics["train/kv_saturated"]
-        assert 0.5 < found < 1
+@pytest.mark.parametrize("path", ["moe_path", "latent_path"])
+def test_numbers_beyond_the_range_are_counted_whatever_padding_there_is(
+    path: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+) -> None:
+    """Each row by itself has no padding. Under scales that hold numbers up to 0.007: all but some."""
+    batch, folder = conversations(), request.getfixturevalue(path)
+    alone = make_trainer(folder, "fp8", kv=TOO_SMALL)
+
+    def of(trainer: Any, some: TokenBatch) -> float:
+        return trainer.forward_backward(some, cross_entropy(some)).result.metrics["train/kv_saturated"]
+
+    tokens = batch.lengths.tolist()
+    parts = [of(alone, batch.select([row])) for row in range(batch.rows)]
+    expected = sum(part * count for part, count in zip(parts, tokens, strict=True)) / sum(tokens)
+    assert 0.5 < expected < 1 and len({*tokens}) > 1
+    layouts = ({}, {"packing": True}, {"recompute": "layer"}, {"micro_batch_tokens": 4 * batch.width})
+    for keys in layouts:
+        trainer = make_trainer(folder, "fp8", kv=TOO_SMALL, **keys)
+        assert [of(trainer, batch), of(trainer, batch)] == pytest.approx([expected] * 2, rel=1e-12), keys
 
 
 def test_a_live_model_falls_back_to_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:

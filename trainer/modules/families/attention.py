@@ -62,16 +62,17 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
         [T, Hkv, D] -> [T, 1, H * D]"""
-        value, scale = self.kv.values(value), self.plain_scale * self.kv.format.key_scale
+        scale = self.plain_scale * self.kv.format.key_scale
         if (rows := packed_seq_params) is not None:
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
-            key = self.kv.keys(key)
+            key, value = self.kv.keys(key), self.kv.values(value)
             if rows.tree is not None:
                 out = ops.tree_attention(query, key, value, rows.tree, scale)
             else:
                 out = ops.packed_attention(query, key, value, rows.lengths, scale)
             return self.kv.format.result(out).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        value = self.kv.values(value)
         if self.shared:
             group = parallel_state.get_context_parallel_group()
             own = own_positions(query.shape[1] * group.size(), group.rank(), group.size()).to(query.device)

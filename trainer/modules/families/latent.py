@@ -166,16 +166,15 @@ class LatentCore(nn.Module):
         positions = positions[:, None].expand(length, batch)
         q = queries.unflatten(-1, (-1, self.sizes.head_dim))
         keys = self.rotated(rows[..., None, rank:], positions)[:, :, 0]
-        rows = self.kv.keys(torch.cat((rows[..., :rank], keys), -1))
+        rows = self.kv.keys(torch.cat((rows[..., :rank], keys), -1).transpose(0, 1))
         inside = of_heads(q[..., :plain].flatten(0, 1), 0, plain, True)
         q = torch.cat((inside.unflatten(0, (length, batch)), self.rotated(q[..., plain:], positions)), -1)
         if packed is None:
-            q, rows = q.transpose(0, 1), rows.transpose(0, 1)
-            out = ops.latent_attention(q, rows, positions.t(), rank, scale).transpose(0, 1)
+            out = ops.latent_attention(q.transpose(0, 1), rows, positions.t(), rank, scale).transpose(0, 1)
         elif packed.tree is not None:
-            out = ops.tree_latent_attention(q[:, 0], rows[:, 0], packed.tree, rank, scale)[:, None]
+            out = ops.tree_latent_attention(q[:, 0], rows[0], packed.tree, rank, scale)[:, None]
         else:
-            out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, scale)[:, None]
+            out = ops.packed_latent_attention(q[:, 0], rows[0], packed.lengths, rank, scale)[:, None]
         out = of_heads(self.kv.format.result_of_keys(out).flatten(0, 1), plain, value)
         return out.flatten(1).unflatten(0, (length, batch))
 

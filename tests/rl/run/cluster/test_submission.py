@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +26,27 @@ def typed(*arguments: str) -> tuple[int, str]:
 def test_a_cluster_that_does_not_answer_is_one_message() -> None:
     code, said = typed(SPEC, "--address", "http://127.0.0.1:9")
     assert code == 2 and said.startswith("error: --address: found 'http://127.0.0.1:9") and "ray start --head" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["missing", "empty", "folder"])
+def test_a_token_that_cannot_be_read_is_one_message(path: str, tmp_path: Path) -> None:
+    """In a process of its own: Ray keeps what it knows of tokens."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / path)}
+    command = [
+        sys.executable,
+        "-c",
+        "from fp8rl.cli import main; main()",
+        "submit",
+        SPEC,
+        "--address",
+        "http://[::1]:9",
+    ]
+    done = subprocess.run(command, env=os.environ | token, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: RAY_AUTH_MODE: found 'token (")
+    assert str(tmp_path / path) in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 class Dying(http.server.BaseHTTPRequestHandler):
