@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from fp8rl.diagnose.certify.dump import slime_verl
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
 from fp8rl.diagnose.subject import open_run, run_at
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.reading import check_file, check_path, read_bytes, whole_json_lines
+from fp8rl.numerics.core.reading import LARGEST, check_file, check_path, parse_json, read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
@@ -48,12 +48,12 @@ def read_dump(path: Path, model: Path | None = None) -> Dump:
 
 
 def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            values = parse_json(line, finite=False)
+        except ValueError as error:
             found = f"{line[:60].decode('utf-8', 'replace')} ({error})"
             raise _no_object(path, number, found) from None
         if not isinstance(values, dict):
@@ -68,13 +68,18 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
+        about = pyarrow.parquet.read_metadata(path)
+        groups = [about.row_group(number) for number in range(about.num_row_groups)]
+        values = sum(each.column(number).num_values for each in groups for number in range(each.num_columns))
+        if 8 * values > LARGEST:  # of which a few bytes may tell
+            raise ValueError(f"{values:,} values, more than {LARGEST // 8:,}")
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, ValueError, ArithmeticError, pyarrow.ArrowException) as error:
         raise user_error(
             "DUMP", found=f"{path}: {error}", expected="a parquet file", remedy="Write it again."
         ) from None
-    for number, values in enumerate(table.to_pylist(), start=1):
-        yield f"row {number}", values
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", row
 
 
 def _no_object(path: Path, number: int, found: str) -> UserError:

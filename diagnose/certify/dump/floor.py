@@ -1,0 +1,133 @@
+"""The floor: how far rounding to BF16 moves the log-probability of each token, and how many floors a side is away.
+
+Noise dz in the logits moves a log-probability by dz_t - sum_v p_v dz_v, which is about (1 - p_t) times the noise of one
+logit. So a token that is nearly certain has a small floor. A wrong temperature, or a row of other tokens, stands out
+there, though the mean over all tokens hides it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+LEAST = 1e-5
+"""nats; the rounding of a log-probability that is computed in FP32."""
+MOST = 100.0
+"""Floors that one token counts at most: an expert that rounding has chosen otherwise does not decide alone."""
+USUAL = 0.1
+"""Mean of floors that BF16 has at least, where all tokens are certain."""
+WITHIN = 1.75
+"""Multiple of BF16's mean that a side may have. Two roundings to BF16 that know nothing of each other are 1.4 times as
+far apart as one is from the truth."""
+OUTLIER, OUTLIERS = 10.0, 0.01
+"""A token that is so many floors away is an outlier. So large a part of the tokens, and one more, may be outliers."""
+SLOPE, SIGMAS, CLEAR = 0.02, 5.0, 10.0
+"""The least error of the logits' scale that counts, its standard errors away from chance, and the floors that the
+derivative by the scale has where it is looked at."""
+_MAD = 0.6745
+"""Median of abs(x) of a normal distribution with standard deviation 1."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Rounding of N tokens. full: float64 [N], the model's log-probabilities in FP32. halves: the same in BF16, by
+    kernels that round differently."""
+
+    full: Tensor
+    halves: Sequence[Tensor]
+
+    def of(self, said: Tensor, some: Tensor | slice = slice(None)) -> Tensor:
+        """Floor in nats of each log-probability that a side says. some: places of these tokens, by default all."""
+        rounding = self._noise * -torch.expm1(said.clamp(max=0.0)) + LEAST + written(said)[0]
+        return torch.maximum(rounding, self._apart.amax(0)[some])
+
+    def times(self, away: Tensor, where: Tensor | slice = slice(None)) -> float:
+        """Return the mean number of floors [N] as a multiple of that of BF16, on some of the tokens."""
+        return mean(away[where]) / max(USUAL, *(mean(each[where]) for each in self.of_halves))
+
+    @cached_property
+    def of_halves(self) -> list[Tensor]:
+        """How many floors each BF16 is away [N]."""
+        return [floors(half, self.full, self.of(half)) for half in self.halves]
+
+    @cached_property
+    def _apart(self) -> Tensor:
+        return torch.stack([(half - self.full).abs().nan_to_num(0.0, posinf=0.0) for half in self.halves])
+
+    @cached_property
+    def _noise(self) -> float:
+        """Of the difference of two logits, by the half of the tokens that are least certain."""
+        unsure = -torch.expm1(self.full)
+        used = (unsure >= unsure.median()) & (unsure > 0)
+        return (self._apart / unsure)[:, used].median(1).values.max().item() / _MAD if used.any() else 0.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side says of N tokens, against the floor. entropy: [N] in nats, of the model's distributions."""
+
+    said: Tensor
+    floor: Floor
+    entropy: Tensor
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """Floors in nats [N]."""
+        return self.floor.of(self.said)
+
+    @cached_property
+    def away(self) -> Tensor:
+        """How many floors each token is away from the model [N]; NaN where that is not finite."""
+        return floors(self.said, self.floor.full, self.scale)
+
+    @property
+    def within(self) -> bool:
+        """It is no further from the model than BF16 is: by its mean, its outliers, and the scale of its logits."""
+        outliers = int((self.away > OUTLIER).sum())
+        return self.floor.times(self.away) <= WITHIN and outliers <= 1 + OUTLIERS * len(self.away) and not self.slope
+
+    @cached_property
+    def slope(self) -> float:
+        """By which part the logits are too large, where d follows what their scale does; 0 where it does not.
+
+        The derivative of a log-probability by the logarithm of the scale is the log-probability plus the entropy.
+        """
+        by_scale = self.floor.full + self.entropy
+        used = self.away.isfinite() & (by_scale.abs() > CLEAR * self.scale)
+        if not used.any():
+            return 0.0
+        parts = ((self.said - self.floor.full) / by_scale)[used]
+        middle = parts.median().item()
+        same = (parts * middle > 0).double().mean().item()
+        return middle if abs(middle) > SLOPE and (2 * same - 1) * len(parts) ** 0.5 > SIGMAS else 0.0
+
+
+def floors(said: Tensor, by: Tensor, scale: Tensor) -> Tensor:
+    """abs(d) in floors [N]; NaN where it is not finite."""
+    d = (said - by).abs()
+    return torch.where(d.isfinite(), d / scale, math.nan)
+
+
+def mean(away: Tensor) -> float:
+    """Mean number of floors, in which a token counts at most MOST."""
+    return away.clamp(max=MOST).nanmean().nan_to_num(0.0).item()
+
+
+def written(said: Tensor) -> tuple[Tensor | float, str]:
+    """Return half the distance of two numbers that can be written [N], and the format, where a side's log-probabilities
+    are rounded to fewer digits than FP32 has."""
+    values = said[said.isfinite()]
+    if bool((values == values.round()).all()):
+        return 0.0, ""
+    for dtype, bits in ((torch.bfloat16, 9), (torch.float16, 12)):
+        if bool((values.to(dtype) == values.float()).all()):
+            return said.abs() * 2.0**-bits, str(dtype)[6:]
+    for digits in range(1, 7):  # written by FP32, too
+        if bool(((values - values.round(decimals=digits)).abs() <= 1e-7 * values.abs()).all()):
+            return 0.5 * 10.0**-digits, f"{digits} decimals"
+    return 0.0, ""
