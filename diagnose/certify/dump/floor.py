@@ -21,10 +21,10 @@ MOST = 100.0
 """Floors that one token counts at most: an expert that rounding has chosen otherwise does not decide alone."""
 USUAL = 0.1
 """Mean of floors that BF16 has at least, where all tokens are certain."""
-WITHIN = 1.75
-"""Multiple of BF16's mean that a side may have. Two roundings to BF16 that know nothing of each other are 1.4 times as
-far apart as one is from the truth."""
-OUTLIER, OUTLIERS = 10.0, 0.01
+WITHIN, MEAN_WITHIN = 1.75, 2.0
+"""Multiples that a side may have of BF16's mean number of floors, and of its mean abs(d). Two roundings to BF16 that
+know nothing of each other are 1.4 times as far apart as one is from the truth."""
+OUTLIER, OUTLIERS = 10.0, 0.005
 """A token that is so many floors away is an outlier. So large a part of the tokens, and one more, may be outliers."""
 SLOPE, SIGMAS, CLEAR = 0.02, 5.0, 10.0
 """The least error of the logits' scale that counts, its standard errors away from chance, and the floors that the
@@ -49,6 +49,11 @@ class Floor:
     def times(self, away: Tensor, where: Tensor | slice = slice(None)) -> float:
         """Return the mean number of floors [N] as a multiple of that of BF16, on some of the tokens."""
         return mean(away[where]) / max(USUAL, *(mean(each[where]) for each in self.of_halves))
+
+    @property
+    def mean(self) -> float:
+        """Mean abs(d) of BF16 from FP32, in nats."""
+        return self._apart.mean(1).max().item()
 
     @cached_property
     def of_halves(self) -> list[Tensor]:
@@ -87,9 +92,16 @@ class Side:
 
     @property
     def within(self) -> bool:
-        """It is no further from the model than BF16 is: by its mean, its outliers, and the scale of its logits."""
+        """It is no further from the model than BF16 is: by its means, its outliers, and the scale of its logits."""
+        d, step = (self.said - self.floor.full).abs(), written(self.said)[0] * torch.ones_like(self.said)
+        limit = MEAN_WITHIN * self.floor.mean + step.nanmean()
         outliers = int((self.away > OUTLIER).sum())
-        return self.floor.times(self.away) <= WITHIN and outliers <= 1 + OUTLIERS * len(self.away) and not self.slope
+        return (
+            self.floor.times(self.away) <= WITHIN
+            and bool(d[d.isfinite()].mean() <= limit)
+            and outliers <= 1 + OUTLIERS * len(self.away)
+            and not self.slope
+        )
 
     @cached_property
     def slope(self) -> float:
