@@ -41,19 +41,17 @@ class Floor:
     full: Tensor
     halves: Sequence[Tensor]
 
-    def of(self, said: Tensor, some: Tensor | slice = slice(None)) -> Tensor:
-        """Floor in nats of each log-probability that a side says. some: places of these tokens, by default all."""
-        rounding = self._noise * -torch.expm1(said.clamp(max=0.0)) + LEAST + written(said)[0]
-        return torch.maximum(rounding, self._apart.amax(0)[some])
+    def of(self, said: Tensor) -> Tensor:
+        """Floor in nats [N] of log-probabilities that a side says. The noise of a logit is measured on the half of the
+        tokens that are least certain."""
+        unsure = -torch.expm1(self.full)
+        used = (unsure >= unsure.median()) & (unsure > 0)
+        noise = (self.apart / unsure)[:, used].median(1).values.max() / _MAD if used.any() else 0.0
+        return torch.maximum(noise * -torch.expm1(said.clamp(max=0.0)) + LEAST + written(said)[0], self.apart.amax(0))
 
     def times(self, away: Tensor, where: Tensor | slice = slice(None)) -> float:
         """Return the mean number of floors [N] as a multiple of that of BF16, on some of the tokens."""
         return mean(away[where]) / max(USUAL, *(mean(each[where]) for each in self.of_halves))
-
-    @property
-    def mean(self) -> float:
-        """Mean abs(d) of BF16 from FP32, in nats."""
-        return self._apart.mean(1).max().item()
 
     @cached_property
     def of_halves(self) -> list[Tensor]:
@@ -61,62 +59,33 @@ class Floor:
         return [floors(half, self.full, self.of(half)) for half in self.halves]
 
     @cached_property
-    def _apart(self) -> Tensor:
+    def apart(self) -> Tensor:
+        """abs(d) of each BF16 in nats [halves, N]."""
         return torch.stack([(half - self.full).abs().nan_to_num(0.0, posinf=0.0) for half in self.halves])
 
-    @cached_property
-    def _noise(self) -> float:
-        """Of the difference of two logits, by the half of the tokens that are least certain."""
-        unsure = -torch.expm1(self.full)
-        used = (unsure >= unsure.median()) & (unsure > 0)
-        return (self._apart / unsure)[:, used].median(1).values.max().item() / _MAD if used.any() else 0.0
 
-
-@dataclass(frozen=True)
 class Side:
-    """What one side says of N tokens, against the floor. entropy: [N] in nats, of the model's distributions."""
+    """What one side says of N tokens: how many floors `scale` [N] each is `away` from the model, NaN where that is not
+    finite, and whether all are `within` the floor by their means and outliers.
 
-    said: Tensor
-    floor: Floor
-    entropy: Tensor
+    slope: by which part the logits are too large, where d follows what their scale does; 0 where it does not. The
+    derivative by the logarithm of the scale is the log-probability plus the entropy [N] in nats.
+    """
 
-    @cached_property
-    def scale(self) -> Tensor:
-        """Floors in nats [N]."""
-        return self.floor.of(self.said)
-
-    @cached_property
-    def away(self) -> Tensor:
-        """How many floors each token is away from the model [N]; NaN where that is not finite."""
-        return floors(self.said, self.floor.full, self.scale)
-
-    @property
-    def within(self) -> bool:
-        """It is no further from the model than BF16 is: by its means, its outliers, and the scale of its logits."""
-        d, step = (self.said - self.floor.full).abs(), written(self.said)[0] * torch.ones_like(self.said)
-        limit = MEAN_WITHIN * self.floor.mean + step.nanmean()
-        outliers = int((self.away > OUTLIER).sum())
-        return (
-            self.floor.times(self.away) <= WITHIN
-            and bool(d[d.isfinite()].mean() <= limit)
-            and outliers <= 1 + OUTLIERS * len(self.away)
+    def __init__(self, said: Tensor, floor: Floor, entropy: Tensor) -> None:
+        self.said, self.floor, self.scale = said, floor, floor.of(said)
+        self.away = floors(said, floor.full, self.scale)
+        d, by_scale, step = said - floor.full, floor.full + entropy, written(said)[0] * torch.ones_like(said)
+        parts = (d / by_scale)[self.away.isfinite() & (by_scale.abs() > CLEAR * self.scale)]
+        middle = parts.median().item() if len(parts) else 0.0
+        agree = (parts * middle).sign().sum().item()
+        self.slope = middle if abs(middle) > SLOPE and agree > SIGMAS * len(parts) ** 0.5 else 0.0
+        self.within = (
+            floor.times(self.away) <= WITHIN
+            and bool(d[d.isfinite()].abs().mean() <= MEAN_WITHIN * floor.apart.mean(1).max() + step.nanmean())
+            and int((self.away > OUTLIER).sum()) <= 1 + OUTLIERS * len(self.away)
             and not self.slope
         )
-
-    @cached_property
-    def slope(self) -> float:
-        """By which part the logits are too large, where d follows what their scale does; 0 where it does not.
-
-        The derivative of a log-probability by the logarithm of the scale is the log-probability plus the entropy.
-        """
-        by_scale = self.floor.full + self.entropy
-        used = self.away.isfinite() & (by_scale.abs() > CLEAR * self.scale)
-        if not used.any():
-            return 0.0
-        parts = ((self.said - self.floor.full) / by_scale)[used]
-        middle = parts.median().item()
-        same = (parts * middle > 0).double().mean().item()
-        return middle if abs(middle) > SLOPE and (2 * same - 1) * len(parts) ** 0.5 > SIGMAS else 0.0
 
 
 def floors(said: Tensor, by: Tensor, scale: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,19 +33,35 @@ def read_dump(path: Path, model: Path | None = None) -> Dump:
     if path.is_dir() or is_rollouts(path):
         return read_run(path, model)
     check_file(path, "DUMP", "a dump")
-    match path.suffix:
-        case ".pt" | ".pth":
-            return slime_verl.read_slime(path)
-        case ".safetensors" | ".npz":
-            return slime_verl.read_verl(path)
-        case ".parquet":
-            return whole(path, "rows in parquet", _parquet(path))
-        case ".pkl" | ".pickle" | ".dp":
-            raise _pickle(path)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                _check_size(sum(each.file_size for each in archive.infolist()), path)
+        match path.suffix:
+            case ".pt" | ".pth":
+                return slime_verl.read_slime(path)
+            case ".safetensors" | ".npz":
+                return slime_verl.read_verl(path)
+            case ".parquet":
+                return whole(path, "rows in parquet", _parquet(path))
+            case ".pkl" | ".pickle" | ".dp":
+                raise _pickle(path)
+    except UserError:
+        raise
+    except Exception as error:  # what libraries raise at a file that is cut, flipped or forged is no short list
+        found = f"{path}: {type(error).__name__}: {error}".splitlines()[0]
+        raise user_error("DUMP", found=found, expected="a whole file", remedy="Write it again.") from None
     data = read_bytes(path, "DUMP", "a dump")
     if data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise _pickle(path)
     return whole(path, "rows in JSON", _json_lines(path, data))
+
+
+def _check_size(size: int, path: Path) -> None:
+    """Refuse a file that takes far more memory when it is unpacked."""
+    if size > max(LARGEST, path.stat().st_size):
+        found = f"{path}, {size:,} bytes when it is unpacked"
+        raise user_error("DUMP", found=found, expected=f"at most {LARGEST:,}", remedy="Write fewer rows to a file.")
 
 
 def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -70,16 +87,15 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         about = pyarrow.parquet.read_metadata(path)
         groups = [about.row_group(number) for number in range(about.num_row_groups)]
-        values = sum(each.column(number).num_values for each in groups for number in range(each.num_columns))
-        if 8 * values > LARGEST:  # of which a few bytes may tell
-            raise ValueError(f"{values:,} values, more than {LARGEST // 8:,}")
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, ValueError, ArithmeticError, pyarrow.ArrowException) as error:
+        counts = (each.column(number).num_values for each in groups for number in range(each.num_columns))
+        _check_size(8 * sum(counts), path)
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
         raise user_error(
             "DUMP", found=f"{path}: {error}", expected="a parquet file", remedy="Write it again."
         ) from None
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row
+    for number, values in enumerate(table.to_pylist(), start=1):
+        yield f"row {number}", values
 
 
 def _no_object(path: Path, number: int, found: str) -> UserError:
