@@ -61,6 +61,7 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
     Raises:
         UserError: the hub does not give it; the message speaks of it as `key`.
     """
+    check_path(path, key)
     if not is_hub_name(path):
         return _local(path, revision, key)
     with _explained(path, revision, "model", key):

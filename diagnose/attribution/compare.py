@@ -145,7 +145,7 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
         logprobs, _ = ops.token_logprobs(logits, tokens, temperature)
         return float((logprobs.double() - recorded).abs().mean())
 
-    best = _minimize(remaining)
+    best = minimize(remaining)
     least = remaining(best)
     for digits in range(1, 5):
         rounded = round(best, digits)
@@ -154,7 +154,7 @@ def fit_temperature(logits: Tensor, tokens: Tensor, recorded: Tensor) -> Tempera
     return TemperatureFit(best, least)
 
 
-def _minimize(function: Callable[[float], float]) -> float:
+def minimize(function: Callable[[float], float]) -> float:
     """The best of a grid, then a golden-section search (Kiefer 1953) between its neighbours."""
     grid = torch.linspace(math.log(LOWEST), math.log(HIGHEST), GRID, dtype=torch.float64).tolist()
     values = [function(math.exp(x)) for x in grid]

@@ -188,7 +188,7 @@ def _connect(http: Http, url: str, model: str | None) -> Server:
 
 
 def rendered(report: ServerReport) -> RenderableType:
-    """Render a line for each way, the first difference of each cause, and the verdict."""
+    """Render the verdict, a line for each way, and the first difference of each cause."""
     rows: list[tuple[RenderableType, ...]] = []
     notes = []
     for way in report.ways:
@@ -211,16 +211,16 @@ def rendered(report: ServerReport) -> RenderableType:
     start = "each way began with an empty cache" if report.isolates else "its cache could not be emptied between ways"
     chunk = f"chunks of {report.chunk} tokens" if report.chunk else "it does not say how long its chunks are"
     verdict, grade = {
-        "certified": ("a row depends on nothing but itself, bit for bit, in every way above", "good"),
+        "certified": ("a row depends on nothing but itself, bit for bit, in every way below", "good"),
         "broken": (f"answers change with {', '.join(_BREAKS[cause] for cause in report.breaks)}", "bad"),
         "undecided": ("no difference was found, but not every way was reached", "warning"),
     }[report.verdict]
     return Group(
+        graded(f"{report.verdict}: {verdict} ({report.seconds:.0f} s)", grade),  # type: ignore[arg-type]
+        Text(),
         Text(f"{shown(report.model)[1:-1]} at {report.url}, asked by {report.api}'s API"),
         f"{start}; {chunk}",
         Text(),
         grid(("the same answers", "", "differing", "|d| mean", "max", "cached"), rows, numbers=2),
         *([Text(), *map(Text, notes)] if notes else []),
-        Text(),
-        graded(f"{report.verdict}: {verdict} ({report.seconds:.0f} s)", grade),  # type: ignore[arg-type]
     )

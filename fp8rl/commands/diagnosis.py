@@ -280,7 +280,7 @@ def certify(
         typer.Option(min=0.0, max=100.0, help="For rows without their own; by default 1.", rich_help_panel=_DUMP),
     ] = None,
     top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
-    top_k: Annotated[int | None, typer.Option(min=-1, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1, max=2**31 - 1, help="Likewise.", rich_help_panel=_DUMP)] = None,
     min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
     preset: Annotated[
         Preset, typer.Option(help="Quantization in which our ops score it, beside BF16.", rich_help_panel=_DUMP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,6 +197,8 @@ def _of_top_k(model: Path, tokens: list[list[int]]) -> Tensor:
         (_without_bos, "BOS", "texts with a token 1 (BOS) at their beginning"),
         (_two_rows_of_other_weights, "rows", "2 of 12 rows differ"),
         (_special, "special tokens", "special tokens differ"),
+        (lambda model, tokens: _soft_capped(model, tokens, 10.0), "soft cap", "a soft cap of about 10"),
+        (lambda model, tokens: said(model, tokens) / math.log(10), "base", "its logarithms have base 10, not e"),
     ],
 )
 def test_a_planted_mistake_is_named(
@@ -250,13 +253,11 @@ def _of_nearly_these_weights(model: Path, tokens: list[list[int]]) -> Tensor:
 
 
 UNKNOWN: dict[str, Callable[[Path, list[list[int]]], Tensor]] = {
-    "a soft cap of 10": lambda model, tokens: _soft_capped(model, tokens, 10.0),
     "noise of 0.2": lambda model, tokens: _noisy(model, tokens, 0.2),
     "clipped at -1": lambda model, tokens: said(model, tokens).clamp(min=-1.0),
     "other rotary embeddings": _of_another_base,
     "weights nearby": _of_nearly_these_weights,
     "a number on top": lambda model, tokens: said(model, tokens) - 0.2,
-    "logarithms of base 10": lambda model, tokens: said(model, tokens) / math.log(10),
 }
 
 
@@ -582,6 +583,9 @@ GOOD = {"tokens": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
         ({"prompt_length": 0}, "prompt_length: found 0, expected greater than or equal to 1"),
         ({"mask": [1, 2]}, "mask[1]: found 2, expected a valid boolean"),
         ({"temperature": -1.0}, "temperature: found -1.0, expected greater than or equal to 0"),
+        ({"top_k": 10**30}, "top_k: found 1000000000000000000000000000000, expected less than or equal to 2147483647"),
+        ({"version": "\ud800"}, "line 2 of PATH: found"),
+        ({"version": 10**400}, "line 2 of PATH: found"),
         (
             {"tokens": [5] * 70, "logprobs": [-1.0] * 68},
             "line 2: tokens: found '70 tokens', expected at most 64, the pos",
@@ -620,6 +624,7 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
 
     assert "expected a file, or the folder of a run" in refusal("none.jsonl", None)
     assert "with 0 rows', expected at least one answer" in refusal("empty.jsonl", b"")
+    assert "a number of 5000 digits" in refusal("x.jsonl", b'{"reward": ' + b"9" * 5000 + b"}\n")
     assert "line 1 of" in refusal("x.jsonl", b"hello\n") and "expected a JSON object" in refusal("x.jsonl", b"[1]\n")
     verl = json.dumps({"input": "1 + 1", "output": "2", "gts": "2", "score": 1.0, "step": 1}).encode()
     assert "as verl writes to trainer.rollout_data_dir" in refusal("1.jsonl", verl)
@@ -628,6 +633,41 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
     assert "expected a whole safetensors file" in refusal("x.safetensors", b"abc")
     assert "expected a parquet file" in refusal("x.parquet", b"abc")
     assert "expected numbers, texts, lists, dictionaries and tensors" in refusal("x.pt", b"abc")
+    np.savez(tmp_path / "whole.npz", input_ids=np.ones((3, 400), dtype=np.int64))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    broken = bytearray(whole)
+    broken[len(whole) // 2] ^= 0xFF
+    for content in (b"", b"abc", whole[: len(whole) // 2], whole[:-1], bytes(broken)):
+        assert "expected a whole file" in refusal("x.npz", content)
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d,)}\n"
+    for shape in (10**15, 10**40):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+            text = header % shape
+            archive.writestr("input_ids.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+        assert "expected a whole file" in refusal("x.npz", None)
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("input_ids.npy", "w", force_zip64=True) as member:
+            for _ in range(65):
+                member.write(bytes(64 << 20))
+    assert "bytes when it is unpacked', expected at most" in refusal("bomb.npz", None)
+    sample = {"tokens": [3, 4, 5, 6], "response_length": 2, "rollout_log_probs": [-1.0, -2.0]}
+    for change, message in (
+        ({"tokens": 3}, "expected a whole file"),
+        ({"weight_versions": [[1]]}, "expected a whole file"),
+        ({"rollout_log_probs": torch.ones(2, dtype=torch.complex64)}, "logprobs[0]: found (1+0j)"),
+        ({"response_length": 10**30}, "prompt_length: found"),
+    ):
+        torch.save({"samples": [sample | change]}, tmp_path / "x.pt")
+        assert message in refusal("x.pt", None)
+    tensors = {name: torch.ones(2, 3) for name in ("input_ids", "attention_mask", "responses", "rollout_log_probs")}
+    for odd in (None, [1], torch.ones(2, 3).to_sparse(), torch.ones(2, 3, device="meta")):
+        torch.save(tensors | {"input_ids": odd}, tmp_path / "x.pt")
+        assert "expected a whole file" in refusal("x.pt", None)
+    ids = {name: torch.ones(2, 3, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    answers = {"responses": torch.ones(2, 2), "rollout_log_probs": -torch.ones(2, 2)}
+    for key, value in (("temperature", "nan"), ("temperature", "-1"), ("top_k", "inf"), ("top_p", "0"), ("min_p", "3")):
+        save_file(ids | answers, tmp_path / "x.safetensors", {key: value})
+        assert f"{key}: found '{value}', expected" in refusal("x.safetensors", None)
     torch.save({"samples": [Exploit(tmp_path / "made")]}, tmp_path / "exploit.pt")
     assert "mkdir" in refusal("exploit.pt", None) and not (tmp_path / "made").exists(), "nothing of it was run"
     torch.save({"weights": torch.zeros(2)}, tmp_path / "weights.pt")
@@ -644,6 +684,7 @@ def test_a_command_without_a_subject_or_a_model_is_one_message(model: Path, tmp_
         ([], "DUMP, --server: found 'neither', expected one of them"),
         ([path, "--server", "http://127.0.0.1:1"], "DUMP, --server: found 'both', expected one of them"),
         ([path], "--model: found 'none', expected the Hugging Face directory"),
+        ([path, "--model", 5000 * "m"], "--model: found 'mmm"),
         ([path, "--model", tmp_path], "without config.json', expected the Hugging Face directory"),
         ([path, "--model", model, "--page", path / "x.html"], "--page: found"),
     ):
@@ -656,8 +697,8 @@ def test_the_command_prints_the_verdict_and_writes_the_page(
     model: Path, tokens: list[list[int]], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "dump.jsonl", rows(tokens, said(model, tokens, 0.7)))
-    code, printed = run(path, "--model", model, "--temperature", "0.7")
-    assert code == 0 and "the engine: within the floor" in printed
+    result = CliRunner().invoke(app, ["certify", str(path), "--model", str(model), "--temperature", "0.7"])
+    assert result.exit_code == 0 and result.stdout.startswith("the engine: within the floor"), "the verdict comes first"
     assert (tmp_path / "dump.certify.html").is_file()
     code, printed = run(path, "--model", model, "--json", "--page", tmp_path / "other.html")
     assert code == 1 and '"verdict": "broken"' in printed and (tmp_path / "other.html").is_file()

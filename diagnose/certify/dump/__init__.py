@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fp8rl.diagnose.certify.dump import reference as theirs
 from fp8rl.diagnose.certify.dump.dump_report import DumpReport, SideReport, Verdict, WorstRow
-from fp8rl.diagnose.certify.dump.explain import LEFT_OUT, Explanation, Looks, explanations, row_means
+from fp8rl.diagnose.certify.dump.explain import LEFT_OUT, Looks, explanations, row_means
+from fp8rl.diagnose.certify.dump.floor import Floor, Side, floors, mean, written
 from fp8rl.diagnose.certify.dump.reading import read_dump
 from fp8rl.diagnose.certify.dump.rows import Dump, DumpRow, Sampling
 from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat, histogram, parts
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 BUDGET = 50_000
 """Tokens that are scored, prompts counted."""
-MEAN_WITHIN, P99_WITHIN = 2.0, 4.0
-"""Multiples of the floor's mean and 99th percentile that a side may be at. Two roundings to BF16 that know nothing of
-each other are 1.4 times as far apart as one is from the truth."""
 UNRELATED = 0.5
 """Rank correlation of a side with the model below which it hardly follows it, where it is also as far from the model as
 the log-probabilities spread: those of a model that is sure of its tokens have ranks that little noise mixes."""
@@ -88,13 +86,14 @@ def certify_dump(
         say("scoring them in BF16, for the floor")
         both: tuple[theirs.Attention, ...] = (None, "eager")
         in_bf16 = [theirs.scored(weights, torch.bfloat16, rows, samplings, attention=each) for each in both]
-        half = max((flat(each, rows) for each in in_bf16), key=lambda each: _mean(_difference(full, each)))
+        halves = [flat(each, rows) for each in in_bf16]
+        half = max(halves, key=lambda each: _mean(_difference(full, each)))
         say("scoring them with our exact ops")
         by_numerics, why = _by_our_ops(weights, _numerics(dump, preset), rows, samplings)
     mine = {name: flat(each, rows) for name, each in by_numerics.items()}
-    floor = (half - full).abs()
-    sides = [_side(name, said, full, half, mine, tokens, looks) for name, said in tokens.said.items()]
-    apart = {name: (said - full).abs() for name, said in tokens.said.items()} | {"floor": floor}
+    floor, entropy = Floor(full, halves), flat(looks.entropy, rows)
+    sides = [_side(name, Side(said, floor, entropy), mine, tokens, looks) for name, said in tokens.said.items()]
+    apart = {name: (said - full).abs() for name, said in (tokens.said | {"floor": half}).items()}
     engine, trainer = tokens.said[ENGINE], tokens.said.get(TRAINER)
     return DumpReport(
         dump=str(path),
@@ -118,28 +117,19 @@ def certify_dump(
     )
 
 
-def _side(
-    name: str, said: Tensor, full: Tensor, half: Tensor, mine: dict[str, Tensor], tokens: Tokens, looks: Looks
-) -> SideReport:
-    apart, floor = _difference(full, said), _difference(full, half)
+def _side(name: str, side: Side, mine: dict[str, Tensor], tokens: Tokens, looks: Looks) -> SideReport:
+    said, full = side.said, side.floor.full
+    apart = _difference(full, said)
     against = {numerics: _difference(each, said) for numerics, each in mine.items()}
-    causes: list[Explanation] = []
-    tried: list[Explanation] = []
-    verdict: Verdict = "equal" if any(each.zero for each in against.values()) else "within the floor"
-    unrelated = False
-    if verdict != "equal" and not _within(apart, floor):
-        floors = [(half - full).abs(), *((each - full).abs() for each in mine.values())]
-        causes, tried = explanations(tokens, said, full, looks, floors)
-        unrelated = _is_unrelated(full, said)
-        verdict = "broken" if causes or unrelated else "above the floor"
-    return SideReport(name, verdict, apart, against, causes, unrelated, tried)
-
-
-def _within(apart: Difference, floor: Difference) -> bool:
-    """Return whether a side is no further from the model than BF16 takes the model itself."""
-    if apart.p99 is None or floor.p99 is None or apart.nonfinite > LEFT_OUT * (apart.tokens + apart.nonfinite):
-        return False
-    return _mean(apart) <= MEAN_WITHIN * _mean(floor) and apart.p99 <= P99_WITHIN * floor.p99
+    known = apart.mean is not None and apart.nonfinite <= LEFT_OUT * (apart.tokens + apart.nonfinite)
+    verdict: Verdict = "within the floor" if known and side.within else "above the floor"
+    if any(each.zero for each in against.values()):
+        return SideReport(name, "equal", apart, against)
+    ours = [mean(floors(each, full, side.floor.of(each))) for each in mine.values()]
+    causes, tried = explanations(tokens, side, looks, ours)
+    unrelated = verdict == "above the floor" and _is_unrelated(full, said)
+    verdict = "broken" if causes or unrelated else verdict
+    return SideReport(name, verdict, apart, against, causes, unrelated, tried, side.floor.times(side.away), side.slope)
 
 
 def _is_unrelated(full: Tensor, said: Tensor) -> bool:
@@ -184,14 +174,10 @@ def _notes(dump: Dump, rows: list[DumpRow], default: Sampling, tokens: Tokens, f
     if dump.sampling is None and any(row.temperature is None for row in rows):
         notes.append(f"temperature {default.temperature:g} where the dump does not say one (--temperature)")
     for name, said in tokens.said.items():
-        values = said[said.isfinite()].float()
-        for dtype in (torch.bfloat16, torch.float16):
-            if bool((values.to(dtype).float() == values).all()) and not bool((values == values.round()).all()):
-                size = (full - full.to(dtype).double())[full.isfinite()].abs().mean().item()
-                notes.append(
-                    f"{name}'s log-probabilities are rounded to {str(dtype)[6:]}: mean |d| {size:.1e} by itself"
-                )
-                break
+        step, form = written(said)
+        if form:
+            size = (0.5 * step * torch.ones_like(said)).nanmean().item()
+            notes.append(f"{name}'s log-probabilities are rounded to {form}: mean |d| {size:.1e} by itself")
     outside = int(full.isinf().sum())
     if outside:
         notes.append(f"{outside:,} tokens are none of those that top-p, top-k and min-p leave in FP32; not compared")

@@ -30,12 +30,16 @@ class SideReport:
     """From the model in FP32."""
     ours: dict[str, Difference]
     """From our exact ops, by their numerics."""
-    explanations: list[Explanation]
+    explanations: list[Explanation] = field(default_factory=list)
     """Mistakes that explain nearly all of the difference, the likeliest first."""
-    unrelated: bool
+    unrelated: bool = False
     """It hardly follows the model at all."""
     tried: list[Explanation] = field(default_factory=list)
     """All mistakes that were looked for, those that leave least first."""
+    times: float | None = None
+    """How many times as far from the model it is as BF16, token by token."""
+    slope: float = 0.0
+    """By which part its logits seem to be too large; 0 where nothing says so."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,10 @@ def differences(report: DumpReport) -> list[tuple[str, Difference]]:
 
 
 def sentence(side: SideReport, report: DumpReport) -> str:
-    """Say what was found of a side."""
+    """Say what was found of a side, the verdict first."""
     mean, floor = side.reference.mean, report.floor.mean
-    far = f"mean |d| {shown_number(mean)} from the model in FP32, and the model in BF16 {shown_number(floor)}"
+    times = "" if side.times is None else f"; token by token {side.times:.2g} times as far"
+    far = f"mean |d| {shown_number(mean)} from the model in FP32, and the model in BF16 {shown_number(floor)}{times}"
     if side.verdict == "equal":
         name = next(name for name, each in side.ours.items() if each.zero)
         return f"{side.name}: equal to {name}, bit for bit, on {side.reference.tokens:,} tokens"
@@ -121,10 +126,10 @@ def sentence(side: SideReport, report: DumpReport) -> str:
         first = side.explanations[0]
         left = f"mean |d| {shown_number(first.before)}, and {shown_number(first.after)} with that made good"
         return f"{side.name}: broken: {first.text} ({left})"
-    times = f", {mean / floor:.1f} times as far" if mean is not None and floor else ""
     if side.verdict == "within the floor":
-        return f"{side.name}: within the floor: {far}{times}"
+        return f"{side.name}: within the floor: {far}"
     hardly = "; it hardly follows this model, as with other weights or other tokens" if side.unrelated else ""
+    scaled = f"; its logits are as if multiplied by {1 + side.slope:.3g}" if side.slope else ""
     like = ""
     if side.verdict == "above the floor" and mean:  # our own numerics may be about as far from the model
         near = [name for name, each in report.ours.items() if each.mean and 0.5 <= mean / each.mean <= 2.0]
@@ -132,25 +137,27 @@ def sentence(side: SideReport, report: DumpReport) -> str:
     best: dict[str, Explanation] = {}
     for each in side.tried:
         best.setdefault(each.name, each)
-    shares = [f"{name} {max(0.0, 1 - each.after / each.before):.0%}" for name, each in best.items() if each.before]
-    tried = f". Tried, and how much of it each explains: {', '.join(shares)}" if best else ""
-    return f"{side.name}: off, cause unknown: {far}{times}{hardly}{like}{tried}"
+    parts = {name: 1 - each.floors_after / each.floors_before for name, each in best.items() if each.floors_before}
+    shares = ", ".join(f"{name} {max(0.0, part):.0%}" for name, part in parts.items())
+    tried = f". Tried, and how much of it each explains: {shares}" if shares else ""
+    return f"{side.name}: off, cause unknown: {far}{hardly}{scaled}{like}{tried}"
 
 
 def rendered(report: DumpReport) -> RenderableType:
-    """Render the comparisons, the notes, and the verdict on each side."""
+    """Render the verdict on each side, the worst first, then the comparisons and the notes."""
     compared = []
     for name, each in differences(report):
         numbers = (each.mean, each.p50, each.p99, each.max, each.k3_kl)
         compared.append((name, *map(shown_number, numbers), _share(each)))
     rows = f"{report.rows:,} of {report.of_rows:,} rows" if report.rows < report.of_rows else f"{report.rows:,} rows"
+    sides = sorted(report.sides, key=lambda side: -VERDICTS.index(side.verdict))
     return Group(
+        *(graded(sentence(side, report), _GRADES[side.verdict]) for side in sides),
+        Text(),
         f"{report.dump}, {report.kind}: {rows}, {report.tokens:,} sampled tokens; weights of {report.model}",
         Text(),
         grid(("log-probabilities", "|d| mean", "p50", "p99", "max", "KL (k3)", "equal"), compared, numbers=1),
-        Text(),
-        *map(Text, report.notes),
-        *(graded(sentence(side, report), _GRADES[side.verdict]) for side in report.sides),
+        *([Text(), *map(Text, report.notes)] if report.notes else []),
     )
 
 

@@ -7,14 +7,15 @@ part of the tokens without which nothing is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.attribution.compare import TemperatureFit, fit_temperature
-from fp8rl.diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
+from fp8rl.diagnose.attribution.compare import minimize
+from fp8rl.diagnose.certify.dump.floor import OUTLIER, SLOPE, USUAL, WITHIN, Side, floors, mean
+from fp8rl.diagnose.certify.dump.reference import Reference, answer, entropies, logprobs, untruncated
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.diagnose.certify.dump.tokens import Tokens, flat
 from fp8rl.numerics.sampling import Truncation
@@ -33,10 +34,9 @@ UNEXPLAINED = 0.1
 """A mistake is the cause if no more than this part of the difference beyond rounding is left with it made good."""
 FAR = 5.0
 """Multiple of our own FP8's distance at which the rounding of a side is taken for that of FP8."""
-SAME_TEMPERATURE = 0.02
 HARDLY = 1.05
-OUTSTANDING = 10.0
-"""A part of the tokens stands out if it differs so many times as much as the others."""
+OUTSTANDING, ROW_OUTSTANDING = 5.0, 10.0
+"""A part of the tokens stands out if it is so many times as far away as BF16 is there, and a row as the others are."""
 LEFT_OUT = 0.01
 """Part of the tokens that may be outside what truncation leaves: at its border, rounding decides."""
 
@@ -54,6 +54,10 @@ class Explanation:
     after: float
     """Likewise, with the mistake made good."""
     tokens: int
+    floors_before: float
+    """Mean number of floors on these tokens."""
+    floors_after: float
+    """Likewise, with the mistake made good."""
 
 
 @dataclass
@@ -64,13 +68,15 @@ class Looks:
     samplings: Sequence[Sampling]
     bos_id: int | None
     earlier: dict[int, Tensor] = field(default_factory=dict)
-    """Log-probabilities of the token before each, by row; NaN where there is none."""
+    """Log-probabilities of the token before each in the answer, by row; NaN where there is none."""
     later: dict[int, Tensor] = field(default_factory=dict)
     """Of the token behind each, likewise."""
     plain: dict[int, Tensor] = field(default_factory=dict)
     """Among all tokens, where some are left out."""
     raw: dict[int, Tensor] = field(default_factory=dict)
     """That, at temperature 1."""
+    entropy: dict[int, Tensor] = field(default_factory=dict)
+    """Entropy in nats of the distribution that each token was sampled from."""
     bos: dict[int, Tensor] = field(default_factory=dict)
     """With the text's first token in front, or without it; of some rows."""
     places: list[int] = field(default_factory=list)
@@ -86,11 +92,11 @@ class Looks:
         own = logits[start:]
         nothing = torch.full((1,), math.nan, dtype=torch.float64)
         said = logprobs(own, tokens, sampling)
-        before = logprobs(logits[start - 1 : start], torch.tensor([row.tokens[start]]), sampling) if start else nothing
-        self.earlier[number] = torch.cat([before, said[:-1]])
+        self.earlier[number] = torch.cat([nothing, said[:-1]])
         self.later[number] = torch.cat([said[1:], nothing])
         self.plain[number] = untruncated(own, tokens, sampling.divisor) if sampling.truncation.cuts else said
         self.raw[number] = untruncated(own, tokens, 1.0)
+        self.entropy[number] = entropies(own, sampling)
         if self.bos_id is not None and number < BOS_ROWS:
             self.bos[number] = self._with_other_beginning(model, row, sampling)
         self._keep(row, own)
@@ -117,89 +123,109 @@ class Looks:
 
 
 def explanations(
-    tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks, floors: Sequence[Tensor]
+    tokens: Tokens, side: Side, looks: Looks, ours: Sequence[float]
 ) -> tuple[list[Explanation], list[Explanation]]:
-    """The mistakes that explain nearly all of what a side has said [N], the likeliest first; and all that were tried,
-    those that leave least first.
+    """The mistakes that explain nearly all of what a side has said, the likeliest first; and all that were tried, those
+    that leave least first. Parts of the tokens are found in a side that is within the floor as a whole, too.
 
-    Of readings it is the one that leaves least; one that was fitted comes behind those that have nothing to fit, unless
-    it leaves clearly less. Parts of the tokens come last.
+    Of the readings it is the one that leaves least; one that was fitted has to leave clearly less than those that have
+    nothing to fit. Parts of the tokens come last. What is left is counted in floors.
 
-    reference: the model's own log-probabilities. floors: how far other precisions of the model are from them, BF16
-    first.
+    ours: mean number of floors that our own ops are away from the model.
     """
     plain, fitted = (
-        sorted((each for each in found if each), key=lambda each: each.after)
-        for found in (_readings(tokens, said, reference, looks), _fitted(tokens, said, reference, looks))
+        sorted((each for each in found if each), key=lambda each: each.floors_after)
+        for found in (_readings(tokens, side, looks), _fitted(tokens, side, looks))
     )
-    parts = list(_parts(tokens, (said - reference).abs(), looks.rows))
-    tried = sorted(plain + fitted + parts, key=lambda each: each.after / max(each.before, 1e-300))
-    rounding = [floor[floor.isfinite()].mean().item() for floor in floors]
-    plain, fitted, parts = ([each for each in found if _explains(each, rounding)] for found in (plain, fitted, parts))
-    first = bool(plain and fitted) and fitted[0].after < CLEARLY * plain[0].after
-    return (fitted + plain if first else plain or fitted) + parts, tried
+    parts = list(_parts(tokens, side, len(looks.rows)))
+    tried = sorted(plain + fitted + parts, key=lambda each: each.floors_after / max(each.floors_before, 1e-300))
+    rounding = [max(map(mean, side.floor.of_halves)), *ours]
+    plain, fitted = (
+        [each for each in found if not side.within and _explains(each, rounding)][:1] for found in (plain, fitted)
+    )
+    clearly = bool(plain and fitted) and fitted[0].floors_after < CLEARLY * plain[0].floors_after
+    return (fitted if clearly else plain or fitted) + parts, tried
 
 
 def _explains(each: Explanation, rounding: Sequence[float]) -> bool:
     """Return whether hardly more than rounding is left: that of BF16, or where the difference is far beyond it, of
     FP8."""
     bf16, *others = rounding
-    least = max([bf16, *(other for other in others if each.before >= FAR * other)])
-    return each.before > bf16 and each.after - least <= UNEXPLAINED * (each.before - least)
+    least = max([bf16, *(other for other in others if each.floors_before >= FAR * other)])
+    return each.floors_before > bf16 and each.floors_after - least <= UNEXPLAINED * (each.floors_before - least)
 
 
-def _readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
+def _readings(tokens: Tokens, side: Side, looks: Looks) -> Iterator[Explanation | None]:
     rows, before = looks.rows, "its log-probabilities are those of"
-    yield _tried("shift", f"{before} the token before each", said, reference, flat(looks.earlier, rows))
-    yield _tried("shift", f"{before} the token behind each", said, reference, flat(looks.later, rows))
+    yield _tried("shift", f"{before} the token before each", side, flat(looks.earlier, rows))
+    yield _tried("shift", f"{before} the token behind each", side, flat(looks.later, rows))
+    for base in (2, 10):
+        yield _tried("base", f"its logarithms have base {base}, not e", side, side.floor.full / math.log(base))
     if any(each.truncation.cuts for each in looks.samplings):
         text = f"{before} all tokens, not of those that top-p, top-k and min-p leave"
-        yield _tried("not renormalised", text, said, reference, flat(looks.plain, rows))
+        yield _tried("not renormalised", text, side, flat(looks.plain, rows))
     others = [f"{each:.4g}" for each in tokens.temperature.unique().tolist() if each != 1.0]
     if others:
         text = f"{before} temperature 1, not of {' or '.join(others)}"
-        yield _tried("temperature", text, said, reference, flat(looks.raw, rows))
+        yield _tried("temperature", text, side, flat(looks.raw, rows))
     if looks.bos:
         empty = {number: torch.full((row.answer_length,), math.nan).double() for number, row in enumerate(rows)}
         has = rows[0].tokens[0] == looks.bos_id
         text = f"it has seen texts {'without the' if has else 'with a'} token {looks.bos_id} (BOS) at their beginning"
-        yield _tried("BOS", text, said, reference, flat(empty | looks.bos, rows))
+        yield _tried("BOS", text, side, flat(empty | looks.bos, rows))
 
 
-def _fitted(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
-    """Temperatures, and what leaves tokens out, by the logits that were kept."""
-    places = torch.tensor(looks.places)
-    logits = torch.stack(looks.logits)
-    for temperature in tokens.temperature[places].unique().tolist():
-        here = (tokens.temperature[places] == temperature) & said[places].isfinite()
-        if not here.any():
-            continue
-        at, own = places[here], logits[here.to(logits.device)]
-        fit = fit_temperature(own, tokens.ids[at].to(own.device), said[at].float().to(own.device))
-        best = _written(fit, own, tokens.ids[at], said[at])
-        if abs(best / temperature - 1) > SAME_TEMPERATURE:
-            text = f"its log-probabilities are those of temperature {best:.4g}, not of {temperature:.4g}"
-            fitted = untruncated(own, tokens.ids[at], best)
-            yield _tried("temperature", text, said[at], reference[at], fitted)
-        if not any(each.truncation.cuts for each in looks.samplings):
-            for cut in CANDIDATES:
-                named = f"top-p {cut.top_p:g}" if cut.top_p < 1 else f"top-k {cut.top_k}"
-                text = f"its log-probabilities are those among the tokens that {named} leaves"
-                narrowed = logprobs(own, tokens.ids[at], Sampling(temperature, cut))
-                yield _tried("renormalised", text, said[at], reference[at], narrowed)
+def _fitted(tokens: Tokens, side: Side, looks: Looks) -> Iterator[Explanation | None]:
+    """By the logits that were kept: temperatures, soft caps, and what leaves tokens out."""
+    places, logits = torch.tensor(looks.places), torch.stack(looks.logits)
+    sampled_by = [looks.samplings[number] for number in tokens.row[places].tolist()]
+    for sampling in dict.fromkeys(sampled_by):
+        here = torch.tensor([each == sampling for each in sampled_by]) & side.said[places].isfinite()
+        if here.any():
+            yield from _by_logits(
+                logits[here.to(logits.device)], tokens.ids[places[here]], sampling, side, places[here]
+            )
 
 
-def _written(fit: TemperatureFit, logits: Tensor, ids: Tensor, said: Tensor) -> float:
-    """The temperature as people write it: with one digit or two, if that leaves hardly more."""
-    for digits in (1, 2):
-        rounded = round(fit.temperature, digits)
-        if rounded and (untruncated(logits, ids, rounded) - said).abs().mean() <= HARDLY * fit.abs_diff_mean:
-            return rounded
-    return fit.temperature
+def _by_logits(logits: Tensor, ids: Tensor, sampling: Sampling, side: Side, at: Tensor) -> Iterator[Explanation | None]:
+    """Readings of logits [M, V] of tokens [M], which were sampled alike. at: their places."""
+    before, temperature, top = "its log-probabilities are those", sampling.divisor, logits.abs().max().item()
+    known = (side.said[at], side.scale[at])
+
+    def heated(x: float) -> Tensor:
+        return logprobs(logits * (temperature / x), ids, sampling)
+
+    def capped(x: float) -> Tensor:
+        return logprobs(x * top * (logits / (x * top)).tanh(), ids, sampling)
+
+    fit = _fit(heated, *known)
+    if abs(fit / temperature - 1) > SLOPE:
+        text = f"{before} of temperature {fit:.4g}, not of {temperature:.4g}"
+        yield _tried("temperature", text, side, heated(fit), at)
+    fit = _fit(capped, *known)
+    text = f"{before} of logits with a soft cap of about {top * fit:.3g}"
+    yield _tried("soft cap", text, side, capped(fit), at)
+    for cut in () if sampling.truncation.cuts else CANDIDATES:
+        named = f"top-p {cut.top_p:g}" if cut.top_p < 1 else f"top-k {cut.top_k}"
+        text = f"{before} among the tokens that {named} leaves"
+        yield _tried("renormalised", text, side, logprobs(logits, ids, sampling, cut), at)
 
 
-def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor) -> Explanation | None:
-    """Measure what is left with another reading; None where it says nothing of too many tokens."""
+def _fit(reading: Callable[[float], Tensor], said: Tensor, scale: Tensor) -> float:
+    """Return the number with which a reading leaves least, as people write it: with one digit or two, if that leaves
+    hardly more."""
+
+    def left(x: float) -> float:
+        return mean(floors(said, reading(x), scale))
+
+    best = minimize(left)
+    rounded = (round(best, digits) for digits in (1, 2))
+    return next((each for each in rounded if each and left(each) <= HARDLY * left(best)), best)
+
+
+def _tried(name: str, text: str, side: Side, other: Tensor, some: Tensor | slice = slice(None)) -> Explanation | None:
+    """Measure what is left with another reading of some of the tokens; None where it says nothing of too many."""
+    said, reference, scale = side.said[some], side.floor.full[some], side.scale[some]
     known = said.isfinite() & ~other.isnan()
     if not known.any() or (known & other.isinf()).sum() > LEFT_OUT * known.sum():
         return None
@@ -207,42 +233,51 @@ def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor)
     if not used.any():
         return None
     before, after = ((said - by)[used].abs().mean().item() for by in (reference, other))
-    return Explanation(name, text, before, after, int(used.sum()))
+    from_both = (mean(floors(said, by, scale)[used]) for by in (reference, other))
+    return Explanation(name, text, before, after, int(used.sum()), *from_both)
 
 
-def _parts(tokens: Tokens, abs_d: Tensor, rows: Sequence[DumpRow]) -> Iterator[Explanation]:
-    """Parts of the tokens that stand out from all others: special ones, the first of each answer, versions, rows."""
-    used = abs_d.isfinite()
+def _parts(tokens: Tokens, side: Side, count: int) -> Iterator[Explanation]:
+    """Parts of the tokens that stand out while all others are within the floor: special ones, first ones, versions,
+    rows."""
+    used, floor = side.away.isfinite(), side.floor
     candidates: list[tuple[str, str, Tensor]] = [
         ("special tokens", "special tokens differ, such as the end of an answer", tokens.special),
         ("first token", "the first token of each answer differs", tokens.place == 0),
     ]
+    candidates = [each for each in candidates if side.away[each[2]].nanmedian() > 1.0]  # most of them, not a few
     versions = list(dict.fromkeys(tokens.version))
     for version in versions if len(versions) > 1 else ():
         mine = torch.tensor([each == version for each in tokens.version])
         candidates.append(("version", f"tokens of all versions but {version} differ", ~mine))
-    candidates += _outstanding_rows(tokens, abs_d, used, len(rows))
+    candidates += _outstanding_rows(tokens, side, count)
     for name, text, part in candidates:
         inside, outside = used & part, used & ~part
         if not inside.any() or not outside.any():
             continue
-        before, after = abs_d[used].mean().item(), abs_d[outside].mean().item()
-        if abs_d[inside].mean().item() >= OUTSTANDING * after:
-            yield Explanation(name, text, before, after, int(used.sum()))
+        if floor.times(side.away, inside) >= OUTSTANDING and floor.times(side.away, outside) <= WITHIN:
+            before, after = ((side.said - floor.full)[each].abs().mean().item() for each in (used, outside))
+            in_floors = (mean(side.away[each]) for each in (used, outside))
+            yield Explanation(name, text, before, after, int(used.sum()), *in_floors)
 
 
-def _outstanding_rows(tokens: Tokens, abs_d: Tensor, used: Tensor, count: int) -> list[tuple[str, str, Tensor]]:
-    """The rows that differ far more than the others, if they are a quarter at most."""
-    means = row_means(tokens, abs_d, used, count)
-    known = means[means.isfinite()]
-    if len(known) < 4:
+def _outstanding_rows(tokens: Tokens, side: Side, count: int) -> list[tuple[str, str, Tensor]]:
+    """The rows that differ far more than the others and than in BF16, if they are a quarter at most."""
+    means, *in_bf16 = (_but_worst(tokens, each, count) for each in (side.away, *side.floor.of_halves))
+    rest = means.sort().values[: count - count // 4].mean()
+    bad = means >= ROW_OUTSTANDING * torch.stack([rest.expand(count), *in_bf16]).amax(0).clamp(min=USUAL)
+    if count < 4 or not bad.any():
         return []
-    rest = known.sort().values[: len(known) - len(known) // 4].mean()
-    bad = (means >= OUTSTANDING * rest) & means.isfinite()
-    if not bad.any():
-        return []
-    text = f"{int(bad.sum())} of {len(known)} rows differ, as if they were of other weights or tokens"
+    text = f"{int(bad.sum())} of {count} rows differ, as if they were swapped, or of other weights or tokens"
     return [("rows", text, bad[tokens.row])]
+
+
+def _but_worst(tokens: Tokens, away: Tensor, count: int) -> Tensor:
+    """float64 [rows], mean number of floors of each row's tokens but the worst, whose expert may be another one."""
+    used, zeros = away.isfinite(), torch.zeros(count, dtype=torch.float64)
+    row, values = tokens.row[used], away[used].clamp(max=OUTLIER)
+    sums, worst = zeros.index_add(0, row, values), zeros.scatter_reduce(0, row, values, "amax")
+    return (sums - worst) / (torch.bincount(row, minlength=count) - 1).clamp(min=1)
 
 
 def row_means(tokens: Tokens, abs_d: Tensor, used: Tensor, count: int) -> Tensor:

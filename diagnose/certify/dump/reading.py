@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-import json
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from fp8rl.diagnose.certify.dump import slime_verl
 from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
 from fp8rl.diagnose.subject import open_run
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.reading import check_file, check_path, read_bytes, whole_json_lines
+from fp8rl.numerics.core.reading import LARGEST, check_file, check_path, parse_json, read_bytes, whole_json_lines
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.events import read_events
@@ -34,28 +35,44 @@ def read_dump(path: Path, model: Path | None = None) -> Dump:
     if path.is_dir() or is_rollouts(path):
         return read_run(path, model)
     check_file(path, "DUMP", "a dump")
-    match path.suffix:
-        case ".pt" | ".pth":
-            return slime_verl.read_slime(path)
-        case ".safetensors" | ".npz":
-            return slime_verl.read_verl(path)
-        case ".parquet":
-            return whole(path, "rows in parquet", _parquet(path))
-        case ".pkl" | ".pickle" | ".dp":
-            raise _pickle(path)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                _check_size(sum(each.file_size for each in archive.infolist()), path)
+        match path.suffix:
+            case ".pt" | ".pth":
+                return slime_verl.read_slime(path)
+            case ".safetensors" | ".npz":
+                return slime_verl.read_verl(path)
+            case ".parquet":
+                return whole(path, "rows in parquet", _parquet(path))
+            case ".pkl" | ".pickle" | ".dp":
+                raise _pickle(path)
+    except UserError:
+        raise
+    except Exception as error:  # what libraries raise at a file that is cut, flipped or forged is no short list
+        found = f"{path}: {type(error).__name__}: {error}".splitlines()[0]
+        raise user_error("DUMP", found=found, expected="a whole file", remedy="Write it again.") from None
     data = read_bytes(path, "DUMP", "a dump")
     if data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise _pickle(path)
     return whole(path, "rows in JSON", _json_lines(path, data))
 
 
+def _check_size(size: int, path: Path) -> None:
+    """Refuse a file that takes far more memory when it is unpacked."""
+    if size > max(LARGEST, path.stat().st_size):
+        found = f"{path}, {size:,} bytes when it is unpacked"
+        raise user_error("DUMP", found=found, expected=f"at most {LARGEST:,}", remedy="Write fewer rows to a file.")
+
+
 def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            values = parse_json(line, finite=False)
+        except ValueError as error:
             found = f"{line[:60].decode('utf-8', 'replace')} ({error})"
             raise _no_object(path, number, found) from None
         if not isinstance(values, dict):
@@ -70,6 +87,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     try:
+        about = pyarrow.parquet.read_metadata(path)
+        groups = [about.row_group(number) for number in range(about.num_row_groups)]
+        counts = (each.column(number).num_values for each in groups for number in range(each.num_columns))
+        _check_size(8 * sum(counts), path)
         table = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise user_error(

@@ -63,15 +63,23 @@ def logprobs(logits: Tensor, tokens: Tensor, sampling: Sampling, truncation: Tru
 
     truncation: in place of that of the sampling. A token that it leaves out is at -inf.
     """
-    cut = sampling.truncation if truncation is None else truncation
+    every = _distributions(logits, sampling, truncation or sampling.truncation)
+    return every.gather(-1, tokens.to(logits.device)[:, None]).squeeze(-1).cpu()
+
+
+def entropies(logits: Tensor, sampling: Sampling) -> Tensor:
+    """float64 [T] on the CPU: entropy in nats of the distributions of logits [T, V], as they were sampled."""
+    return torch.special.entr(_distributions(logits, sampling, sampling.truncation).exp()).sum(-1).cpu()
+
+
+def _distributions(logits: Tensor, sampling: Sampling, cut: Truncation) -> Tensor:
     if cut.cuts:
         each = logits.new_ones(len(logits))
         floors = truncation_floors(
             logits, each * sampling.divisor, each * cut.top_p, each.long() * cut.top_k, each * cut.min_p
         )
         logits = narrowed(logits, floors)
-    scaled = (logits.double() / sampling.divisor).log_softmax(-1)
-    return scaled.gather(-1, tokens.to(logits.device)[:, None]).squeeze(-1).cpu()
+    return (logits.double() / sampling.divisor).log_softmax(-1)
 
 
 def scored(

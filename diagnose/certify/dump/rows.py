@@ -11,11 +11,14 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 
 LARGEST = 1e-3
 """A log-probability may be above 0 by rounding, not by more."""
+MOST_TOKENS = 2**31 - 1
+"""Top-k at most; no vocabulary is larger."""
+MOST_UNREAD, LONGEST_KEY = 20, 60
 _REMEDY = "Correct the dump; docs/certify.md has its schema."
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
@@ -61,7 +64,7 @@ class DumpRow(BaseModel):
     """Likewise, 0 where the model has not sampled the token; what is said of such a token does not count."""
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     version: Version | list[Version] = None
     """Of the weights, one for the answer or one for each of its tokens."""
@@ -186,7 +189,8 @@ def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sa
     unread: dict[str, None] = {}
     for place, values in found:
         every.append((place, checked_row(values, f"{place} of {path}")))
-        unread |= dict.fromkeys(key for key in values if key not in SCHEMA_KEYS)
+        if len(unread) < MOST_UNREAD:
+            unread |= dict.fromkeys(shown(str(key), LONGEST_KEY)[1:-1] for key in values if key not in SCHEMA_KEYS)
     used = [(place, row) for place, row in every if row.sampled]
     if not used:
         raise user_error(
@@ -195,4 +199,4 @@ def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sa
             expected="at least one answer",
             remedy="Write rows of token ids and log-probabilities; docs/certify.md has the schema.",
         )
-    return Dump(kind, [row for _, row in used], [place for place, _ in used], sampling, list(unread))
+    return Dump(kind, [row for _, row in used], [place for place, _ in used], sampling, list(unread)[:MOST_UNREAD])

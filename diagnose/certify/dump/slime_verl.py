@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
+from fp8rl.diagnose.certify.dump.rows import Dump, whole
 from fp8rl.models.checkpoint.writing import open_tensors
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.sampling import Truncation
 
 REQUIRED = frozenset({"input_ids", "attention_mask", "responses", "rollout_log_probs"})
 _BY_TOKEN = ("rollout_log_probs", "old_log_probs", "response_mask")
@@ -32,17 +30,12 @@ def read_verl(path: Path) -> Dump:
     Raises:
         UserError: it is damaged, or lacks a tensor.
     """
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as stored:
-                return from_tensors(path, {name: torch.from_numpy(stored[name]) for name in stored.files}, {})
-        with open_tensors(path, "DUMP") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-            return from_tensors(path, tensors, stored.metadata() or {})
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise user_error("DUMP", found=f"{path}: {error}", expected="a whole file", remedy="Write it again.") from None
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as stored:
+            return from_tensors(path, {name: torch.from_numpy(stored[name]) for name in stored.files}, {})
+    with open_tensors(path, "DUMP") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+        return from_tensors(path, tensors, stored.metadata() or {})
 
 
 def from_tensors(path: Path, tensors: Mapping[str, Any], said: Mapping[str, str]) -> Dump:
@@ -65,11 +58,14 @@ def from_tensors(path: Path, tensors: Mapping[str, Any], said: Mapping[str, str]
         raise user_error("DUMP", found=f"{path} with {shapes}", expected=expected, remedy="Write it again.")
     width = ids.shape[1] - answers.shape[1]
     unread = [name for name in tensors if name not in {*REQUIRED, *_BY_TOKEN, "prompts", "position_ids"}]
-    found = whole(path, "a batch of verl's", _verl_rows(tensors, real.bool(), width), _sampling(path, said))
-    return Dump(found.kind, found.rows, found.places, found.sampling, unread)
+    settings = {key: said[key] for key in ("temperature", "top_p", "top_k", "min_p") if key in said}
+    found = whole(path, "a batch of verl's", _verl_rows(tensors, real.bool(), width, settings))
+    return Dump(found.kind, found.rows, found.places, None, unread)
 
 
-def _verl_rows(tensors: Mapping[str, Tensor], real: Tensor, width: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _verl_rows(
+    tensors: Mapping[str, Tensor], real: Tensor, width: int, settings: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {"rollout_log_probs": "logprobs", "old_log_probs": "trainer_logprobs", "response_mask": "mask"}
     for number in range(len(real)):
         length = int(real[number, width:].sum())
@@ -80,18 +76,7 @@ def _verl_rows(tensors: Mapping[str, Tensor], real: Tensor, width: int) -> Itera
         }
         values["tokens"] = tensors["input_ids"][number][real[number]].tolist()
         values["prompt_length"] = len(values["tokens"]) - length
-        yield f"row {number}", values
-
-
-def _sampling(path: Path, said: Mapping[str, str]) -> Sampling | None:
-    try:
-        numbers = {key: float(said[key]) for key in ("temperature", "top_p", "top_k", "min_p") if key in said}
-    except ValueError as error:
-        raise user_error("DUMP", found=f"{path}: {error}", expected="numbers", remedy="Write it again.") from None
-    if not numbers:
-        return None
-    cut = Truncation(numbers.get("top_p", 1.0), int(numbers.get("top_k", -1)) or -1, numbers.get("min_p", 0.0))
-    return Sampling(numbers.get("temperature", 1.0), cut)
+        yield f"row {number}", values | settings
 
 
 # slime's dumps: `--save-debug-rollout-data` has the engine's log-probabilities, `--save-debug-train-data` both sides'.
