@@ -370,4 +370,5 @@ def _same_number(one: Any, other: Any) -> bool:
 def prepare() -> None:
     """Do the work on which the first comparison of a process spends seconds."""
     logging.disable(logging.CRITICAL)
-    math("$\\frac{1}{2}$", "0.5", finished=True)
+    for text in ("2x+1", r"\frac{\sqrt{3}}{2}", "(1,2]", r"\{1,2\}", r"x=5\%"):
+        _compared(*_read(text)[:1], _read("0.5")[0])
