@@ -205,7 +205,7 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
 
 
 def _known_columns(path: str | Path) -> dict[str, Any]:
-    """Return settings by which `datasets` leaves out columns of a parquet file that it has no type for, such as maps."""
+    """Return settings by which `datasets` leaves out columns of a parquet file for which it has no type: maps."""
     import datasets
     import pyarrow.parquet
 
