@@ -10,7 +10,8 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union
 
 from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.section import Section, dotted, sections_in
@@ -73,6 +74,28 @@ def _section(section: type[Section] | None, name: str) -> tuple[type[Section] | 
         return None, False
     kinds = sections_in(field.annotation)
     return (kinds[0] if kinds else None), typing.get_origin(field.annotation) is tuple
+
+
+def types_of(key: str) -> set[Any]:
+    """Return the types of value that a dotted key takes; of a section with a `shorthand`, those of that too."""
+    section: type[Section] | None = Experiment
+    *above, name = key.split(".")
+    for part in above:
+        section, _ = _section(section, part)
+    field = section.model_fields.get(name) if section is not None else None
+    return set() if field is None else _types(field.annotation)
+
+
+def _types(annotation: Any) -> set[Any]:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return {type(part) for part in parts}
+    if origin in (Annotated, Union, UnionType):
+        return set().union(*map(_types, parts[:1] if origin is Annotated else parts))
+    if isinstance(annotation, type) and issubclass(annotation, Section) and annotation.shorthand:
+        return {annotation, *_types(annotation.model_fields[annotation.shorthand].annotation)}
+    listed = _types(parts[0]) if origin is tuple and sections_in(annotation) else set()
+    return {int, float} if annotation is float else {origin or annotation, *listed}
 
 
 def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:

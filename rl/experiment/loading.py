@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import numbers
 import os
@@ -9,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -20,7 +22,7 @@ from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
-from fp8rl.rl.experiment.layers import Say, merged
+from fp8rl.rl.experiment.layers import Say, merged, types_of
 from fp8rl.rl.experiment.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.named_functions import check_importable
@@ -206,19 +208,26 @@ def _parse_override(override: str) -> dict[str, Any]:
             expected="key.sub=value",
             remedy="Write for example run.steps=2; replace a whole list with gates=[].",
         )
+    quoted = f"{key}={json.dumps(value, ensure_ascii=False)}"
     if comment := comment_behind(value):
         raise user_error(
             "override",
             found=override,
             expected=f"a value that YAML reads to its end; it takes {shown(comment)} for a comment",
-            remedy=f"Quote the value for YAML: {shlex.quote(f'{key}={json.dumps(value, ensure_ascii=False)}')}.",
+            remedy=f"Quote the value for YAML: {shlex.quote(quoted)}.",
         )
+    types = types_of(key)
+    text_alone = bool(types) and types <= {str, NoneType}
     try:
-        return parse_override(override)
+        found = parse_override(override)
     except ValueError as error:
-        raise user_error(
-            "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
-        ) from error
+        if text_alone and value.isprintable() and value[0] not in "'\"":
+            return parse_override(quoted)
+        expected = f"a YAML value after = ({error})"
+        raise user_error("override", found=override, expected=expected, remedy="Correct or quote the value.") from error
+    read: Any = functools.reduce(dict.__getitem__, key.split("."), found)
+    taken = types if text_alone else {*types, dict, list, NoneType}
+    return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
 
 
 def _algorithm_name(values: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -14,6 +15,8 @@ process."""
 MOST_VALUES = 1_000_000
 """Values of a text, with all that its aliases stand for."""
 _TEXT = "tag:yaml.org,2002:str"
+_OF_OLD = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][\d_]*(:[0-5]?\d)+|[-+]?\d[\d_]*(:[0-5]?\d)+\.[\d_]*")
+"""Numbers that YAML 1.1 reads otherwise than anybody: 010 is 8, and 12:30 is 750."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -57,7 +60,8 @@ def check_yaml(text: str) -> None:
     """Refuse, before anything is built of it, a text that is no YAML or would not be plain values.
 
     Raises:
-        ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag.
+        ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag or a number such
+            as 010 or 12:30.
     """
     try:
         _check_events(text)
@@ -79,6 +83,11 @@ def _check_events(text: str) -> None:
             tag = getattr(event, "tag", None)
             if tag not in (None, "!", _TEXT):
                 raise ValueError(f"the tag {tag}")
+            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OF_OLD.fullmatch(event.value):
+                text, number, line = event.value, yaml.safe_load(event.value), event.start_mark.line + 1
+                raise ValueError(
+                    f"{text} in line {line}, which YAML reads as {number}: write {number}, or '{text}' as text"
+                )
             count += 1
             if isinstance(event, yaml.CollectionStartEvent):
                 open_at.append((event.anchor, count - 1))

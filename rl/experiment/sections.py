@@ -355,7 +355,7 @@ class EvalSection(Section):
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     problems: int = Field(default=200, ge=0)
-    """How many problems of `data.eval`; 0 turns all evaluation off."""
+    """How many problems of `data.eval`, by default 200 or all there are; 0 turns all evaluation off."""
     sets: tuple[EvalSet, ...] = Field(default=(), strict=False)
     """Further sets, each with a name."""
 

@@ -126,6 +126,8 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         text = str(detail["ctx"]["error"])
         stated = text if text.startswith(f"{key}.") else f"{key}: {text}"  # a section's rule may name the key itself
         return stated if stated.endswith(("?", ".")) else f"{stated}."
+    if kind == "string_type" and isinstance(found, bool | int | float):
+        return f"{key}: found {shown(found)}, expected text. Write it in quotes, '{found}' for example."
     return f"{key}: found {shown(found)}, expected {expected_of(detail)}. {_remedy('Correct it in', key)}"
 
 

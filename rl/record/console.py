@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fp8rl.numerics.core.terminal import printable
 from fp8rl.rl.record.log import CONSOLE
+from fp8rl.rl.record.metrics import held_out_is
 
 
 class PlainConsole(Console):
@@ -113,8 +114,12 @@ def steps_table(rows: Mapping[int, Mapping[str, float]]) -> Table:
         values = [rows[step].get(name) for step in shown]
         if any(value is not None for value in values):
             cells = [Text("") if v is None else Text(format_value(v), style=style_of(v)) for v in values]
-            table.add_row(label, *cells)
+            table.add_row(_label(label, *rows.values()), *cells)
     return table
+
+
+def _label(label: str, *rows: Mapping[str, float]) -> str:
+    return "held-out reward" if label == "accuracy" and held_out_is(*rows) == "reward" else label
 
 
 _SHOWN = 5
@@ -132,7 +137,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], limit: str = 
         if name not in metrics or (label == "loss" and "rollout/reward_mean" in metrics):
             continue
         value = metrics[name]
-        line.append(f"  {label} ", style="dim not bold")
+        line.append(f"  {_label(label, metrics)} ", style="dim not bold")
         line.append(format_value(value), style=style_of(value))
         if label == "exact" and "drift/tokens" in metrics:
             line.append(_compared(metrics))

@@ -27,6 +27,12 @@ OUTCOMES = "rollout/outcome/"
 """Metrics that its environment names."""
 
 
+def held_out_is(*rows: Mapping[str, float]) -> str:
+    """Return the word for `eval/accuracy` in these rows: accuracy if all rewards are 0 or 1, else reward."""
+    graded = any("eval/graded" in row or not 0.0 <= row.get("eval/accuracy", 0.0) <= 1.0 for row in rows)
+    return "reward" if graded else "accuracy"
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number of a step, without its name."""

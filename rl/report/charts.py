@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fp8rl.rl.record.metrics import METRICS, metric
+from fp8rl.rl.record.metrics import METRICS, held_out_is, metric
 from fp8rl.rl.report.page import Charts, Paragraph, Section
 from fp8rl.rl.report.summary import Row, evaluated_at
 
@@ -199,8 +199,11 @@ def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
     note, traces = look.note, []
     for index, (name, rows, curves) in enumerate(runs):
         wanted = curves.get(title, [])
-        if title == "Held-out accuracy":
+        if title.startswith("Held-out"):
             rows = [{**row, "step": evaluated_at(row)} for row in rows]
+            if held_out_is(*rows) == "reward":
+                title, look = "Held-out reward", Look(look.note, "mean reward")
+                wanted = [(each, label.replace("accuracy", "reward")) for each, label in wanted]
         if title == "Duration" and rows and "sync/seconds" in rows[0]:
             # It also compiles and maps memory: next to it the others would be a flat line.
             if not several:

@@ -201,7 +201,7 @@ def _tiles(summary: RunSummary, rows: Sequence[Row]) -> list[Tile]:
         before = "" if summary.accuracy_before is None else f"{summary.accuracy_before:.3f} before training"
         if summary.accuracy_change is not None:
             before += ", change {:+.3f} to {:+.3f} (95%, Newcombe)".format(*summary.accuracy_change)
-        tiles.append(Tile("Held-out accuracy", f"{summary.accuracy_after:.3f}", before))
+        tiles.append(Tile(f"Held-out {summary.held_out}", f"{summary.accuracy_after:.3f}", before))
     elif summary.reward_last is not None:
         tiles.append(Tile("Mean reward", f"{summary.reward_last:.3f}", f"{summary.reward_first:.3f} at the first step"))
     if summary.largest_abs_diff is not None and summary.exact_fraction is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8rl.rl.record.events import Event
+from fp8rl.rl.record.metrics import held_out_is
 
 Row = dict[str, Any]
 Tone = Literal["good", "bad", "neutral"]
@@ -75,6 +76,8 @@ class RunSummary:
     """The largest of them."""
     evaluated_problems: int = 0
     """Held-out problems of the last evaluation."""
+    held_out: str = "accuracy"
+    """What the held-out figures are, `accuracy` or `reward`."""
     accuracy_change: tuple[float, float] | None = None
     """The 95% interval of the change of accuracy, None where it is no fraction of solved problems."""
     answers: int = 0
@@ -163,6 +166,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         mean_drift=_token_mean(older, DRIFT_MEAN, older_tokens, "drift/tokens"),
         largest_drift=max((row[DRIFT_MAX] for row in older), default=None),
         evaluated_problems=int(evaluations[-1].get("eval/problems", 0)) if evaluations else 0,
+        held_out=held_out_is(*evaluations),
         accuracy_change=_change(evaluations),
         warnings=len(warned),
         first_warning=_first(warned),
@@ -197,10 +201,10 @@ def _change(evaluations: Sequence[Row]) -> tuple[float, float] | None:
     It takes the two evaluations for independent samples. They are of the same problems, so the interval of the answers
     in pairs would be narrower; rows do not have the single answers.
     """
-    if len(evaluations) < 2:
+    if len(evaluations) < 2 or held_out_is(*evaluations) != "accuracy":
         return None
     pairs = [(row["eval/accuracy"], row.get("eval/problems", 0)) for row in (evaluations[0], evaluations[-1])]
-    if any(not 0.0 <= accuracy <= 1.0 or problems < 1 for accuracy, problems in pairs):
+    if any(problems < 1 for _, problems in pairs):
         return None
     (first, _), (last, _) = pairs
     (first_low, first_high), (last_low, last_high) = (_wilson(*pair) for pair in pairs)

@@ -24,24 +24,24 @@ def verdict(summary: RunSummary) -> list[str]:
 
 
 def _learning(summary: RunSummary) -> str:
-    steps = _count(summary.steps, "step")
+    steps, held_out = _count(summary.steps, "step"), f"Held-out {summary.held_out}"
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         before, after = summary.accuracy_before, summary.accuracy_after
         if before == after:
-            return f"Held-out accuracy stayed at {after:.3f} in {steps}."
+            return f"{held_out} stayed at {after:.3f} in {steps}."
         if summary.accuracy_change is None:
-            return f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}."
+            return f"{held_out} went from {before:.3f} to {after:.3f} in {steps}."
         low, high = summary.accuracy_change
         problems = _count(summary.evaluated_problems, "problem")
         if low <= 0.0 <= high:
             return (
-                f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}, which {problems} cannot tell "
+                f"{held_out} went from {before:.3f} to {after:.3f} in {steps}, which {problems} cannot tell "
                 "from no change."
             )
         moved = "rose" if after > before else "fell"
-        return f"Held-out accuracy {moved} from {before:.3f} to {after:.3f} in {steps} on {problems}."
+        return f"{held_out} {moved} from {before:.3f} to {after:.3f} in {steps} on {problems}."
     if summary.accuracy_after is not None:
-        return f"Held-out accuracy is {summary.accuracy_after:.3f} at step {summary.accuracy_after_step}."
+        return f"{held_out} is {summary.accuracy_after:.3f} at step {summary.accuracy_after_step}."
     if summary.reward_first is not None:
         return f"Mean reward went from {summary.reward_first:.3f} to {summary.reward_last:.3f} in {steps}."
     return f"{steps} completed, without an evaluation."

@@ -156,11 +156,11 @@ def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict
     ]
     answers = [answer for group in groups for answer in group]
     mean = sum(map(sum, values)) / len(answers)
+    graded = sum(value not in (0.0, 1.0) for group in values for value in group)
+    main = {"accuracy": mean, "problems": float(len(groups))} | ({"graded": float(graded)} if graded else {})
     if not each.name:
-        return {"eval/accuracy": mean, "eval/problems": float(len(groups))}
-    metrics = {
-        "accuracy": mean,
-        "problems": float(len(groups)),
+        return {f"eval/{name}": value for name, value in main.items()}
+    metrics = main | {
         "finished_fraction": sum(answer.trajectory.finished for answer in answers) / len(answers),
         "response_tokens_mean": sum(len(answer.trajectory.logprobs) for answer in answers) / len(answers),
     }

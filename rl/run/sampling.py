@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -57,6 +58,12 @@ class PendingGroup:
     def answered(self) -> bool:
         """Return whether all answers are there, and are what they should be."""
         return _are_there(self.answers)
+
+    @property
+    def awaited(self) -> Future[Any] | None:
+        """Return what comes next: the answers, then the verdicts on them; None: all are there."""
+        pending = self._begin(self.answers) if self.answered else self.answers
+        return None if self.answered and pending.done() else pending
 
     def judged(self) -> list[JudgedAnswer]:
         """The verdict on each answer, once it is there; the answers are."""
@@ -133,13 +140,16 @@ class Sampling:
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
     def wait_for_some(self, asked: Sequence[PendingGroup], count: int) -> None:
-        """Wait until `count` of the groups, or all of them, have their answers; see `collect`."""
-        wanted = min(count, len(asked))
+        """Wait until `count` of the groups, or all of them, are answered and judged; see `collect` and `Judge.wait`."""
+        wanted, looked = min(count, len(asked)), time.monotonic()
         with self.turns.turn("rollout"):
-            while (answered := sum(item.answered for item in asked)) < wanted:
-                self.events.progress(answered, wanted)
+            while (complete := sum(item.awaited is None for item in asked)) < wanted:
+                self.events.progress(complete, wanted)
                 self._ask_again(asked)
-                self._wait_briefly([item.answers for item in asked if not item.answered], FIRST_COMPLETED)
+                self._wait_briefly([each for item in asked if (each := item.awaited)], FIRST_COMPLETED)
+                if time.monotonic() - looked > self.judge.patience:
+                    self.judge.check_turns()
+                    looked = time.monotonic()
         self.events.deliver()
 
     def wait_for_fresh(self, asked: Sequence[PendingGroup]) -> None:
@@ -185,7 +195,7 @@ class Sampling:
         self.events.progress(len(asked), len(asked))
         self.events.deliver()
 
-    def _wait_briefly(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
+    def _wait_briefly(self, answers: Sequence[Future[Any]], until: str) -> None:
         """Wait a moment for answers; meanwhile sync new engines, report failures, and raise errors that a sync cannot
         repair."""
         wait([future for future in answers if not future.done()], timeout=_LOOK_SECONDS, return_when=until)
@@ -210,5 +220,5 @@ def _are_there(answers: Future[list[Trajectory]]) -> bool:
     return answers.done() and not answers.cancelled() and answers.exception() is None
 
 
-def _is_stale(answers: Future[list[Trajectory]]) -> bool:
+def _is_stale(answers: Future[Any]) -> bool:
     return not answers.cancelled() and isinstance(answers.exception(), StaleWeightsError)

@@ -9,6 +9,7 @@ import glob
 import json
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class JsonLines(Sequence[Row]):
 
 
 class TableRows(Sequence[Row]):
-    """The rows of a data set, as they would be in JSON lines: nothing in them is decoded, and bytes are left out.
+    """The rows of a data set, as they would be in JSON lines: nothing in them is decoded; bytes and maps are left out.
 
     Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null of the row's own
     looks the same: both are left out of nested values. A column that is null in a row stays, as `None`.
@@ -145,7 +146,8 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
     if path.suffix == ".parquet" and path.is_file():
         datasets = _quiet_datasets()
         try:
-            found = datasets.load_dataset("parquet", data_files={"train": glob.escape(str(path))})
+            files = {"train": glob.escape(str(path))}
+            found = datasets.load_dataset("parquet", data_files=files, **_known_columns(path))
         except Exception as error:  # whatever a reader of damaged files raises
             raise _unreadable(path, key, error, "a whole parquet file of one row or more") from error
         return TableRows(found["train"], path, key)
@@ -162,10 +164,14 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
     try:
         if saved:
             return datasets.load_from_disk(str(path))
-        kind = datasets.load_dataset_builder(str(path), name).name
-        found = datasets.load_dataset(
-            str(path), name, **({"converters": dict.fromkeys(texts, str)} if kind == "csv" else {})
-        )
+        with _as_it_is_named(datasets.data_files):
+            builder = datasets.load_dataset_builder(str(path), name)
+            kind, settings = builder.name, {}
+            if kind == "csv":
+                settings = {"converters": dict.fromkeys(texts, str)}
+            elif kind == "parquet":
+                settings = _known_columns(next(iter(builder.config.data_files.values()))[0])
+            found = datasets.load_dataset(str(path), name, **settings)
         if kind == "json":
             _check_no_dates(found, path, key)
         return found
@@ -180,6 +186,39 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
             raise user_error(f"{key}.name", found=name, expected=expected, remedy=remedy) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
+
+
+@contextmanager
+def _as_it_is_named(data_files: Any) -> Iterator[None]:
+    """Let `datasets` look for files in a directory whose name has signs of patterns, such as `gsm8k[1]`, and not in
+    others that match it (its issue 7468)."""
+    resolve = data_files.resolve_pattern
+
+    def escaped(pattern: str, base_path: str, *rest: Any, **settings: Any) -> Any:
+        return resolve(pattern, glob.escape(base_path), *rest, **settings)
+
+    data_files.resolve_pattern = escaped
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
+
+
+def _known_columns(path: str | Path) -> dict[str, Any]:
+    """Return settings by which `datasets` leaves out columns of a parquet file for which it has no type: maps."""
+    import datasets
+    import pyarrow.parquet
+
+    schema = pyarrow.parquet.read_schema(path)
+    for column in (found := list(schema)):
+        try:
+            datasets.Features.from_arrow_schema(pyarrow.schema([column]))
+        except ValueError:
+            schema = schema.remove(schema.get_field_index(column.name))
+    if len(schema) == len(found):
+        return {}
+    features = datasets.Features.from_arrow_schema(schema)
+    return {"features": features, "columns": list(features)}
 
 
 def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:

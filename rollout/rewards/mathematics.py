@@ -1,10 +1,14 @@
-"""The reward `math`: an answer whose last expression math-verify finds equal to the reference."""
+"""The reward `math`: an answer whose last statement math-verify finds equal to the reference."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import resource
 import unicodedata
+from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -17,11 +21,16 @@ from fp8rl.rollout.rewards.builtin import final_integer
 _NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _BEFORE, _AFTER = r"(?<![\w)\]}*\\$])", r"(?![\w*$])"
-_UNIT = r"(?:[mck]?m|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr)(?:\^(?:\d|\{-?\d\})|[²³])?"
+_UNIT = r"(?:[mck]?m|m?[lL]|ft|in|yd|mi|k?g|lb|s|sec|min|h|hr|day|yr)(?:\^(?:\d|\{-?\d\})|[²³])?"
 
 _RULES = [
     # Signs that LaTeX writes otherwise.
-    (r"[−–](?=[\d.$\\])", "-"),
+    (r"[−–‐‑﹣](?=[\d.$\\])", "-"),
+    (r"≈|~=", r"\\approx "),
+    (r"\s*°", r"^{\\circ}"),
+    (r"(?<![\\A-Za-z{])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])", r"\\\1 "),
+    (r"(?<![\\A-Za-z])sqrt(?=\s*[({\d])", "√"),
+    (r"(?<=[\d}])\s*(?:percent|pct)\b", r"\\%"),
     (r"[×⋅·](?=\s*[\d(])", "*"),
     (r"÷", "/"),
     (r"∞", r"\\infty "),
@@ -35,6 +44,9 @@ _RULES = [
     (rf"{_BEFORE}(\*{{1,3}})(?=[^\s*])([^*\n]*[^\s*\\])\1{_AFTER}", r"\2"),
     (rf"{_BEFORE}(_{{1,3}})(?=[^\s_{{])([^_\n]*[^\s_\\])\1{_AFTER}", r"\2"),
     (r"<(b|strong|i|em|code|u)>([^<>\n]*)</\1>", r"\2"),
+    # A power and a product, of which math-verify would make nothing and a sum.
+    (r"(?<=[\w)}])(\s?)\*\*\1(-?\w+)(?![\w*])", r"^{\2}"),
+    (r"((?<![\w.}])\d+|\))\((?=[\d-])", r"\1\\cdot("),
     # A command for bold letters that math-verify does not know.
     (r"\\(?:boldsymbol|bm|pmb)(?=\s*\{)", r"\\mathbf"),
     # Currency. A dollar that is not escaped may begin math: only behind a minus and before a lone number it does not.
@@ -46,6 +58,7 @@ _RULES = [
     (r"(?<=\d),(?=\d{3}\s*\\?%)", ""),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|~|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))", ""),
 ]
+_OTHER_ASCII, _OTHER_DIGIT = re.compile("[！-～]"), re.compile(r"(?![0-9])\d")
 _COMPILED = [(re.compile(pattern), to) for pattern, to in _RULES]
 _SPACED = re.compile(r"(?<![\w.,])(\d{1,3}(?: \d{3})+)(?![\w,])")
 _EXPONENT = re.compile(
@@ -60,7 +73,7 @@ _WHOLE = r"(?<![\w.])(?<!\d,)(?P<whole>\d{1,3}(?:,\d{3}){1,9}|\d{1,30})"
 _DOT = r"\\dot\s*(?:\{\d{1,30}\}|\d)"
 _CYCLE = re.compile(
     rf"(?:{_WHOLE}|(?<!\w))\.(?P<fixed>\d{{0,30}})"
-    rf"(?P<cycle>\\(?:overline|bar)\s*(?:\{{\s*\d{{1,30}}\s*\}}|\d)|{_DOT}(?:\d{{0,30}}{_DOT})?)(?!\d)"
+    rf"(?P<cycle>\\(?:overline|bar)\s*(?:\{{\s*\d{{1,30}}\s*\}}|\d)|{_DOT}(?:\d{{0,30}}{_DOT})?|\(\d{{1,30}}\))(?!\d)"
 )
 _PROPER = r"(?:\{(?P<top>\d{1,30})\}\s*\{(?P<bottom>\d{1,30})\}|(?P<pair>\d\d))"
 _MIXED = re.compile(
@@ -75,6 +88,8 @@ _ONE_SIGN = re.compile(rf"(?:{_WHOLE}\s?)?(?P<sign>[¼-¾⅐-⅞])")
 def plain(text: str) -> str:
     """Return a text with its expressions as they are, without the markup around and within them, and with its numbers
     as math-verify reads them."""
+    text = _OTHER_ASCII.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
+    text = _OTHER_DIGIT.sub(lambda found: str(int(found[0])), text)
     for pattern, to in _COMPILED:
         text = pattern.sub(to, text)
     text = _SPACED.sub(lambda found: found[1].replace(" ", ""), text)
@@ -116,61 +131,169 @@ def _power(found: re.Match[str]) -> str:
     return f"{found[1] or found[3]}*10^({found[2] or found[4]})"
 
 
-_BOX = r"\boxed{"
-_LONGEST = 200
-"""Characters of a result without dollars: a text of thousands, which is none, would take math-verify a minute."""
+_SECONDS = 1
+"""Of a processor, for an answer; ordinary ones take a tenth."""
+_LONGEST = 4000
+"""Characters at the end of an answer in which its last statement is looked for."""
 _DIGITS = 50
 """Digits to which what is no fraction is computed to be compared."""
 
 
 def math(answer: str, reference: str, finished: bool) -> float:
-    """Return 1 if the model ended the answer and its last expression equals the reference's result, else 0.
+    """Return 1 if the model ended the answer and its last statement equals the reference's result, else 0.
 
-    The result stands after `####`, if there is one. Of several `\\boxed{}` the last counts, or those that stand close
-    together as one set. An answer that breaks math-verify is wrong.
+    The result stands in the last `\\boxed{}`, or in those side by side as one set; or after `####`; else it is the last
+    expression of the text. It is read to its end: `2√2` is not 2. Thoughts do not count. An answer that breaks
+    math-verify, or takes it more than a second, is wrong.
 
     Raises:
         ValueError: `reference` holds no expression that math-verify can read.
     """
     if not finished:
         return 0.0
-    answer = plain(answer)
     gold = final_integer(reference)
     if gold is not None and final_integer(answer) == gold:
         return 1.0
-    from math_verify import parse
-
-    reference_text = plain(reference)
-    marked = _marked(reference_text)
-    result = reference_text if marked is None else marked
-    # The caller's deadline replaces math-verify's own.
-    expected = _read(result) or parse(result, parsing_timeout=None)
-    if not expected:
+    if not (expected := _expected(reference)):
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
-    own = parse(answer, parsing_timeout=None)
-    marked = _marked(answer) or ""
-    if 0 < len(marked) <= _LONGEST and not any(sign in marked for sign in ("$", "\\(", "\\[", _BOX)):
-        own += _read(marked)  # as a reference is read: an interval needs no $ there
-    if answer.count(_BOX) > 1:
-        own += parse(answer[answer.rindex(_BOX) :], parsing_timeout=None)
-    return float(any(_compared(*pair) for pair in product(expected, own)))
+    child = os.fork()  # a process can be ended in the middle of 10000000!, or of a regular expression
+    if child == 0:
+        right = False
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+            own = [each for text in _results(answer, stated=True) for each in _read(text)]
+            right = any(_compared(*pair) for pair in product(expected, own))
+        finally:
+            os._exit(not right)
+    return float(os.waitpid(child, 0)[1] == 0)
+
+
+@lru_cache(maxsize=256)
+def _expected(reference: str) -> list[Any]:
+    return [each for text in _results(reference, stated=False) for each in _read(text)]
 
 
 def _read(result: str) -> list[Any]:
-    """Return what math-verify makes of a text that is mathematics as a whole; of some, such as a fraction in percent,
-    it makes an expression only in a box."""
-    from math_verify import parse
+    """Return what math-verify makes of a text that is mathematics to its end, and the text; nothing: it is not."""
+    from latex2sympy2_extended.latex2sympy2 import convert_to_pct, normalize_latex
+    from math_verify.parser import LatexExtractionConfig, parse_latex_cached
 
-    found: list[Any] = parse(f"${result}$", parsing_timeout=None)
-    if all(isinstance(each, str) for each in found):
-        found += parse(f"{_BOX}{result}}}", parsing_timeout=None)
-    return found
+    result = re.sub(r"^\s*(?:=|~|\\approx)", "", result).strip(" \n$").rstrip(" .,;:$")
+    bare = re.sub(r"^(?:[^,]*=)?(.*?)\s*\\?%$", r"\1", result)
+    config = LatexExtractionConfig().normalization_config
+    text = normalize_latex(bare, replace(config, units=not _FACTOR.search(bare)))
+    if not text:
+        return []
+    if _NOT_ONE.search(text):
+        return [text]
+    try:
+        value = parse_latex_cached(text)
+        return [value if bare == result else convert_to_pct(value), text]
+    except Exception:  # it raises nearly anything on what it cannot read
+        return [text]
 
 
-def _marked(text: str) -> str | None:
-    """Return the result that stands after the last `####`, in one line; None: there is no `####`."""
-    _, marker, tail = text.rpartition("####")
-    return tail.strip().partition("\n")[0].rstrip(". ") if marker else None
+_FACTOR = re.compile(rf"[\d)}}](?:(?!{_UNIT}$)[a-zA-Z]{{1,2}}|\s+[a-zA-Z])$")
+"""Letters that math-verify would take for a unit, as in 2ab."""
+_NOT_ONE = re.compile(r"(?<!frac )(?<!binom )(?<![\d.])\d[\d.]*(?:\s|\\[ ,;:]|\\q?quad|~)+\d|^[+/^*]\s")
+"""Two numbers side by side, which math-verify would add, or the end of an expression."""
+
+# Where a text states its result.
+
+_GROUP = r"[^{}\\]|\\."
+for _ in range(12):
+    _GROUP = rf"[^{{}}\\]|\\.|\{{(?:{_GROUP})*\}}"
+_BOX = re.compile(
+    rf"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{{(?P<group>(?:{_GROUP})*)\}}|(?P<word>[^\s{{}}$,.]+))?"
+    r"(?P<percent>[\s$]*\\?%)?",
+    re.DOTALL,
+)
+_BETWEEN = re.compile(r"[\s$\\()]*(?:,|;|,?\s*(?:and|or)\b|\\q?quad)[\s$\\()]*(?:[a-zA-Z](?:_\w)?\s*=\s*)?|[ \t$]*")
+_MATH = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)"
+    r"|(\\begin\{(?P<name>\w+)\}.+?\\end\{(?P=name)\})",
+    re.DOTALL,
+)
+_ANSWER = re.compile(r"(?i)\banswers?\b(?:[^.?!\n]*?(?:\b(?:is|are|be|equals?)\b|[:=])|(?=\W*\d))")
+_TAKEN_BACK = re.compile(
+    r"(?i)\bno\b(?=\s*[,.;:!–—-])|^\s*not\b|\bnot\b[^.\n]*\bbut\b|\b(?:wait|actually|sorry|oops|hmm+|wrong|incorrect"
+    r"|mistaken|made an? \w+|correction|rather|instead|i mean|should be|make that|let me re-?\w+)\b"
+)
+_PROSE = re.compile(
+    # Remarks, signs, and words. Those at a number are its unit; two letters there are a product.
+    rf"\n\s*(?:\d+[.)]|[-*+>|#]+)\s+|\s\([^()\\\n]*[A-Za-z]{{3}}[^()\\\n]*\)|[\n?;\"“”—←-⇿∎■-➿\U0001f000-\U0001faff]"
+    rf"|[:.](?!\d)|(?<![\w)}}\]])!|\s\||\|\s|<<[^<>\n]*>>|\(?\b[A-Za-z]\)(?=\s)|\b[aAI]\s(?=[\d$-])|(?<=[\d)}}]\s)[A-Z](?!\w)"
+    rf"|(?:(?<=\d)\s*|(?<=[)}}])\s+){_UNIT}(?:\s*/\s*{_UNIT})*(?![\w^(])|(?<=\d)(?:st|nd|rd|th|[ap]m)\b"
+    r"|(?:(?<![\\\w])[A-Za-z]{2}|(?<=\d)[A-Za-z]{3})[\w'’]*"
+)
+
+
+def _results(text: str, *, stated: bool) -> list[str]:
+    """Return the texts that the result may be. stated: one without a mark is the last statement, else all of it."""
+    text = text.rpartition("</think>")[2]
+    _, mark, tail = text.rpartition("####")
+    line, _, below = tail.strip().partition("\n") if mark else ("", "", "")
+    line = plain(line[:_LONGEST])
+    heading = not _expressions(line)
+    if (boxed := _boxed(text if heading else tail)) is not None:
+        return [plain(boxed)]
+    if mark:
+        below = plain(below[:_LONGEST]) if heading else line if _PROSE.search(line) else ""
+        return [line, *_statement(below, lone=not heading)]
+    text = plain(text[-_LONGEST:])
+    return _statement(text) if stated else [text, *_statement(text, lone=not re.search(r"[.!?\n]\s", text))]
+
+
+def _boxed(text: str) -> str | None:
+    """Return what the last boxes hold that stand side by side, "" if the last one is not closed; None: no box."""
+    held: list[str] = []
+    begin = len(text)
+    for box in reversed([*_BOX.finditer(text)]):
+        content = (box["group"] or box["word"] or "") + (r"\%" if box["percent"] else "")
+        if held and not (content and _BETWEEN.fullmatch(text[box.end() : begin])):
+            break
+        held, begin = [content, *held] if [content] != held[:1] else held, box.start()
+        if not content:
+            break
+    return ",".join(held) if held else None
+
+
+def _statement(text: str, *, lone: bool = False) -> list[str]:
+    """Return the last expression of a text, or the first behind its last `answer is` unless that is taken back; lone:
+    none if there are several."""
+    for said in reversed([*_ANSWER.finditer(text)]):
+        if found := _expressions(behind := text[said.end() :]):
+            for back in reversed([*_TAKEN_BACK.finditer(behind)]):
+                if later := _expressions(behind[back.end() :]):
+                    return later[-1:]
+            return found[:1]
+    found = _expressions(text)
+    return found[-1:] if len(found) == 1 or not lone else []
+
+
+def _expressions(text: str) -> list[str]:
+    """Return the expressions of a text in their order, each with all that stands between two words."""
+    held: list[str] = []
+    text = _MATH.sub(lambda math: held.append(next(filter(None, math.groups()))) or chr(0xDFFF + len(held)), text)
+    text = re.sub(r"\\(?:text|mathrm|mbox)(?:bf|it|rm)?\s*\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", ",", text)
+    found = [_trimmed(part) for part in _PROSE.split(text)]
+    signs = re.compile(r"[\ue000-\uf8ff]")
+    return [
+        signs.sub(lambda sign: held[ord(sign[0]) - 0xE000], part)
+        for part in found
+        if re.search(r"[\dπ∞\ue000-\uf8ff]|\\[a-zA-Z]", part)
+    ]
+
+
+def _trimmed(part: str) -> str:
+    """Return a text without signs at its ends that belong to the sentence, such as one half of brackets."""
+    part = re.sub(r",(?:\s*,)+", ",", part).strip(" \t,=*_#$'")
+    part = re.sub(r"^[->]\s+|\s*-+$", "", part)
+    depth = sum((sign in "([") - (sign in ")]") for sign in part)
+    if depth < 0:
+        return part.rstrip(" ,)]")
+    return part.lstrip("([").rstrip(" ,([") if depth > 0 else part
 
 
 def _compared(gold: Any, own: Any) -> bool:
@@ -247,4 +370,5 @@ def _same_number(one: Any, other: Any) -> bool:
 def prepare() -> None:
     """Do the work on which the first comparison of a process spends seconds."""
     logging.disable(logging.CRITICAL)
-    math("$\\frac{1}{2}$", "0.5", finished=True)
+    for text in ("2x+1", r"\frac{\sqrt{3}}{2}", "(1,2]", r"\{1,2\}", r"x=5\%"):
+        _compared(*_read(text)[:1], _read("0.5")[0])

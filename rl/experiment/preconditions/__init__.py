@@ -44,6 +44,11 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_gate_names(experiment)
     for remark in unused_rates(experiment):
         say(remark)
+    if "working_dir_files" in (folder := Path(experiment.run.dir).resolve()).parts:  # `ray job submit --working-dir`
+        say(
+            f"run.dir: {folder} is in Ray's copy of the submitted folder, which Ray removes, with the run, some time "
+            "after the job. Set run.dir to a folder that stays"
+        )
     check_trackers(experiment.tracking.recorded)
     if "wandb" in experiment.tracking.recorded:
         check_wandb(experiment.tracking.wandb)

@@ -12,6 +12,7 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
+from fp8rl.rl.experiment.sections import EvalSection
 from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.sources import Problems, Source, load_problems
 from fp8rl.rollout.environments.config import SINGLE_TURN
@@ -83,7 +84,9 @@ def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int,
     if evaluation.problems == 0:
         return
     if data.eval is not None:
-        yield data.source(data.eval, "data.eval"), evaluation.problems, rollout.max_new_tokens, experiment.rewards
+        source, default = data.source(data.eval, "data.eval"), EvalSection.model_fields["problems"].default
+        asked = None if evaluation.problems == default else evaluation.problems
+        yield source, asked, rollout.max_new_tokens, experiment.rewards
     elif not evaluation.sets:
         raise user_error(
             "data.eval",

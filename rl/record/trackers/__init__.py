@@ -17,6 +17,8 @@ from fp8rl.numerics.core.errors import user_error
 if TYPE_CHECKING:
     from fp8rl.rl.record.rollouts import RolloutRecord
 
+SHOWN_EVERY = 10
+"""Steps between sample rollouts, which are slow to write; the files have those of every step."""
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 """The package that each needs. wandb's is always installed; the extra of `fp8rl` for another has its name."""
 
@@ -37,6 +39,10 @@ class Tracked:
     """The step after which nothing more is recorded."""
     online: bool = False
     """wandb's server is to have it while it goes on. The other trackers' own settings say where they write."""
+
+    def shows(self, step: int) -> bool:
+        """Return whether sample rollouts of a step are shown."""
+        return step % SHOWN_EVERY == 0 or step == self.last_step
 
     def place(self, tracker: str) -> Path:
         """The folder of a tracker's own files."""

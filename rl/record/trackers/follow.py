@@ -18,8 +18,6 @@ from fp8rl.rl.record.rollouts import rollouts_found, shown
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked, Tracker, start
 
-SHOWN_EVERY = 10
-"""Steps between sample rollouts, which are slow to write; the files have those of every step."""
 _LOOK_SECONDS = 0.5
 _ORPHAN_SECONDS = 10.0
 """Seconds to write what is left when the run's own process has died."""
@@ -51,7 +49,7 @@ def follow(
             step = row.pop("step")
             tracker.log(step, row)
             write_atomically(told, f"{step}\n")
-            to_show = step if step % SHOWN_EVERY == 0 or step == run.last_step else None
+            to_show = step if run.shows(step) else None
         for event in events:
             tracker.alert(Event(**event).said)
         if tracker.lost_part and not said:

@@ -105,7 +105,7 @@ class Wandb(Tracker):
     """Metrics in groups by the part before the slash, sample rollouts as tables, events as alerts."""
 
     def __init__(self, run: Tracked) -> None:
-        self._name, place = run.name, run.place("wandb")
+        self._name, self._tracked, place = run.name, run, run.place("wandb")
         os.environ.setdefault("WANDB_DATA_DIR", str(place / "data"))  # it would stage its tables in the user's home
         # wandb would remove its temporary folders in exit handlers, which a tracker's process does not run.
         self._temporary = tempfile.TemporaryDirectory(prefix="fp8rl-wandb-")
@@ -122,14 +122,15 @@ class Wandb(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         basics = {f"basics/{short}": metrics[name] for short, name in BASICS.items() if name in metrics}
-        self._run.log({"step": step, **metrics, **basics})
+        row = {"step": step, **metrics, **basics}
+        self._run.log(row, step=step, commit=not self._tracked.shows(step))  # the samples belong to the same row
 
     def show(self, step: int, records: Sequence[RolloutRecord]) -> None:
         import wandb
 
         columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
         table = wandb.Table(columns=columns, data=[_row_of_table(record) for record in records])
-        self._run.log({"step": step, "rollout/samples": table})
+        self._run.log({"step": step, "rollout/samples": table}, step=step)
         # wandb has copied the table's temporary files, and would keep those of 100 tables.
         table._artifact_target.artifact._tmp_dir.cleanup()
 

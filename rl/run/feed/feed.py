@@ -95,7 +95,7 @@ def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
 class SampledFeed(Feed):
     """Groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps ahead.
 
-    A step trains on the oldest groups, and with `rollout.oversample` on the oldest that are answered; groups that the
+    A step trains on the oldest groups, and with `rollout.oversample` on the oldest that are judged; groups that the
     algorithm does not keep are replaced by further ones.
     """
 
@@ -239,10 +239,10 @@ class SampledFeed(Feed):
         return asked
 
     def _answered(self, count: int) -> list[PendingGroup]:
-        """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
+        """The `count` oldest groups; where more were admitted than a step needs, the oldest that are judged."""
         if self._experiment.rollout.oversample > 1.0:
             self._sampling.wait_for_some(self._admitted, count)
-            chosen = [item for item in self._admitted if item.answered][:count]
+            chosen = [item for item in self._admitted if item.awaited is None][:count]
         else:
             chosen = self._admitted[:count]
         self._sampling.collect(chosen)

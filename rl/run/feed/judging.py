@@ -83,15 +83,23 @@ class Judge:
         Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
         left.
         """
-        patience = max(config.timeout_s for config in self._config.functions)
-        while not futures.wait([verdict], patience).done:
-            if not self._background.takes_turns():
-                named = ", ".join(function.config.label for function in self._functions if function.is_async)
-                raise RewardError(
-                    f"found an async reward ({named}) that has blocked all others for {patience:g} s, "
-                    "expected functions that await what they wait for. Let it await, or make it a plain function"
-                )
+        while not futures.wait([verdict], self.patience).done:
+            self.check_turns()
         return verdict.result()
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a verdict before `check_turns`."""
+        return max(config.timeout_s for config in self._config.functions)
+
+    def check_turns(self) -> None:
+        """Raise RewardError if a function that is `async` never awaits."""
+        if not self._background.takes_turns():
+            named = ", ".join(function.config.label for function in self._functions if function.is_async)
+            raise RewardError(
+                f"found an async reward ({named}) that has blocked all others for {self.patience:g} s, "
+                "expected functions that await what they wait for. Let it await, or make it a plain function"
+            )
 
     def close(self) -> None:
         """End the processes; what is under way is given up. A second call does nothing."""

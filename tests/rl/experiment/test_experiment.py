@@ -1,5 +1,7 @@
 """Loading, inheriting, overriding and refusing experiment specs."""
 
+import functools
+import re
 import shlex
 import textwrap
 from pathlib import Path
@@ -170,6 +172,65 @@ def test_values_of_overrides_that_yaml_reads_to_their_end(write, value):
 )
 def test_brackets_of_overrides_are_read_to_their_end(write, override):
     load_experiment(write("s.yaml", BASE), [override])
+
+
+@pytest.mark.parametrize("text", ["12345", "1e5", "no", "on", "010", "0x10", "1_000", "2024-01-02", "true", "null"])
+def test_a_field_that_is_a_text_takes_the_text_as_typed(write, text):
+    spec = load_experiment(
+        write("s.yaml", BASE), [f"run.name={text}", f"data.keys.answer={text}", f"model.path=/{text}"]
+    )
+    assert (spec.run.name, spec.model.path) == (text, f"/{text}")
+    assert spec.data.keys.answer == (None if text == "null" else text)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.system_prompt=Answer: yes", "Answer: yes"),
+        ("data.system_prompt=[a", "[a"),
+        ("data.system_prompt=~", None),
+        ("data.system_prompt='12'", "12"),
+        ("data.train=2024", "2024"),
+        ("data.eval=2024", "2024"),
+        ("data.eval={path: p.jsonl}", "p.jsonl"),
+        ("run.steps=0x10", 16),
+        ("run.steps=1_0", 10),
+        ("trainer.lr=.5", 0.5),
+    ],
+)
+def test_values_typed_on_the_command_line_by_the_type_of_their_field(write, override, value):
+    spec = load_experiment(write("s.yaml", BASE), [override])
+    name = override.partition("=")[0]
+    found = spec.data.train[0] if name == "data.train" else functools.reduce(getattr, name.split("."), spec)
+    assert getattr(found, "path", found) == (value if not hasattr(found, "path") else str(Path.cwd() / value))
+
+
+@pytest.mark.parametrize(
+    ("number", "read"), [("010", 8), ("-010", -8), ("0_10", 8), ("12:30:45", 45045), ("1:30.5", 90.5)]
+)
+@pytest.mark.parametrize("key", ["run.steps", "trainer.lr", "data.chat_template.x"])
+def test_numbers_that_yaml_reads_otherwise_than_anybody_are_refused(write, number, read, key):
+    expected = (
+        f"{re.escape(number)} in line .*which YAML reads as {read}: write {read}, or '{re.escape(number)}' as text"
+    )
+    base = write("s.yaml", BASE)
+    child = write("child.yaml", "defaults: own.yaml\n")
+    *above, last = key.split(".")
+    own = write(
+        "own.yaml",
+        f"defaults: s.yaml\n{''.join(f'{name}: {{' for name in above)}{last}: [{number}]{'}' * len(above)}\n",
+    )
+    for path, overrides in ((base, [f"{key}={number}"]), (base, [f"{key}=[1, {number}]"]), (own, []), (child, [])):
+        with pytest.raises(UserError, match=expected):
+            load_experiment(path, overrides)
+
+
+def test_a_text_in_a_file_that_yaml_reads_as_another_value_is_told_to_be_quoted(write):
+    for name in ("no", "12345", "1e5"):
+        path = write("own.yaml", f"defaults: s.yaml\nrun: {{name: {name}}}\n")
+        write("s.yaml", BASE)
+        with pytest.raises(UserError, match=r"run.name: found .*, expected text. Write it in quotes"):
+            load_experiment(path)
 
 
 @pytest.mark.parametrize("override", ["trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"])

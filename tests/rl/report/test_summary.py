@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from fp8rl.rl.record.console import step_line
 from fp8rl.rl.record.events import Event
 from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Section
@@ -187,7 +188,7 @@ def test_what_the_problems_cannot_tell_from_no_change_is_no_verdict() -> None:
     seen = summarize([start(0.0) | few, row(1, eval__accuracy=0.025) | few])
     assert "cannot tell" in verdict(seen)[0]
     scored = summarize([start(1.5) | asked, row(1, eval__accuracy=2.5) | asked])
-    assert verdict(scored)[0] == "Held-out accuracy went from 1.500 to 2.500 in 1 step.", "no fraction of solved ones"
+    assert verdict(scored)[0] == "Held-out reward went from 1.500 to 2.500 in 1 step.", "no fraction of solved ones"
 
 
 def test_the_interval_is_newcombe_s() -> None:
@@ -228,3 +229,17 @@ def test_answers_that_were_mostly_cut_are_a_sentence() -> None:
     told = verdict(summarize([row(1, **ended), row(2, **ended)]))
     assert told[3] == "12 of 16 answers had no room left (rollout.max_new_tokens, rollout.context_length)."
     assert len(verdict(summarize([row(1, rollout__trajectories=8.0, rollout__finished_fraction=0.5)]))) == 3
+
+
+def test_only_rewards_of_0_and_1_are_called_an_accuracy() -> None:
+    before, after = ({"step": step, "eval/accuracy": 0.25 + step / 4, "eval/problems": 40.0} for step in (0, 1))
+    for graded, word in ((False, "accuracy"), (True, "reward")):
+        rows = [{**row, **({"eval/graded": 3.0} if graded else {})} for row in (before, after)]
+        summary = summarize(rows)
+        told = " ".join(verdict(summary))
+        assert summary.held_out == word and f"Held-out {word} " in told and ("accuracy" in told) is not graded
+        assert (summary.accuracy_change is None) is graded
+        assert ("accuracy" in step_line(1, 2, rows[1]).plain) is not graded
+        (chart,) = [each for _, charts in sections(rows) for each in charts if "Held-out" in each["title"]]
+        assert chart["title"] == f"Held-out {word}" and chart["traces"][0]["name"] == word
+    assert summarize([{**before, "eval/accuracy": 1.5}]).held_out == "reward", "of a run before there was eval/graded"

@@ -112,6 +112,7 @@ def test_each_set_has_its_own_sampling_rewards_and_metrics(data: dict[str, str],
             "eval/hard/pass@4": 1.0,
             "eval/own/accuracy": 0.5 + 0.25 * 6,
             "eval/own/problems": 1.0,
+            "eval/own/graded": 1.0,
             "eval/own/finished_fraction": 1.0,
             "eval/own/response_tokens_mean": length,
         }

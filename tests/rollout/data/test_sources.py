@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
@@ -106,6 +107,44 @@ def test_every_form_of_data_gives_the_same_problems(saved):
         problems = load_problems(source)
         assert len(problems) == 5 and list(problems) == expected and problems[3] == expected[3], name
         assert problems[1:3] == expected[1:3] and problems.name(3) == ("line 4" if name == "lines" else "row 4")
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("k[1]", "k1"), ("run*", "run_old"), ("v?", "v2"), ("a[!b]", "ac"), ("[c]/d", "c/d")]
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "README.md"])
+def test_a_directory_whose_name_is_a_pattern_gives_its_own_rows(tmp_path, data_cache, name, other, kind):
+    for folder, answer in ((name, "own"), (other, "other's")):
+        (tmp_path / folder).mkdir(parents=True)
+        row, file = {"question": "q", "answer": answer}, tmp_path / folder / "train"
+        file.with_suffix(".jsonl").write_text(json.dumps(row) + "\n")
+        if kind == "README.md":
+            configurations = [{"config_name": "default", "data_files": "tr*.jsonl"}]
+            (tmp_path / folder / kind).write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
+        elif kind != "jsonl":
+            file.with_suffix(".jsonl").unlink()
+            table = pyarrow.Table.from_pylist([row])
+            write = pyarrow.parquet.write_table if kind == "parquet" else pyarrow.csv.write_csv
+            write(table, file.with_suffix(f".{kind}"))
+    assert [problem.answer for problem in load_problems(Source(tmp_path / name))] == ["own"]
+
+
+def test_a_parquet_column_of_a_type_that_datasets_lacks_is_left_out(tmp_path, data_cache):
+    maps = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    columns = {
+        "question": ["q"],
+        "map": pyarrow.array([[("a", 1)]], maps),
+        "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(maps)),
+        "answer": ["a"],
+        "level": [3],
+    }
+    for path in (tmp_path / "p.parquet", tmp_path / "folder/train.parquet"):
+        path.parent.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    for path in (tmp_path / "p.parquet", tmp_path / "folder"):
+        assert list(load_problems(Source(path))) == [Problem("q", "a", fields={"level": 3})]
+        with pytest.raises(UserError, match="found 'map', expected a column of .*, which has question, answer, level"):
+            load_problems(Source(path, answer="map"))
 
 
 def call(name, **arguments):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math_verify
+import os
+import time
+
 import pytest
 
-from fp8rl.rollout.rewards import mathematics
 from fp8rl.rollout.rewards.mathematics import math
 
 RIGHT = {
@@ -190,6 +191,46 @@ RIGHT = {
         r"\boxed{5} and again \boxed{5}",
         r"\boxed{x=\boxed{5}}",
         r"\boxed{5}. Check: 4+1=5, and also 6",
+        r"\fbox{5}",
+        r"\boxed 5",
+        r"\boxed{5,}",
+        r"\boxed{\approx 5}",
+        r"<think>\boxed{6}</think> \boxed{5}",
+        r"<think>\boxed{6}</think> It is 5.",
+        "#### Final answer\n5",
+        "#### Step 1: 2+3\n" + r"\boxed{5}",
+        r"\boxed{5}" + "\n#### Check\nIt works.",
+        "#### 5 apples in all",
+        "#### The answer is 5",
+        "The answer is 5 (see step 3).",
+        "5 ✓",
+        "It is ５.",
+    ],
+    # The last statement, read to its end.
+    "#### 120": ["#### 5!", "It is $5!$"],
+    "#### 6": ["#### 2(3)", r"\boxed{2(3)}", "It is 2 × 3."],
+    r"2\pi": ["The answer is 2π.", "#### 2 pi"],
+    r"2\sqrt{2}": ["The answer is 2√2.", "#### 2√2", "It is 2 sqrt(2)."],
+    "(1,2]": ["The answer is (1, 2].", "#### (1, 2]"],
+    "3-4i": ["The answer is 3-4i.", "#### 3 - 4i"],
+    r"\{5,6\}": ["x = 5 or x = 6", "The answers are 5 and 6.", "#### 5, 6", r"$x=5$ or $x=6$"],
+    r"\pm 3": ["It is ±3.", "#### ±3"],
+    r"\begin{pmatrix}1\\2\end{pmatrix}": [r"It is \begin{pmatrix}1\\2\end{pmatrix}."],
+    "1024": ["#### 2**10"],
+    "15000000000": ["It is 1.5 × 10^10.", "#### 1.5e10"],
+    "1/6": ["#### 0.1(6)"],
+    "#### 5:30": ["It is 5:30 pm."],
+    "#### 8": [
+        "The answer is 7. No, 8.",
+        "The answer is $7$. Sorry, $8$.",
+        "Answer: 7. Correction: 8",
+        "The answer is 7. Wait, it is 8.",
+        "Final answer is 7. Hmm, the answer is 8",
+        "The answer is not 7 but 8.",
+        "The answer is 8, since there are 2 rows of 4.",
+        "The answer is 8. I checked it in 3 ways.",
+        "The answer is 8, not 9.",
+        "She buys 3+5=<<3+5=8>>8 eggs.",
     ],
     r"\{1,2\}": [r"\boxed{1} and \boxed{2}", r"\boxed{3}, no: \boxed{1, 2}", r"\boxed{3}, no: \boxed{\{1,2\}}"],
 }
@@ -245,6 +286,65 @@ WRONG = {
     r"5.\overline{36}": [r"\boxed{5}", r"\boxed{5.36}"],
     "3 1/2": [r"\boxed{2}", r"\boxed{3/2}"],
     "1": ["3 1/2"],
+    # A part is not the whole.
+    "#### 2": [
+        "#### 2√2",
+        "#### 2π",
+        "#### 2x",
+        "#### (1, 2]",
+        "#### 2(3)",
+        "#### 2 @ 7",
+        "#### 1 or 2",
+        "#### {1, 2}",
+    ],
+    "#### 3": [
+        "#### 3√2/2",
+        "#### 3+4i",
+        "#### 3:30",
+        "#### 3i",
+        "#### ±3",
+        "#### x > 3",
+        "#### 3 feet 5 inches",
+        "#### 3½",
+    ],
+    "#### 5": ["#### 5!", "5\n####", r"\boxed{5}" + "\n#### 7", "#### 2(3)", "#### 7 @ 5", "#### 1.5e5", "#### - 5"],
+    "2.0": [
+        "It is 2√2.",
+        "It is 2π.",
+        "So it is 2x.",
+        "It is (1, 2].",
+        "It is 2(3).",
+        "It is log 2.",
+        "It is 2 pi.",
+        "It is x^2.",
+    ],
+    "3.0": [
+        "It is 3√2/2.",
+        "It is 3+4i.",
+        "It is 3 1/2.",
+        "It is 3 or 4.",
+        "It is 4 or 3.",
+        "It is 3/4.",
+        "It is ±3.",
+        "x > 3",
+    ],
+    "1.5": ["It is 1.5e10.", "It is 1.5 × 10^10."],
+    "7.0": ["The answer is 7. No, 8.", "The answer is 7. Wait, it is 8.", "Final answer is 7. Hmm, the answer is 8"],
+    "5.0": [
+        r"so \boxed{5}. Final: \boxed{}",
+        r"so \boxed{5}. Final: \boxed{",
+        r"so \boxed{5}. Final: \boxed{7",
+        r"\boxed{5} and \boxed",
+        r"\boxed{5}. Final: \fbox{6}",
+        r"\boxed{5} or \boxed{6}",
+        r"\boxed{\pm 5}",
+        r"\boxed{5t}",
+        r"\boxed{5ab}",
+        r"\boxed{2 3}",
+        r"\boxed{2 @ 5}",
+        r"<think>\boxed{5}</think> It is 6.",
+    ],
+    r"\frac12": [r"\boxed{\frac{1}{2}} no: \boxed{\frac{1}{3", r"\boxed{\frac{1}{2} @ 3}"],
     "6": [r"\boxed{6}, wait, no: \boxed{5}", r"\boxed{0.\overline{" + "6" * 5000 + "}}"],
 }
 
@@ -266,11 +366,33 @@ def test_a_reference_without_an_expression_is_named() -> None:
         math("3", "#### ", finished=True)
 
 
-def test_a_long_text_behind_the_mark_is_not_read_as_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """math-verify would take a minute for it."""
-    read: list[str] = []
-    monkeypatch.setattr(mathematics, "_read", lambda text: read.append(text) or [])
-    monkeypatch.setattr(math_verify, "parse", lambda *_, **__: [1])
-    math(f"#### {'a' * 20_000}", "#### (1,2)", finished=True)
-    math("#### (1,3)", "#### (1,2)", finished=True)
-    assert read == ["(1,2)", "(1,2)", "(1,3)"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "result",
+    [
+        "10000000!",
+        "9!!!!",
+        "9^{9^{9^{9}}}",
+        "2^{10000000000}",
+        r"\binom{1000000000}{500000000}",
+        "(x+y+z)^{1000000}",
+        r"\int_0^1 x^{x^{x^x}} \sin(x^x) dx",
+        "(" * 5000 + "5" + ")" * 5000,
+        r"\sqrt{" * 500 + "5" + "}" * 500,
+        "9" * 100_000,
+        "x" * 100_000,
+    ],
+)
+def test_an_answer_that_would_keep_the_judge_for_minutes_is_wrong_in_seconds(result: str) -> None:
+    for answer in (rf"\boxed{{{result}}}", f"#### {result}"):
+        before = os.times()
+        assert math(answer, "5", finished=True) == 0.0
+        after = os.times()
+        assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
+
+
+@pytest.mark.parametrize("sign", ["1 ", "*", "(", "$", r"\boxed{", r"\frac{", "_a", "<b>", "answer is no, "])
+def test_a_long_answer_before_the_result_costs_it_nothing(sign: str) -> None:
+    began = time.process_time()
+    assert math(sign * (60_000 // len(sign)) + "\n#### 5.0", "5", finished=True) == 1.0
+    assert time.process_time() - began < 2.0

@@ -58,6 +58,19 @@ def test_evaluation_needs_enough_held_out_problems(values):
     check(parse_experiment(merged(values, data={"eval": None}, eval={"problems": 0})))
 
 
+def test_by_default_evaluation_takes_at_most_what_there_is(values):
+    check(parse_experiment({name: section for name, section in values.items() if name != "eval"}))
+
+
+def test_a_run_in_rays_copy_of_a_folder_is_told_that_ray_removes_it(values, tmp_path):
+    copy = tmp_path / "runtime_resources/working_dir_files/_ray_pkg_0123456789abcdef"
+    said = []
+    for folder in (copy / "runs", tmp_path / "runs"):
+        check(parse_experiment(merged(values, run={"dir": str(folder)})), said.append)
+    assert [text.partition(" is in ")[0] for text in said if "Ray" in text] == [f"run.dir: {copy}/runs"]
+    assert "Set run.dir" in next(text for text in said if "Ray" in text)
+
+
 def test_a_prompt_that_leaves_no_room_is_named_by_its_line(values, tmp_path):
     # <|user|> + 30 characters + <|assistant|> = 32 tokens, and 20 new ones.
     write_lines(tmp_path / "train.jsonl", [("1+1=?", "#### 2"), ("1" * 30, "#### 2")])

@@ -81,9 +81,9 @@ def test_wandb_gets_rows_in_groups_rare_tables_and_alerts(run: RunDir, monkeypat
     assert [m["name"] for m in metrics if m.get("options", {}).get("hidden")] == ["step"]
     largest = [m for m in metrics if m.get("name") == "basics/max_abs_d"]
     assert largest and all(m["summary"].get("max") for m in largest)
-    history = [record["item"] for record in of_type(records, "history")]
-    rows = [row for row in history if "rollout/samples" not in str(row)]
+    rows = [record["item"] for record in of_type(records, "history")]
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 0.5), *((n, 1.0 / n) for n in range(2, 13))]
+    assert [row["_step"] for row in rows] == list(range(1, 13))
     panels = {name.partition("/")[0] for row in rows for name in row if not name.startswith("_")}
     assert panels <= {"basics", *METRIC_GROUPS, "step"}, "nothing lands in wandb's unnamed group; the axis is hidden"
     assert "eval/accuracy" not in rows[0] and rows[0]["tracking/nonfinite_dropped"] == 1
@@ -96,7 +96,7 @@ def test_wandb_gets_rows_in_groups_rare_tables_and_alerts(run: RunDir, monkeypat
     assert {(row["basics/reward"], row["basics/max_abs_d"]) for row in rows[1:]} == {(0.5, 0.25)}
     assert not [name for row in read_metrics(run.metrics) for name in row if name.startswith("basics/")]
 
-    assert [row["step"] for row in history if "rollout/samples" in str(row)] == [10, 12]
+    assert [row["step"] for row in rows if "rollout/samples" in str(row)] == [10, 12]
     tables = list(run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json"))
     assert len(tables) == 2
     for table in map(json.loads, (file.read_text() for file in tables)):
@@ -147,7 +147,8 @@ def test_a_resumed_run_continues_file_and_wandb_id_and_is_marked_where_it_fails(
     records = wandb_records(run)
     (resumed,) = of_type(records, "run")
     assert resumed["run_id"] == first_id
-    assert [record["item"]["step"] for record in of_type(records, "history")] == [3]
+    (row,) = [record["item"] for record in of_type(records, "history")]
+    assert (row["step"], row["_step"]) == (3, 3), "not from 0 again"
     assert [record["exit_code"] for record in of_type(records, "exit")] == [1]
 
 
@@ -168,7 +169,7 @@ def uploaded(run: RunDir, server: WandbServer) -> list[int]:
     """The steps that the server has."""
     number = run.path / "wandb/run_id"
     rows = server.history.get(number.read_text(), []) if number.is_file() else []
-    return [row["step"] for row in rows if "rollout/samples" not in str(row)]
+    return [row["step"] for row in rows]
 
 
 def sent_by_hand(run: RunDir) -> str:
@@ -209,7 +210,7 @@ def test_a_server_that_stalls_and_dies_costs_no_step_and_no_row(
     check_upload_lost(run, steps, said)
     records = wandb_records(run)
     rows = [record["item"] for record in of_type(records, "history")]
-    assert [row["step"] for row in rows if "rollout/samples" not in str(row)] == steps
+    assert [row["step"] for row in rows] == steps
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
     with wandb_server() as other:
         monkeypatch.setenv("WANDB_BASE_URL", other.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -307,6 +308,51 @@ def test_the_oldest_answered_groups_are_taken_and_stragglers_are_carried_over(da
     work = take(feed, 2)
     assert len(engines.asked) == 12
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[4], first[5]]
+
+
+class SlowJudge(Judge):
+    """Says nothing of the groups of these questions before the test lets it."""
+
+    slow: tuple[str, ...] = ()
+
+    def begin(self, prompt: Any, trajectories: Sequence[Trajectory], *, taught: bool = False) -> Future[Any]:
+        verdict = super().begin(prompt, trajectories, taught=taught)
+        if prompt.problem.question not in self.slow:
+            return verdict
+        self.held: Future[Any] = Future()
+        return self.held
+
+
+def test_a_step_takes_judged_groups_and_does_not_wait_for_a_slow_judge(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1, in_flight=True, oversample=1.5)
+    engines.sampling.judge = slow = SlowJudge(RewardsSection(), cast(Any, Letters()))
+    slow.slow = (feed._group(1).prompt.problem.question,)
+    feed._fill(1)
+    engines.answer(engines.asked[:5])
+    first = prompts(engines.asked)
+    work = take(feed, 1)
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[2], first[3]]
+    assert feed.state().admitted == [1, 4, 5, 6, 7, 8]
+    slow.held.set_result(judge().begin(feed._group(1).prompt, engines.said(feed._group(1))).result())
+    engines.answer(engines.asked[5:6])
+    engines.trainer.weight_version = 1
+    work = take(feed, 2)
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[1], first[4], first[5]]
+    slow.close()
+
+
+def test_without_oversampling_a_step_waits_for_its_own_judge(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1, in_flight=True)
+    engines.sampling.judge = slow = SlowJudge(RewardsSection(), cast(Any, Letters()))
+    slow.slow = (feed._group(1).prompt.problem.question,)
+    feed._fill(1)
+    engines.answer(engines.asked)
+    verdict = judge().begin(feed._group(1).prompt, engines.said(feed._group(1))).result()
+    threading.Timer(0.3, lambda: slow.held.set_result(verdict)).start()
+    work = take(feed, 1)
+    first = prompts(engines.asked)
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == first[:3]
+    slow.close()
 
 
 def test_a_stale_answer_where_more_are_admitted_than_needed_is_asked_for_again_once(data: Path) -> None:

@@ -313,6 +313,14 @@ def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenize
     assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
+@pytest.mark.slow
+def test_answers_that_break_math_are_wrong_and_no_failures(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "math", "timeout_s": 60.0}, workers=1, max_failures=0)
+    answers = judged(judge, tokenizer, r"\boxed{10000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{3}")
+    assert [answer.parts for answer in answers] == [{"math": 0.0}, {"math": 0.0}, {"math": 1.0}]
+    assert not judge.failures.new_messages()
+
+
 def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
     judge = make("mine:raises", max_failures=2)
     assert [answer.reward for answer in judged(judge, tokenizer, "1", "2")] == [0.0, 0.0]
