@@ -74,8 +74,6 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, sa
     values = _interpolated(values, path)
     if isinstance(name := _algorithm_name(values), str):
         check_importable(name, "algorithm.name")
-    if (file := named_architecture(values)) is not None:
-        check_importable(f"{file}:ARCHITECTURE", "model.architecture")
     return parse_experiment(values)
 
 
