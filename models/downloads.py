@@ -19,7 +19,7 @@ from huggingface_hub.utils import _http
 PATIENCE_S, LEAST_BYTES = 30.0, 32 << 10
 """A request waits so long for so many bytes, or for its end."""
 SILENCE_S, MOST_SILENCES = 10.0, 3
-MOST_TRIES, MOST_REQUESTS, MOST_BYTES, MOST_FILES = 20, 200, 64 << 20, 100_000
+MOST_TRIES, MOST_REQUESTS, MOST_BYTES = 20, 200, 64 << 20
 """For one address; and for all that a hub says of a repository, before its files."""
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -44,8 +44,6 @@ class Limits:
             names = [file.blob_id, *filter(None, [file.lfs_sha256])]
             if not all(isinstance(name, str) and _DIGEST.fullmatch(name) for name in names):
                 raise HubAnswerError(f"names a file by {names!r:.80}, which is no digest")
-        if len(files) > MOST_FILES:
-            raise HubAnswerError(f"lists {len(files)} files, more than {MOST_FILES}")
         self.size += 2 * sum(file.size for file in files)
         self.requests += MOST_TRIES * len(files)
 
@@ -71,7 +69,7 @@ class Limits:
             raise HubAnswerError(f"answers {response.status_code}, and asks to wait for a long time")
 
 
-class _Stream(httpcore.NetworkStream):
+class _Stream:
     """A connection on which a request waits a limited time. `write` begins a request."""
 
     def __init__(self, stream: httpcore.NetworkStream, limits: Limits) -> None:
@@ -102,21 +100,18 @@ class _Stream(httpcore.NetworkStream):
         self._waited, self._got = 0.0, 0
         self._stream.write(buffer, timeout)
 
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(self, *arguments: Any, **named: Any) -> httpcore.NetworkStream:
+    def start_tls(self, *arguments: Any, **named: Any) -> Any:
         return _Stream(self._stream.start_tls(*arguments, **named), self._limits)
 
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Network(httpcore.SyncBackend):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
-    def connect_tcp(self, *arguments: Any, **named: Any) -> httpcore.NetworkStream:
+    def connect_tcp(self, *arguments: Any, **named: Any) -> Any:
         named["timeout"] = min(named.get("timeout") or SILENCE_S, SILENCE_S)
         return _Stream(super().connect_tcp(*arguments, **named), self._limits)
 
