@@ -27,8 +27,8 @@ MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 12
 MOST_BYTES, LONGEST_SALT = 32 << 20, 256
 MOST_READ = 8 * MOST_BYTES
 """Bytes of a request that are waited for, so that its client reads why it is refused."""
-LARGEST = {"response_format": 32 << 10, "tools": 512 << 10}
-"""Characters in JSON: a grammar is made of each, in time that grows faster than they do."""
+LARGEST = {"response_format": 32 << 10, "stop": 32 << 10, "tools": 512 << 10}
+"""Characters in JSON: grammars are made of them, or tokens, in time that grows faster than they do."""
 _COMMON = SETTINGS | {
     "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens",
     "spaces_between_special_tokens", "return_token_ids", "cache_salt",
