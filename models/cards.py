@@ -10,8 +10,8 @@ from typing import Annotated
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from fp8rl.models.plain_yaml import check_yaml
 from fp8rl.numerics.core.errors import listed, user_error
-from fp8rl.numerics.core.plain_yaml import check_yaml
 from fp8rl.numerics.core.reading import read_text
 
 _FRONT = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:[\r\n]|$)", re.DOTALL)

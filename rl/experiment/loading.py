@@ -15,8 +15,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.numerics.core.errors import UserError, shown, user_error
-from fp8rl.numerics.core.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fp8rl.numerics.core.plain_yaml import parse_override
+from fp8rl.models.plain_yaml import parse_override
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.layers import merged
 from tests.support.experiments import VALUES
