@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8rl.diagnose.subject import Served, last_numerics, read_served
+from fp8rl.models.plain_yaml import parse_yaml
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.fetching import fetched
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
-from fp8rl.rl.experiment.plain_yaml import parse_yaml
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.functions import check_functions

@@ -146,9 +146,9 @@ def load_architecture(path: str, key: str = "model.architecture") -> Architectur
     """
     try:
         found = getattr(module_of_file(path, key), "ARCHITECTURE", None)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:  # whatever a module may raise while it is imported
+    except BaseException as error:  # whatever a module may raise while it is imported, sys.exit() included
         raise _no_architecture(path, key, f"a module that ends in {type(error).__name__}: {error}") from error
     if not isinstance(found, Architecture):
         raise _no_architecture(path, key, f"ARCHITECTURE = {shown(found)}")

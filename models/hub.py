@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.models.cards import read_configurations
+from fp8rl.numerics.core.errors import UserError, listed, shown, user_error
 from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.core.section import Located, SpecPath, located_as
+
+if TYPE_CHECKING:
+    from fp8rl.models.downloads import Limits
 
 Kind = Literal["model", "dataset"]
 
@@ -64,9 +68,9 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
     check_path(path, key)
     if not is_hub_name(path):
         return _local(path, revision, key)
-    with _explained(path, revision, "model", key):
+    with _explained(path, revision, "model", key) as limits:
         pinned = commit(path, revision, "model", key)
-        folder = _snapshot(path, "model", pinned, [_CONFIG] if config_only else _MODEL, _NOT_OF_A_MODEL)
+        folder = _snapshot(path, "model", pinned, limits, [_CONFIG] if config_only else _MODEL, _NOT_OF_A_MODEL)
     if not (folder / _CONFIG).is_file():
         raise _refusal(key, f"{path} without {_CONFIG}", "a model of transformers", "Choose another one.")
     return folder
@@ -92,10 +96,10 @@ def data_directory(path: str, revision: str | None, name: str | None, key: str) 
     """
     if not is_hub_name(path):
         return _local(path, revision, key)
-    with _explained(path, revision, "dataset", key):
+    with _explained(path, revision, "dataset", key) as limits:
         pinned = commit(path, revision, "dataset", key)
-        card = _snapshot(path, "dataset", pinned, _CARD)
-        return _snapshot(path, "dataset", pinned, _files_of(card, path, name, key))
+        card = _snapshot(path, "dataset", pinned, limits, _CARD)
+        return _snapshot(path, "dataset", pinned, limits, _files_of(card, path, name, key))
 
 
 def _local(path: str, revision: str | None, key: str) -> Path:
@@ -119,16 +123,29 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
     """
     from huggingface_hub import HfApi
 
+    from fp8rl.models.downloads import COMMIT, HubAnswerError
+
     with _explained(path, revision, kind, key):
-        return str(HfApi().resolve_revision(path, repo_type=kind, revision=revision).resolved)
+        found = HfApi().resolve_revision(path, repo_type=kind, revision=revision).resolved
+        if not isinstance(found, str) or not COMMIT.fullmatch(found):
+            raise HubAnswerError(f"names a commit by {shown(found, 80)}, expected 40 hexadecimal digits")
+        return found
 
 
-def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwanted: list[str] | None = None) -> Path:
+def _snapshot(
+    path: str, kind: Kind, pinned: str, limits: Limits, wanted: list[str] | None, unwanted: list[str] | None = None
+) -> Path:
     """The folder of a commit with its files of these patterns; without a network, with what the cache has of them."""
     import httpx
-    from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub._tree_cache import read_tree_cache
+    from huggingface_hub.file_download import repo_folder_name
 
-    def snapshot(cached: bool) -> Path:
+    from fp8rl.models.downloads import HubAnswerError
+
+    repository = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(repo_id=path, repo_type=kind)
+
+    def snapshot(cached: bool, wanted: list[str] | None = wanted) -> Path:
         return Path(
             snapshot_download(
                 path,
@@ -140,60 +157,48 @@ def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwa
             )
         )
 
-    try:  # a listing in the cache shows that nothing is missing there
-        get_cached_repo_tree(path, repo_type=kind, revision=pinned)
-        return snapshot(cached=True)
-    except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError):
-        pass
+    if (tree := read_tree_cache(str(repository), pinned)) is not None:  # by which nothing may be missing there
+        limits.expect(tree.values())
+        with suppress(errors.LocalEntryNotFoundError):
+            return snapshot(cached=True)
     try:  # the downloads try again for half a minute, and side by side: this asks once
         HfApi().repo_info(path, repo_type=kind, revision=pinned)
     except (errors.OfflineModeIsEnabled, httpx.ConnectError, httpx.TimeoutException):
         return snapshot(cached=True)
+    snapshot(cached=False, wanted=["\n"])  # no file: the listing alone
+    if (tree := read_tree_cache(str(repository), pinned)) is None:
+        raise HubAnswerError(f"gives no listing of files that can be kept in {repository}")
+    limits.expect(tree.values())
     return snapshot(cached=False)
 
 
 def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | None:
     """The patterns of a configuration's files, as the card of a data set lists them; None: all files."""
-    from huggingface_hub import DatasetCard
-
-    readme = card / "README.md"
-    listed = DatasetCard.load(readme, ignore_metadata_errors=True).data.get("configs") if readme.is_file() else None
-    configs = {each["config_name"]: each for each in listed or [] if isinstance(each, dict) and "config_name" in each}
+    configs = read_configurations(card, key)
     if not configs:
         return None
-    default = next((each for each, held in configs.items() if held.get("default") or each == "default"), None)
+    default = next((each for each, held in configs.items() if held.default or each == "default"), None)
     chosen = name or (default if len(configs) > 1 else next(iter(configs)))
     if chosen not in configs:
         raise user_error(
             f"{key}.name",
             found=name,
-            expected=f"one of {', '.join(configs)}, the configurations of {path}",
-            remedy=f"Set it: {{path: {path}, name: {next(iter(configs))}}}.",
+            expected=f"one of {listed(configs)}, the configurations of {path}",
+            remedy=f"Set it: {{path: {path}, name: {listed([*configs][:1])}}}.",
         )
-    below = f"{folder}/" if (folder := configs[chosen].get("data_dir")) else ""
-    patterns = [below + each for each in _patterns(configs[chosen].get("data_files", "*" if below else []))]
+    patterns = configs[chosen].patterns
     if not patterns:
         return None
     return [*patterns, *(each.replace("**/", "") for each in patterns), *_CARD]
 
 
-def _patterns(value: Any) -> Iterator[str]:
-    """Each pattern in what a card says of files: a text, a list, or splits with their paths."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for each in [value["path"]] if "path" in value else value.values():
-            yield from _patterns(each)
-    elif isinstance(value, Sequence):
-        for each in value:
-            yield from _patterns(each)
-
-
 @contextmanager
-def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[None]:
+def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[Limits]:
     """Say in one message why the hub does not give a repository."""
     import httpx
     from huggingface_hub import constants, errors
+
+    from fp8rl.models.downloads import HubAnswerError, limited
 
     of = "" if revision is None else f" at revision {revision}"
     hub = constants.ENDPOINT
@@ -201,7 +206,10 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
     what = "a model" if kind == "model" else "a data set"
     local = "directory" if kind == "model" else "file or directory"
     try:
-        yield
+        with limited() as limits:
+            yield limits
+    except UserError:
+        raise
     except errors.GatedRepoError as error:
         found = f"{path}, {what} that {hub} gives only to accounts that it has let in"
         remedy = f"Ask for access at {page}, and set HF_TOKEN to a token of the account (or run hf auth login)."
@@ -221,9 +229,14 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         raise _unreached(key, path, of, kind, error.__cause__ or error) from error
     except (httpx.HTTPError, errors.FileMetadataError) as error:
         raise _unreached(key, path, of, kind, error) from error
-    except OSError as error:
-        found = f"{path}{of}, and {error.strerror or error} at {constants.HF_HUB_CACHE}"
-        raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
+    except Exception as error:  # whatever the hub's clients raise at an answer that is none
+        if isinstance(error, OSError) and error.strerror:
+            found = f"{path}{of}, and {error.strerror} at {constants.HF_HUB_CACHE}"
+            raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
+        said = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
+        found = f"{path}{of} at {hub}, a hub that {said}"
+        remedy = f"Correct HF_ENDPOINT, or try later; {page} should open in a browser."
+        raise _refusal(key, found, "what the hub's protocol has", remedy) from error
 
 
 def _unreached(key: str, path: str, of: str, kind: Kind, error: BaseException) -> UserError:

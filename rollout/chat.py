@@ -26,6 +26,8 @@ Message = Mapping[str, Any]
 
 TODAY = date(2025, 1, 1)
 """The date of templates that write today's. A prompt is a function of the data, not of the day of the run."""
+MOST_CHARACTERS = 8 << 20
+"""Characters of a rendered text: no model reads more, and the tokenizer would take minutes."""
 SAID = "\ue000said\ue001"
 """Stands for a turn's content, of private characters that no message has."""
 THOUGHT = "\ue000thought\ue001"
@@ -57,6 +59,8 @@ def render(
         text: str = tokenizer.apply_chat_template(
             list(found), tokenize=False, add_generation_prompt=answer, **template_arguments(options)
         )
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"a text of {len(text)} characters, more than {MOST_CHARACTERS}")
         return text
 
     def attempt(found: Sequence[Message]) -> str | None:

@@ -10,12 +10,11 @@ from typing import Any
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis
 from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.experiment.preconditions.data import check_data, evaluated
 from fp8rl.rl.experiment.preconditions.functions import check_functions
-from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, read_tokenizer
+from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer, rendering
 from fp8rl.rollout.data.sources import Source, load_problems
 from fp8rl.rollout.rewards.builtin import BUILT_IN
 from fp8rl.rollout.rewards.functions import EACH, RewardSection, RewardsSection, load_function
@@ -71,7 +70,7 @@ def data_found(experiment: Experiment) -> Iterator[DataFound]:
     for source, rewards in sources:
         problems = load_problems(source)
         first = problems[0]
-        with time_limit(RENDER_SECONDS):  # where a check was refused that would have tried the template
+        with rendering():  # where a check was refused that would have tried the template
             ids = prompt_ids(tokenizer, first)
         tokens = len(behind_ids(tokenizer, first.answer[:LONGEST_ANSWER]))
         yield DataFound(

@@ -23,8 +23,6 @@ MOST_GPUS = 4096
 
 def on_gpus(layout: TrainerSection, gpus: int) -> TrainerSection:
     """The layout with as many replicas as the GPUs allow. Raises UserError: they do not divide."""
-    if gpus < 1:
-        raise user_error("--gpus", found=gpus, expected="1 or more", remedy="Give the number of GPUs of the trainer.")
     each = layout.tp * layout.pp * layout.cp
     if gpus % each:
         raise user_error(

@@ -6,6 +6,7 @@ called.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,13 @@ def user_errors() -> Iterator[None]:
         if not (isinstance(error, UserError) or is_full(error)):
             raise
         say_error(f"error: {error}")
+        raise typer.Exit(2) from None
+    except SystemExit as error:  # none of ours is raised in a command
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        say_error(
+            f"error: {where.filename}: found sys.exit() in line {where.lineno}, which ended the command, expected code "
+            "that returns or raises an error. Correct it."
+        )
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         say_error("interrupted; every process that was started is stopped")

@@ -127,7 +127,9 @@ def plan(
     gpu: Annotated[
         str, typer.Option(help="h100, h200, h800, h20, b200, b300, l40s, 4090, 'rtx pro 6000' or a100.")
     ] = "h100",
-    gpus: Annotated[int | None, typer.Option(help="The trainer's GPUs; engines share them or have others.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="The trainer's GPUs; engines share them or have others.")
+    ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; by default the maximum.")] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m lab.bench.gpu` on such a GPU.")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Find keys with which it fits, and print them.")] = False,

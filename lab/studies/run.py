@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +44,10 @@ def run_studies(
     for study in chosen:
         if study.check and not quick:
             study.check()
-        check_writable(out / study.name, "--out")
+        check_writable(path := out / study.name, "--out")
+        if os.path.lexists(path) and not (path / RESULTS).is_file():
+            expected = "a new folder, or results of a study to replace"
+            raise user_error("--out", found=str(path), expected=expected, remedy="Choose another folder, or move it.")
     if keep:
         keeping.check(quick)
     sound = True
@@ -66,10 +70,9 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
         seeds: how many; by default as few as a verdict needs, or 3 in a quick run.
 
     Raises:
-        UserError: too few seeds, or nothing can be written.
+        UserError: too few seeds.
     """
     count = seeds_of(study, quick, seeds)
-    check_writable(folder / study.name, "study")
     made = provenance()
     with tempfile.TemporaryDirectory() as scratch:
         lab = Lab(quick, tuple(range(count)), Path(scratch), lambda text: say(f"{study.name}: {text}"))

@@ -215,10 +215,7 @@ class _History(BaseModel):
     ensure_weight_tying: bool | None = None
     megatron_core: str | None = None
     qalora_group_size: int | None = None
-    loftq_config: dict[str, Any] | None = None
     eva_config: dict[str, Any] | None = None
-    corda_config: dict[str, Any] | None = None
-    lora_ga_config: dict[str, Any] | None = None
 
 
 class PeftConfig(_History):
@@ -238,6 +235,9 @@ class PeftConfig(_History):
 
     # What the base was made into before training. The names that are left begin with the base as it is.
     init_lora_weights: Annotated[bool | Literal["gaussian", "orthogonal", "eva", "mica"], Lowered] = True
+    loftq_config: Empty | None = None
+    corda_config: Empty | None = None
+    lora_ga_config: Empty | None = None
 
     # What else would be added, scaled or trained.
     use_rslora: Off = False
@@ -320,6 +320,9 @@ def _config_refusal(key: str, path: Path, name: str, given: dict[str, Any]) -> U
     elif name == "init_lora_weights":
         expected = "true, false, gaussian, orthogonal, eva or mica, which leave the weights below as they are"
         remedy = _of_changed_base(str(value).lower())
+    elif name in ("loftq_config", "corda_config", "lora_ga_config"):
+        expected = "none, as it belongs to an initialization that changes the weights below"
+        remedy = f"{_of_changed_base(name.removesuffix('_config'))} If PEFT has converted it already, remove the key."
     elif name == "use_rslora" and value is True:
         remedy = _without_rslora(given.get("r"), given.get("lora_alpha"))
     return user_error(key, found=f"{name}={shown(value, 80)} in {path}", expected=expected, remedy=remedy)

@@ -36,6 +36,12 @@ def shown(value: object, limit: int = 160) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def listed(names: Iterable[object], between: str = ", ", limit: int = 400) -> str:
+    """Return names in a row, cut to `limit` characters."""
+    text = between.join(map(str, names))
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 @dataclass(frozen=True)
 class Rule(Generic[S]):
     """Something that a spec may not say, as a row of a table. Each text is given, or made from the subject that breaks

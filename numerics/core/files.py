@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -28,7 +29,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that a file or directory can be put at `path`, before the work that goes into it. Touches nothing.
+    """Check that a file or directory can be put at `path`, before the work that goes into it. Leaves nothing there.
 
     Raises:
         UserError: it cannot; the message speaks of it as `key`.
@@ -36,13 +37,13 @@ def check_writable(path: Path, key: str) -> None:
     check_path(path, key)
     path = path.absolute()
     above = next((parent for parent in path.parents if os.path.lexists(parent)), path)
-    if not above.is_dir():
-        found = f"{above}, which is no directory"
-    elif not os.access(above, os.W_OK | os.X_OK):
-        found = f"{above}, which may not be written to"
-    else:
-        return
-    raise user_error(key, found=found, expected=f"room for {path}", remedy="Choose another place.")
+    try:
+        if not above.is_dir():
+            raise OSError("which is no directory")
+        tempfile.TemporaryFile(dir=above).close()  # root may write to /proc and /sys, where nothing can be made
+    except OSError as error:
+        found = f"{above}, {reason(error)}"
+        raise user_error(key, found=found, expected=f"room for {path}", remedy="Choose another place.") from error
 
 
 _HEAD = 16 << 10

@@ -1,14 +1,16 @@
-"""A process among the ranks of a trainer: collective actions on Python values; and a timeout for code within it.
+"""A process among the ranks of a trainer: collective actions on Python values; and limits of code within it.
 
 A single process is alone in its actions.
 """
 
 from __future__ import annotations
 
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -72,3 +74,17 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """Raise MemoryError in the block where the process would take so many more bytes of addresses."""
+    former, most = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (min(held + size, former % (1 << 64)), most))  # -1 is no limit
+    try:
+        yield
+    except MemoryError:
+        raise MemoryError(f"it took more than {size >> 20} MiB") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (former, most))

@@ -238,7 +238,7 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
     bad: list[BadLine] = []
     for number, line in enumerate(read_bytes(path, key, "a JSON lines file").split(b"\n")[:-1], start=1):
         try:
-            value = json.loads(line.decode("utf-8"))
+            value = parse_json(line, finite=False)
             if not isinstance(value, dict):
                 raise TypeError(f"a {type(value).__name__}, no object")
             good.append(parse(value))

@@ -17,13 +17,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
 from fp8rl.rl.experiment.layers import Say, merged, types_of
-from fp8rl.rl.experiment.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.named_functions import check_importable
 
@@ -76,8 +76,6 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, sa
     values = _interpolated(values, path)
     if isinstance(name := _algorithm_name(values), str):
         check_importable(name, "algorithm.name")
-    if (file := named_architecture(values)) is not None:
-        check_importable(f"{file}:ARCHITECTURE", "model.architecture")
     return parse_experiment(values)
 
 

@@ -18,6 +18,7 @@ from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import check_gates
 from fp8rl.rl.experiment.rules import RULES
+from fp8rl.rollout.named_functions import check_importable
 
 _LONGEST_NUMBER = 1024
 """Bits."""
@@ -25,6 +26,16 @@ _LONGEST_KEY = 160
 """Characters that a message has of one; none of ours has so many."""
 _LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
 """How like a misspelt key another one is (`difflib`), beside it and in another section, to be what was meant."""
+
+
+def load_own_architecture(file: str, key: str = "model.architecture") -> None:
+    """Load the architecture of a user's file, once another process has come through importing it.
+
+    Raises:
+        UserError: naming `key`, as `check_importable` and `load_architecture` do.
+    """
+    check_importable(f"{file}:ARCHITECTURE", key)
+    load_architecture(file, key)
 
 
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
@@ -38,7 +49,7 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
     """
     check_plain(values)
     if imports and (file := named_architecture(values)) is not None:
-        load_architecture(file)  # whose module kinds a scope may name
+        load_own_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
     except ValidationError as error:

@@ -10,10 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fp8rl.models.plain_yaml import parse_yaml
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import check_page, writing
 from fp8rl.numerics.core.reading import BadLine, check_path, read_text
-from fp8rl.rl.experiment.plain_yaml import parse_yaml
 from fp8rl.rl.record.console import format_difference, format_percent
 from fp8rl.rl.record.events import Event, events_found
 from fp8rl.rl.record.metrics import metric

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.models.cards import read_configurations
+from fp8rl.numerics.core.errors import UserError, listed, user_error
 from fp8rl.numerics.core.reading import check_path, check_regular, open_regular, parse_json, reason
 from fp8rl.numerics.core.section import RELATIVE
 
@@ -156,7 +157,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
 
 def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> Dataset | DatasetDict:
     check_regular(path, key)
-    datasets = _quiet_datasets()
+    datasets, names = _quiet_datasets(), [*read_configurations(path, key)] or ["default"]
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     if saved and name is not None:
         expected = f"none, as {path} was saved as one data set"
@@ -179,10 +180,9 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
         raise
     except Exception as error:  # as above
         missing = "Config name is missing" in str(error)  # of several `datasets` takes none by itself
-        names = datasets.get_dataset_config_names(str(path)) if missing or name is not None else []
         if missing or (name is not None and name not in names):
-            expected = f"one of {', '.join(names)}, the configurations of {path}"
-            remedy = f"Set it: {{path: {path}, name: {names[0]}}}." if missing else "Correct or remove it."
+            expected = f"one of {listed(names)}, the configurations of {path}"
+            remedy = f"Set it: {{path: {path}, name: {listed(names[:1])}}}." if missing else "Correct or remove it."
             raise user_error(f"{key}.name", found=name, expected=expected, remedy=remedy) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
@@ -269,8 +269,8 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
         raise user_error(
             f"{key}.split",
             found=split,
-            expected=f"one of {', '.join(found)}, the splits of {path}",
-            remedy=f"Set it: {{path: {path}, split: {next(iter(found))}}}.",
+            expected=f"one of {listed(found)}, the splits of {path}",
+            remedy=f"Set it: {{path: {path}, split: {listed([*found][:1])}}}.",
         )
     return found[split]
 

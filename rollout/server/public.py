@@ -26,6 +26,10 @@ ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
 """The endpoints that are opened besides those of the engine's owner, and besides the list of models (`open_models`)."""
 MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
 MOST_BYTES, LONGEST_SALT = 32 << 20, 256
+MOST_READ = 8 * MOST_BYTES
+"""Bytes of a request that are waited for, so that its client reads why it is refused."""
+LARGEST = {"response_format": 32 << 10, "stop": 32 << 10, "tools": 512 << 10}
+"""Characters in JSON: grammars are made of them, or tokens, in time that grows faster than they do."""
 _COMMON = SETTINGS | {
     "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens",
     "spaces_between_special_tokens", "return_token_ids", "cache_salt",
@@ -45,6 +49,8 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
         return _no_such_model(request.model, names)
     for parameter, message in _problems(request, names, serving.tokenizer_manager):
         return error_response(serving, f"{parameter}: {message}", param=parameter)
+    if request.top_k == 1 and (request.temperature is None or request.temperature >= 1e-6):
+        request.top_k, request.top_p = -1, 1e-9  # keeps as few; SGLang takes a top-k of 1 for a temperature of 0
     if hasattr(request, "messages"):
         if request.tools and serving.tool_call_parser is None:
             message = "found some, expected a server that knows the format in which the model calls them: --tool-parser"
@@ -148,13 +154,15 @@ class ObjectsOnly:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SERVED:
             return await self._app(scope, receive, send)
-        body, message = bytearray(), {"more_body": True}
-        while message.get("more_body") and len(body) <= MOST_BYTES:
+        body, size, message = bytearray(), 0, {"more_body": True}
+        while message.get("more_body") and size <= MOST_READ:
             message = await receive()
-            body += message.get("body", b"")
+            size += len(message.get("body", b""))
+            body += message.get("body", b"") if size <= MOST_BYTES else b""
+        if size > MOST_BYTES:
+            said = f"body: found more than {MOST_BYTES >> 20} MiB, expected less"
+            return await error_response(None, said, status_code=413)(scope, receive, send)
         try:
-            if len(body) > MOST_BYTES:
-                raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
             found = parse_json(bytes(body))
             if not isinstance(found, dict):
                 raise ValueError("another value")
@@ -276,6 +284,14 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
     for parameter in sorted(found.keys() - settings):
         if found[parameter] is not None and (parameter, found[parameter]) != ("response_format", {"type": "text"}):
             yield parameter[:80], "is not served. Leave it out"
+    for parameter, most in LARGEST.items():
+        if (size := len(json.dumps(found.get(parameter)))) > most:
+            yield parameter, f"found {size} characters, expected at most {most}"
+    if found.get("echo") and found.get("logprobs") == 0:
+        yield (
+            "logprobs",
+            "found 0 with echo, expected 1 to 20, as SGLang gives those of a prompt with the most probable",
+        )
     form = found.get("response_format")
     if form is not None and not (isinstance(form, dict) and form.get("type") in _FORMS):
         yield "response_format", f"found {str(form)[:80]}, expected an object whose type is {', '.join(_FORMS)}"

@@ -320,6 +320,26 @@ def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
     check(iter([["report", run], ["runs", "--dir", run.parent]]))
 
 
+@pytest.mark.parametrize(
+    ("code", "command"),
+    [
+        ("sys.exit(0)", ["train", "it/spec.yaml", "model.architecture={}"]),
+        ("os._exit(0)", ["plan", "it/model", "model.architecture={}"]),
+        ("os._exit(0)", ["serve", "it/model", "--architecture", "{}"]),
+        ("os._exit(0)", ["convert", "it/model", "new", "--architecture", "{}"]),
+        ("sys.exit(0)", ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"]),
+        ("sys.exit(0)", ["train", "it/spec.yaml", "environment.function={}:name"]),
+        ("import fp8rl\nclass name(fp8rl.PolicyGradient):\n    def mini_batches(self, groups): sys.exit(0)",
+         ["train", "it/spec.yaml", "algorithm.name={}:name"]),
+    ],
+)  # fmt: skip
+def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, code: str, command: list[str]) -> None:
+    file = folder / "own.py"
+    file.write_text(f"import os, sys\n{code}\n")
+    done = CliRunner().invoke(app, [part.format(file) for part in command])
+    assert (done.exit_code, done.output.count("error: ")) == (2, 1) and str(file) in done.output, done.output
+
+
 @pytest.mark.slow
 def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
     def commands() -> Iterator[Command]:

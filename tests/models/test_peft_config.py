@@ -86,7 +86,7 @@ def test_every_key_that_peft_has_is_known() -> None:
         {},
         *({"init_lora_weights": name} for name in (False, "gaussian", "Gaussian", "orthogonal", "eva", "mica")),
         {"init_lora_weights": "eva", "eva_config": {"rho": 1.0}},
-        {"corda_config": {"corda_method": "ipm"}, "lora_ga_config": {"scale": "stable"}},  # of an adapter made plain
+        {"eva_config": {"rho": 1.0}, "corda_config": {}, "lora_ga_config": None},
         {"target_modules": "all-linear", "exclude_modules": ["lm_head"]},
         {"lora_alpha": 11.5, "rank_pattern": None, "modules_to_save": [], "trainable_token_indices": {}},
         {"layers_to_transform": []},  # PEFT reads it as all layers
@@ -108,6 +108,10 @@ def test_values_that_leave_it_plain_lora_are_taken(changes: dict[str, Any], writ
         ({"init_lora_weights": "corda"}, "weight_conversion.\\.$"),
         ({"init_lora_weights": "lora_ga"}, "weight_conversion.\\.$"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "merge_and_unload"),
+        ({"loftq_config": {"loftq_bits": 4}}, "changes the weights below.*merge_and_unload.*remove the key"),
+        ({"corda_config": {"corda_method": "ipm"}}, "weight_conversion.*If PEFT has converted it already, remove"),
+        ({"lora_ga_config": {"scale": "stable"}}, "weight_conversion.*If PEFT has converted it already, remove"),
+        ({"corda_config": "x"}, "changes the weights below"),
         ({"init_lora_weights": "of_2027"}, "merge_and_unload"),
         ({"init_lora_weights": 1}, "expected true, false"),
         ({"init_lora_weights": {"name": "pissa"}}, "merge_and_unload"),

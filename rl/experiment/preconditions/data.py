@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.tokenizer import RENDER_SECONDS, check_template, template_remarks
+from fp8rl.rl.experiment.preconditions.tokenizer import check_template, rendering, template_remarks
 from fp8rl.rl.experiment.sections import EvalSection
 from fp8rl.rollout.chat import answer_ids
 from fp8rl.rollout.data.sources import Problems, Source, load_problems
@@ -69,7 +68,7 @@ def check_data(
             check(problem, index)
             held_out.meet(problem, index, found)
         several_turns = not supervised and experiment.environment.function != SINGLE_TURN
-        with time_limit(RENDER_SECONDS):
+        with rendering():
             for remark in template_remarks(tokenizer, found[0].conversation, source, several_turns):
                 say(remark)
         if (lost := _lost_text(tokenizer, found)) is not None:
@@ -217,7 +216,7 @@ class _Check:
         self._rendered.add(form)
         shown = [message["role"] for message in problem.conversation] + ["assistant"] * (self._rewards is None)
         try:
-            with time_limit(RENDER_SECONDS):
+            with rendering():
                 emptied = replace(problem, messages=turns)
                 prompt_ids(self._tokenizer, emptied)
                 if self._rewards is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from jinja2 import Environment, meta
 from jinja2.ext import loopcontrols
 
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.process import time_limit
+from fp8rl.numerics.core.process import memory_limit, time_limit
 from fp8rl.numerics.core.reading import check_path, check_regular
 from fp8rl.rollout.chat import (
     SAID,
@@ -30,8 +31,15 @@ from fp8rl.rollout.types import Problem, prompt_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RENDER_SECONDS = 5.0
-"""A chat template is a program, which may loop for ever; a sound one takes a millisecond."""
+_SECONDS, _BYTES = 5.0, 1 << 30
+
+
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Limit the time and the memory of a chat template, a program which may loop for ever or ask for gigabytes of
+    blanks; a sound one takes a millisecond and some kilobytes."""
+    with time_limit(_SECONDS), memory_limit(_BYTES):
+        yield
 
 
 def read_tokenizer(path: str | Path, vocab_size: int, key: str = "model.path") -> PreTrainedTokenizerBase:
@@ -98,7 +106,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, ke
     """
     remedy = "Correct the chat template, or copy that of the model again."
     try:
-        with time_limit(RENDER_SECONDS):
+        with rendering():
             prompts = [prompt_ids(tokenizer, Problem(question, "")) for question in ("2+3=?", "7*8=?")]
     except Exception as error:  # whatever a program may raise
         found = f"a chat template that fails: {type(error).__name__}: {error}"
@@ -139,7 +147,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
         turns = [{"role": "system", "content": system}, user] if system else [user]
         found = source.chat_template if key == "chat_template" else system
         try:
-            with time_limit(RENDER_SECONDS):
+            with rendering():
                 prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template))
         except Exception as error:  # whatever a program may raise
             expected = f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}"

@@ -247,8 +247,6 @@ def test_a_layout_is_chosen_that_fits_and_divides() -> None:
             {"gpu": "a100"},
             "--gpu: found 'A100 SXM 80GB, which has no FP8 (compute capability 8.0)', expected a GPU with FP8 (8.9",
         ),
-        ("qwen3_4b", (), {"gpus": 0}, "--gpus: found 0, expected 1 or more"),
-        ("qwen3_4b", ("trainer.tp=2",), {"gpus": 0}, "--gpus: found 0, expected 1 or more"),
         (
             "qwen3_4b",
             ("trainer.tp=4",),
@@ -306,6 +304,8 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
     assert values["fp8"]["slow"]["total"] > values["fp8"]["fast"]["total"]
     assert runner.invoke(app, ["plan", "qwen3_235b_a22b", "--gpus", "8"]).exit_code == 1
+    for gpus in ("0", "-1"):
+        assert runner.invoke(app, ["plan", "qwen3_8b", "--fit", "--gpus", gpus]).exit_code == 2
     nothing = runner.invoke(app, ["plan"])
     assert nothing.exit_code == 2 and "SPEC|MODEL: found ''" in nothing.stderr
     wrong = runner.invoke(app, ["plan", "qwen3_8b", "--gpu", "v100"])

@@ -105,7 +105,16 @@ def test_a_study_that_cannot_be_written_is_refused_before_the_first_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository(tmp_path, monkeypatch, made_up())
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / NAME).write_text("mine")
     FOLDER.parent.mkdir()
     FOLDER.write_text("a file")
-    with pytest.raises(UserError, match="--out: found .*studies, which is no directory"):
-        run_studies([NAME], every=False, quick=True, seeds=None, keep=False, say=pytest.fail)
+    for out, why in (
+        (FOLDER, "studies, which is no directory"),
+        (Path("/proc/x"), "/proc, "),
+        (Path("/sys/x"), "/sys, "),
+        (tmp_path / "notes", "expected a new folder, or results of a study"),
+    ):
+        with pytest.raises(UserError, match=f"--out: found .*{why}"):
+            run_studies([NAME], every=False, quick=True, seeds=None, keep=False, say=pytest.fail, out=out)
+    assert (tmp_path / "notes" / NAME).read_text() == "mine"

@@ -79,7 +79,9 @@ def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
 
 
-@pytest.mark.parametrize("line", ["{broken", "[1]", '{"loss": 1}'])
+@pytest.mark.parametrize(
+    "line", ["{broken", "[1]", '{"loss": 1}', '{"step": 2, "loss": ' + "9" * 400 + "}", '{"step": ' + "9" * 5000 + "}"]
+)
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')

@@ -113,6 +113,7 @@ def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, pat
         ({"stop_token_ids": [1, 10]}, 400, "stop_token_ids: found 10, expected 0 to 9"),
         ({"cache_salt": ["a", "b"]}, 400, "cache_salt: found another value, expected a text of at most 256 characters"),
         ({"top_k": 2**31}, 400, f"top_k: found {2**31}, expected 1 to {2**31 - 1}, or -1 for all"),
+        ({"stop": "a" * 40_000}, 400, "stop: found 40002 characters, expected at most 32768"),
         ({"top_k": -7}, 400, f"top_k: found -7, expected 1 to {2**31 - 1}, or -1 for all"),
     ],
 )
@@ -131,6 +132,17 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     [
         (PATHS[0], {"response_format": {"type": "json_object"}}, "response_format: is not served. Leave it out"),
         (PATHS[0], {"tools": TOOLS}, "tools: is not served. Leave it out"),
+        (PATHS[1], {"tools": TOOLS * 12_000}, "tools: found 588000 characters, expected at most 524288"),
+        (
+            PATHS[1],
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 8] * 100_000}}}},
+            "response_format: found 1200062 characters, expected at most 32768",
+        ),
+        (
+            PATHS[0],
+            {"echo": True, "logprobs": 0},
+            "logprobs: found 0 with echo, expected 1 to 20, as SGLang gives those of a prompt with the most probable",
+        ),
         (
             PATHS[1],
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]},
@@ -283,7 +295,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(client: TestCl
 def test_a_body_of_any_size_is_not_read_to_its_end(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public, "MOST_BYTES", 1 << 20)
     answer = client.post(PATHS[0], content=b" " * (1 << 21))
-    assert answer.json()["error"]["message"] == "body: found more than 1 MiB, expected a JSON object"
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "body: found more than 1 MiB, expected less"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -35,12 +35,15 @@ def test_a_tokenizer_that_cannot_render_or_end_is_refused(values, model, key, na
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content.no.such }}", "UndefinedError"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than"),
+        ("{{ 'x'.center(3000000000) }}", "it took more than 1024 MiB"),
+        ("{{ '%3000000000d' % 1 }}{{ messages[0].content }}", "it took more than 1024 MiB"),
+        ("{{ messages[0].content * 20000000 }}", "100000000 characters"),
         ("a fixed prompt", "renders two questions alike"),
         ("{{ nothing_of_this_name }}", "renders two questions alike"),
     ],
 )
 def test_a_chat_template_that_renders_no_question_is_refused(values, model, monkeypatch, template, said):
-    monkeypatch.setattr(tokenizer_module, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(tokenizer_module, "_SECONDS", 0.5)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     (model / "chat_template.jinja").unlink(missing_ok=True)
