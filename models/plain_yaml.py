@@ -84,7 +84,7 @@ def _check_events(text: str) -> None:
             if tag not in (None, "!", _TEXT):
                 raise ValueError(f"the tag {tag}")
             if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OF_OLD.fullmatch(event.value):
-                text, number, line = event.value, yaml.safe_load(event.value), event.start_mark.line + 1
+                text, number, line = event.value, yaml.safe_load(event.value), getattr(event.start_mark, "line", 0) + 1
                 raise ValueError(
                     f"{text} in line {line}, which YAML reads as {number}: write {number}, or '{text}' as text"
                 )

@@ -9,7 +9,7 @@ import resource
 import unicodedata
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from fp8rl.rollout.rewards.builtin import final_integer
@@ -273,14 +273,13 @@ def _statement(text: str, *, lone: bool = False) -> list[str]:
 
 def _expressions(text: str) -> list[str]:
     """Return the expressions of a text in their order, each with all that stands between two words."""
-    held: list[str] = []
-    text = _MATH.sub(lambda math: held.append(next(filter(None, math.groups()))) or chr(0xDFFF + len(held)), text)
+    held, signs = [next(filter(None, math.groups())) for math in _MATH.finditer(text)], map(chr, count(0xE000))
+    text = _MATH.sub(lambda _: next(signs), text)  # which holds words that are no prose
     text = re.sub(r"\\(?:text|mathrm|mbox)(?:bf|it|rm)?\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])", ",", text)
     found = [_trimmed(part) for part in _PROSE.split(text)]
-    signs = re.compile(r"[\ue000-\uf8ff]")
     return [
-        signs.sub(lambda sign: held[ord(sign[0]) - 0xE000], part)
+        re.sub(r"[\ue000-\uf8ff]", lambda sign: held[ord(sign[0]) - 0xE000], part)
         for part in found
         if re.search(r"[\dπ∞\ue000-\uf8ff]|\\[a-zA-Z]", part)
     ]
@@ -371,4 +370,4 @@ def prepare() -> None:
     """Do the work on which the first comparison of a process spends seconds."""
     logging.disable(logging.CRITICAL)
     for text in ("2x+1", r"\frac{\sqrt{3}}{2}", "(1,2]", r"\{1,2\}", r"x=5\%"):
-        _compared(*_read(text)[:1], _read("0.5")[0])
+        _compared(_read(text)[0], _read("0.5")[0])

@@ -294,16 +294,23 @@ def test_answers_to_other_questions_are_not_restored(data: Path, tmp_path: Path)
     assert len(others.asked) == PROMPTS
 
 
+def answer_and_judge(feed: SampledFeed, engines: Engines, *numbers: int) -> None:
+    for item in feed._admitted:
+        if item.number in numbers:
+            engines.answer([engines.asked[item.number]])
+            item.judged()
+
+
 def test_the_oldest_answered_groups_are_taken_and_stragglers_are_carried_over(data: Path) -> None:
     feed, engines = open_feed(data, staleness=1, in_flight=True, oversample=1.5)
     feed._fill(1)
     assert len(engines.asked) == 9, "2 x 3 x 1.5"
-    engines.answer(engines.asked[1:5])
+    answer_and_judge(feed, engines, 1, 2, 3, 4)
     work = take(feed, 1)
     first = prompts(engines.asked)
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == first[1:4]
     assert feed.state().admitted == [0, 4, 5, 6, 7, 8]
-    engines.answer(engines.asked[:1])
+    answer_and_judge(feed, engines, 0, 5)
     engines.trainer.weight_version = 1
     work = take(feed, 2)
     assert len(engines.asked) == 12
@@ -328,13 +335,14 @@ def test_a_step_takes_judged_groups_and_does_not_wait_for_a_slow_judge(data: Pat
     engines.sampling.judge = slow = SlowJudge(RewardsSection(), cast(Any, Letters()))
     slow.slow = (feed._group(1).prompt.problem.question,)
     feed._fill(1)
-    engines.answer(engines.asked[:5])
+    engines.answer(engines.asked[1:2])
+    answer_and_judge(feed, engines, 0, 2, 3, 4)
     first = prompts(engines.asked)
     work = take(feed, 1)
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[2], first[3]]
     assert feed.state().admitted == [1, 4, 5, 6, 7, 8]
     slow.held.set_result(judge().begin(feed._group(1).prompt, engines.said(feed._group(1))).result())
-    engines.answer(engines.asked[5:6])
+    answer_and_judge(feed, engines, 5)
     engines.trainer.weight_version = 1
     work = take(feed, 2)
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[1], first[4], first[5]]
