@@ -18,7 +18,8 @@ from huggingface_hub.utils import _http
 
 PATIENCE_S, LEAST_BYTES = 30.0, 32 << 10
 """A request waits so long for so many bytes, or for its end."""
-SILENCE_S, MOST_SILENCES = 10.0, 3
+SILENCE_S, MOST_SILENCES, LONGEST_WAIT_S = 10.0, 3, 300
+"""The first where the client has no time limit; the last for one that asks too often, whom the hub counts so long."""
 MOST_TRIES, MOST_REQUESTS, MOST_BYTES = 20, 200, 64 << 20
 """For one address; and for all that a hub says of a repository, before its files."""
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
@@ -65,7 +66,7 @@ class Limits:
         if "x-repo-commit" in headers and found and not _DIGEST.fullmatch(found.removeprefix("W/").strip('"')):
             raise HubAnswerError(f"names a file by {found!r:.80}, expected hexadecimal digits")
         waits = re.findall(r"\d+", " ".join(headers.get(name, "") for name in ("retry-after", "ratelimit")))
-        if response.status_code in (429, 503) and any(int(number[:9]) > PATIENCE_S for number in waits):
+        if response.status_code in (429, 503) and any(int(number[:9]) > LONGEST_WAIT_S for number in waits):
             raise HubAnswerError(f"answers {response.status_code}, and asks to wait for a long time")
 
 
@@ -79,7 +80,7 @@ class _Stream:
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         began = time.monotonic()
         try:
-            data = self._stream.read(max_bytes, min(timeout or SILENCE_S, SILENCE_S))
+            data = self._stream.read(max_bytes, timeout or SILENCE_S)
         except httpcore.ReadTimeout:
             self._limits.silences += 1
             if self._limits.silences < MOST_SILENCES:
@@ -112,7 +113,7 @@ class _Network(httpcore.SyncBackend):
         self._limits = limits
 
     def connect_tcp(self, *arguments: Any, **named: Any) -> Any:
-        named["timeout"] = min(named.get("timeout") or SILENCE_S, SILENCE_S)
+        named["timeout"] = named.get("timeout") or SILENCE_S
         return _Stream(super().connect_tcp(*arguments, **named), self._limits)
 
 

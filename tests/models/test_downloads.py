@@ -35,6 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(downloads, "PATIENCE_S", 1.0)
         monkeypatch.setattr(downloads, "SILENCE_S", 0.5)
+        monkeypatch.setattr(downloads, "MOST_SILENCES", 1)
         monkeypatch.setattr(downloads, "MOST_TRIES", 3)
         monkeypatch.setattr(downloads.Limits, "__init__", _small(downloads.Limits.__init__))
         hub.repositories[f"models/{NAME}"] = Repository()
