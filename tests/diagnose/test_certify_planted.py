@@ -22,6 +22,8 @@ from fp8rl.diagnose.certify.dump import certify_dump
 from fp8rl.diagnose.certify.dump.dump_report import SideReport
 from tests.support.paths import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 BOS, EOS, ROWS, ANSWER = 1, 2, 48, 18
 Change = Callable[[Any], None]
 

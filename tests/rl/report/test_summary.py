@@ -240,6 +240,6 @@ def test_only_rewards_of_0_and_1_are_called_an_accuracy() -> None:
         assert summary.held_out == word and f"Held-out {word} " in told and ("accuracy" in told) is not graded
         assert (summary.accuracy_change is None) is graded
         assert ("accuracy" in step_line(1, 2, rows[1]).plain) is not graded
-        (chart,) = [each for _, charts in sections(rows) for each in charts if "Held-out" in each["title"]]
+        (chart,) = [each for each in drawn(sections(rows)) if "Held-out" in each["title"]]
         assert chart["title"] == f"Held-out {word}" and chart["traces"][0]["name"] == word
     assert summarize([{**before, "eval/accuracy": 1.5}]).held_out == "reward", "of a run before there was eval/graded"
