@@ -24,16 +24,16 @@ MAY_IMPORT = {
 """By the folder at the top of the repository. `lab` may import them all, and the command `study` imports it."""
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
 FAMILIES = ("models.families", "trainer.modules.families", "rollout.plugin.families")
-FAMILY_FOLDERS = {ROOT / "models/architectures", *(ROOT / home.replace(".", "/") for home in FAMILIES)}
+FAMILY_FOLDERS = {ROOT / "fp8rl/models/architectures", *(ROOT / home.replace(".", "/") for home in FAMILIES)}
 KNOW_A_FAMILY = {
-    "models/sizes.py": "the numbers that several architectures read; sizes of one family alone are `ModelSizes.own`",
-    "models/tiny.py": "says what the keys of `TinyModel` mean for each architecture",
-    "numerics/ops/__init__.py": "lists the names of all ops",
-    "numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
-    "numerics/kernels/products/heads.py": "the kernel of an op of latent attention",
-    "rollout/plugin/state.py": "SGLang's names of its buffers",
-    "trainer/megatron/patches.py": "the name of a module of Megatron's",
-    "diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
+    "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family alone are `ModelSizes.own`",
+    "fp8rl/models/tiny.py": "says what the keys of `TinyModel` mean for each architecture",
+    "fp8rl/numerics/ops/__init__.py": "lists the names of all ops",
+    "fp8rl/numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
+    "fp8rl/numerics/kernels/products/heads.py": "the kernel of an op of latent attention",
+    "fp8rl/rollout/plugin/state.py": "SGLang's names of its buffers",
+    "fp8rl/trainer/megatron/patches.py": "the name of a module of Megatron's",
+    "fp8rl/diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
 }
 """Files outside the families' folders that name one, and why."""
 FLOORS = (
@@ -79,8 +79,8 @@ def test_numerics_imports_only_torch_and_the_standard_library() -> None:
     """But for the base class of all sections of a spec, which every package above has some of, and a library
     whose products stand in for ours."""
     own = {
-        ROOT / "numerics/core/section.py": {"pydantic"},
-        ROOT / "numerics/kernels/products/deepgemm.py": {"deep_gemm"},
+        ROOT / "fp8rl/numerics/core/section.py": {"pydantic"},
+        ROOT / "fp8rl/numerics/kernels/products/deepgemm.py": {"deep_gemm"},
     }
     allowed = NUMERICS_THIRD_PARTY | set(sys.stdlib_module_names) | {"fp8rl"}
     broken = [
@@ -109,7 +109,7 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
 
 def test_no_file_outside_the_families_folders_knows_a_family() -> None:
     """A family of ops is a file on each floor; tables, builders, checks and audits are loops over them."""
-    names = {path.stem for path in python_files("models/families")} - {"__init__", "ends"}  # `ends`: all models have it
+    names = {path.stem for path in python_files("fp8rl/models/families")} - {"__init__", "ends"}  # `ends`: all models have it
     assert len(names) >= 3
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
     named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)
@@ -155,7 +155,7 @@ def test_every_floor_of_rl_is_under_the_rule() -> None:
     """Nothing else lies at the top of `rl`, and the package itself imports nothing."""
     entries = {path.name.removesuffix(".py") for path in (ROOT / "rl").iterdir() if path.name != "__pycache__"}
     assert entries == {*FLOORS, "__init__"}
-    assert imported_modules((ROOT / "rl/__init__.py").read_text()) == []
+    assert imported_modules((ROOT / "fp8rl/rl/__init__.py").read_text()) == []
 
 
 def test_every_package_is_under_the_rule() -> None:

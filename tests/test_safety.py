@@ -11,24 +11,24 @@ from tests.test_architecture import MAY_IMPORT, python_files
 pytestmark = pytest.mark.slow
 
 REMOVALS = {
-    "diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
-    "diagnose/certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
+    "fp8rl/diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
+    "fp8rl/diagnose/certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
     "fp8rl/commands/init.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
-    "models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
-    "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
-    "numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, and a name that was free
-    "numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
-    "rl/record/lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
-    "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
-    "rl/record/trackers/to_wandb.py": {"TemporaryDirectory"},  # of wandb itself
-    "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
-    "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
-    "rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
-    "rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
-    "rollout/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
-    "rollout/server/scratch.py": {
+    "fp8rl/models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
+    "fp8rl/models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
+    "fp8rl/numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, and a name that was free
+    "fp8rl/numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
+    "fp8rl/rl/record/lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
+    "fp8rl/rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
+    "fp8rl/rl/record/trackers/to_wandb.py": {"TemporaryDirectory"},  # of wandb itself
+    "fp8rl/rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
+    "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
+    "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
+    "fp8rl/rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
+    "fp8rl/rollout/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
+    "fp8rl/rollout/server/scratch.py": {
         "mkdtemp",
         "rename",
         "unlink",
@@ -36,7 +36,7 @@ REMOVALS = {
     },  # our scratch, and shared memory of its note
     "lab/studies/model_scale.py": {"rmtree"},  # a model that it has made
     "lab/studies/run.py": {"TemporaryDirectory"},
-    "trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
+    "fp8rl/trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
 }
 """Each file that removes or renames, with the calls, and what they may touch."""
 _REMOVING = {
@@ -81,22 +81,22 @@ def removal(node: ast.AST) -> str | None:
 
 
 CODE = {
-    "diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
+    "fp8rl/diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
     "fp8rl/__init__.py": {"import_module"},  # names of its table
-    "models/architecture.py": {"import_module"},  # files in models/architectures
-    "numerics/backend/probe.py": {"import_module"},  # files in numerics/ops
-    "numerics/kernels/kernels.py": {"import_module"},  # files in numerics/kernels
-    "trainer/modules/families/__init__.py": {"import_module"},  # files in trainer/modules/families
-    "rollout/plugin/families/__init__.py": {"import_module"},  # files in rollout/plugin/families
-    "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
-    "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
-    "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
+    "fp8rl/models/architecture.py": {"import_module"},  # files in fp8rl/models/architectures
+    "fp8rl/numerics/backend/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
+    "fp8rl/numerics/kernels/kernels.py": {"import_module"},  # files in fp8rl/numerics/kernels
+    "fp8rl/trainer/modules/families/__init__.py": {"import_module"},  # files in fp8rl/trainer/modules/families
+    "fp8rl/rollout/plugin/families/__init__.py": {"import_module"},  # files in fp8rl/rollout/plugin/families
+    "fp8rl/rl/algorithms/__init__.py": {"import_module"},  # files in fp8rl/rl/algorithms
+    "fp8rl/rl/record/trackers/__init__.py": {"import_module"},  # names of its table
+    "fp8rl/numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
+    "fp8rl/rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
-    "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
-    "trainer/checkpoint/pickles.py": {"Unpickler"},  # which knows a few classes
-    "trainer/megatron/patches.py": {"import_module"},  # our own modules
+    "fp8rl/trainer/actor.py": {"loads"},  # what another rank has written, by Ray
+    "fp8rl/trainer/checkpoint/pickles.py": {"Unpickler"},  # which knows a few classes
+    "fp8rl/trainer/megatron/patches.py": {"import_module"},  # our own modules
 }
 """Each file that could make code of data, by calls that could; what they are given."""
 _MAKES_CODE = set("eval exec __import__ import_module exec_module run_path run_module".split())
@@ -142,15 +142,15 @@ PRINTS = {
     "fp8rl/cli.py": "the version",
     "fp8rl/commands/diagnosis.py": "JSON",
     "fp8rl/commands/models.py": "JSON",
-    "numerics/core/terminal.py": "what was made printable",
-    "numerics/kernels/precompile.py": "JSON",
-    "rl/experiment/reference.py": "a page of ours",
-    "rl/run/cluster/submission.py": "what was made printable",
-    "rl/run/kernels.py": "JSON",
-    "rollout/environments/verifiers.py": "JSON",
-    "rollout/environments/supervisor.py": "JSON",
-    "rollout/named_functions.py": "a line of ours",
-    "rollout/rewards/workers.py": "JSON",
+    "fp8rl/numerics/core/terminal.py": "what was made printable",
+    "fp8rl/numerics/kernels/precompile.py": "JSON",
+    "fp8rl/rl/experiment/reference.py": "a page of ours",
+    "fp8rl/rl/run/cluster/submission.py": "what was made printable",
+    "fp8rl/rl/run/kernels.py": "JSON",
+    "fp8rl/rollout/environments/verifiers.py": "JSON",
+    "fp8rl/rollout/environments/supervisor.py": "JSON",
+    "fp8rl/rollout/named_functions.py": "a line of ours",
+    "fp8rl/rollout/rewards/workers.py": "JSON",
     "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",
 }

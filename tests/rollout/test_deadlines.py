@@ -110,8 +110,8 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started() ->
 
 def test_nothing_else_waits_by_wait_for_or_cancels_a_task() -> None:
     """`given_up` is a future that nobody has begun; `stopped` is cancelled by a process that the supervisor ends."""
-    allowed = {"rollout/deadlines.py:task", "rl/run/background.py:given_up", "rl/run/background.py:begun"}
-    allowed.add("rollout/environments/verifiers.py:stopped")
+    allowed = {"fp8rl/rollout/deadlines.py:task", "fp8rl/rl/run/background.py:given_up", "fp8rl/rl/run/background.py:begun"}
+    allowed.add("fp8rl/rollout/environments/verifiers.py:stopped")
     found = set()
     for package in [*MAY_IMPORT, "lab"]:
         for path in python_files(package):

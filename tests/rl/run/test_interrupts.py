@@ -175,7 +175,7 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int
     assert process.returncode == 130 and not child.is_running()
     assert said.splitlines() == [
         "interrupted: ending every process of the run",
-        "interrupted again: the end of the run is cut short, at rl/run/interrupts.py:"
+        "interrupted again: the end of the run is cut short, at fp8rl/rl/run/interrupts.py:"
         f"{line_of('super().__exit__(kind, error, trace)')} in __exit__: killing every process that was started",
     ]
 

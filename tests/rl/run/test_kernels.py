@@ -24,7 +24,7 @@ from fp8rl.rl.run.kernels import ServedModel, record
 said = []
 for overrides in json.loads('OVERRIDES'):
     spec = load_experiment(Path("examples/arithmetic.yaml"), [
-        "model.path=diagnose/plan/configs/qwen3_30b_a3b", "rollout.context_length=4092",
+        "model.path=fp8rl/diagnose/plan/configs/qwen3_30b_a3b", "rollout.context_length=4092",
         "trainer.micro_batch_tokens=8192", *[each for each in overrides if each != "served"],
     ])
     served = ServedModel(spec.model.directory, spec.numerics_config(), spec.rollout)

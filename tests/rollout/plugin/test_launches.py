@@ -51,7 +51,7 @@ tiles.allow_short(True)
 tiles.allow_wide(True)
 
 def counted(config, rollout, batch):
-    model = read_model(Path("diagnose/plan/configs") / config, served=True)
+    model = read_model(Path("fp8rl/diagnose/plan/configs") / config, served=True)
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), rollout=rollout)
     configure(numerics)
     engine = state().weights = MetaEngine(model, numerics, 1, batch, batch, 4096, True)

@@ -147,7 +147,7 @@ PAGE = Path("docs/metrics.md")
 _HEAD = """\
 # Metrics
 
-Every number that a step writes into `metrics.jsonl`. This page is written from the registry (`rl/record/metrics.md`)
+Every number that a step writes into `metrics.jsonl`. This page is written from the registry (`fp8rl/rl/record/metrics.md`)
 by `python -m fp8rl.rl.record.metrics`; change it there.
 
 d is the trainer's log-probability of a sampled token minus the engine's, and rho = e^d. `mismatch/` compares tokens
