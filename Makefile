@@ -20,7 +20,7 @@ STUBS := $(shell find cpu_stubs/pyproject.toml cpu_stubs/src -name '*.py' -o -na
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu gpu-libraries demo real test test-fast bench docs lint clean
+.PHONY: help install install-gpu gpu-libraries demo real test test-fast bench pages docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,8 +50,14 @@ test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
 bench: $(INSTALLED) ## measure speed side by side, into lab/bench/results.json and a table
 	$(BIN)/python -m lab.bench
 
+pages: $(INSTALLED) ## write the pages that are generated from the code, and the schema of a spec
+	$(BIN)/python docs/hooks/reference.py > docs/reference.md
+	$(BIN)/python docs/hooks/reference.py --schema > fp8rl/spec.schema.json
+	$(BIN)/python docs/hooks/metrics.py > docs/metrics.md
+	$(BIN)/python docs/hooks/api.py > docs/api.md
+
 docs: $(DOCS_VENV)/.installed ## build the documentation's site into site/, and check its links
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/hooks/mkdocs.yml
 
 lint: $(INSTALLED) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check .

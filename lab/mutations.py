@@ -56,7 +56,7 @@ def copy_checkout(folder: Path) -> None:
     for name in filter(None, listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_symlink() or (ROOT / name).exists():
-            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)  # `fp8rl` has links to the other folders
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)  # the top has links into fp8rl/
 
 
 def run_tests(checkout: Path, tests: list[str]) -> bool:

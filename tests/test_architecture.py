@@ -21,12 +21,13 @@ MAY_IMPORT = {
     "diagnose": {"numerics", "models", "rollout", "trainer", "weight_sync", "rl"},
     "fp8rl": {"numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose", "lab"},
 }
-"""By the folder at the top of the repository. `lab` may import them all, and the command `study` imports it."""
+"""By the folder in fp8rl/; `fp8rl` is what lies there beside them. `lab` may import them all, and the command `study`
+imports it."""
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
 FAMILIES = ("models.families", "trainer.modules.families", "rollout.plugin.families")
-FAMILY_FOLDERS = {ROOT / "fp8rl/models/architectures", *(ROOT / home.replace(".", "/") for home in FAMILIES)}
+FAMILY_FOLDERS = {ROOT / "fp8rl" / home.replace(".", "/") for home in ("models.architectures", *FAMILIES)}
 KNOW_A_FAMILY = {
-    "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family alone are `ModelSizes.own`",
+    "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family are `ModelSizes.own`",
     "fp8rl/models/tiny.py": "says what the keys of `TinyModel` mean for each architecture",
     "fp8rl/numerics/ops/__init__.py": "lists the names of all ops",
     "fp8rl/numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
@@ -55,7 +56,7 @@ def test_imports_follow_the_rule(package: str) -> None:
     forbidden = (MAY_IMPORT.keys() | {"lab", "tests"}) - MAY_IMPORT[package] - {package}
     broken = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in python_files(package)
+        for path in files_of(package)
         for line, module in imported_modules(path.read_text())
         if package_of(module) in forbidden
     ]
@@ -67,7 +68,7 @@ def test_everything_is_imported_below_fp8rl() -> None:
     """A folder at the top of the repository is no package of its own: a user may have one of that name."""
     broken = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for folder in (*MAY_IMPORT, "lab", "tests", "examples")
+        for folder in ("fp8rl", "lab", "tests", "examples")
         for path in python_files(folder)
         for line, module in imported_modules(path.read_text())
         if module.split(".")[0] in MAY_IMPORT.keys() - {"fp8rl"} | {"studies", "bench"}
@@ -85,7 +86,7 @@ def test_numerics_imports_only_torch_and_the_standard_library() -> None:
     allowed = NUMERICS_THIRD_PARTY | set(sys.stdlib_module_names) | {"fp8rl"}
     broken = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for path in python_files("numerics")
+        for path in files_of("numerics")
         for line, module in imported_modules(path.read_text())
         if module.split(".")[0] not in allowed | own.get(path, set())
     ]
@@ -100,7 +101,7 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
     )
     broken = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.value!r}"
-        for path in python_files(package)
+        for path in files_of(package)
         for node in strings(ast.parse(path.read_text()))
         if names.search(node.value)
     ]
@@ -109,12 +110,13 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
 
 def test_no_file_outside_the_families_folders_knows_a_family() -> None:
     """A family of ops is a file on each floor; tables, builders, checks and audits are loops over them."""
-    names = {path.stem for path in python_files("fp8rl/models/families")} - {"__init__", "ends"}  # `ends`: all models have it
+    common = {"__init__", "ends"}  # all models have `ends`
+    names = {path.stem for path in python_files("fp8rl/models/families")} - common
     assert len(names) >= 3
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
     named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)
     broken = {}
-    for path in (path for package in MAY_IMPORT for path in python_files(package)):
+    for path in python_files("fp8rl"):
         file, text = str(path.relative_to(ROOT)), path.read_text()
         if path.parent in FAMILY_FOLDERS or path.stem in names & {"latent"}:
             continue
@@ -141,7 +143,7 @@ def test_inside_studies_the_harness_knows_no_study_and_a_study_no_other() -> Non
 @pytest.mark.parametrize("floor", FLOORS)
 def test_imports_inside_rl_never_point_up(floor: str) -> None:
     above = {f"fp8rl.rl.{other}" for other in FLOORS[FLOORS.index(floor) + 1 :]}
-    files = [ROOT / f"rl/{floor}.py"] if floor == "loop" else python_files(f"rl/{floor}")
+    files = [ROOT / f"fp8rl/rl/{floor}.py"] if floor == "loop" else python_files(f"fp8rl/rl/{floor}")
     broken = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
         for path in files
@@ -153,15 +155,15 @@ def test_imports_inside_rl_never_point_up(floor: str) -> None:
 
 def test_every_floor_of_rl_is_under_the_rule() -> None:
     """Nothing else lies at the top of `rl`, and the package itself imports nothing."""
-    entries = {path.name.removesuffix(".py") for path in (ROOT / "rl").iterdir() if path.name != "__pycache__"}
+    entries = {path.name.removesuffix(".py") for path in (ROOT / "fp8rl/rl").iterdir() if path.name != "__pycache__"}
     assert entries == {*FLOORS, "__init__"}
     assert imported_modules((ROOT / "fp8rl/rl/__init__.py").read_text()) == []
 
 
 def test_every_package_is_under_the_rule() -> None:
     """A new top-level package has to be entered in the table above before the suite passes."""
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"lab", "tests"}
-    assert folders == MAY_IMPORT.keys()
+    folders = {path.parent.name for path in ROOT.glob("fp8rl/*/__init__.py")} - {"commands"}
+    assert folders | {"fp8rl"} == MAY_IMPORT.keys()
 
 
 @pytest.mark.slow
@@ -196,8 +198,14 @@ def python_files(package: str) -> list[Path]:
     return files
 
 
+def files_of(package: str) -> list[Path]:
+    if package != "fp8rl":
+        return python_files(f"fp8rl/{package}")
+    return [path for path in python_files("fp8rl") if path.relative_to(ROOT / "fp8rl").parts[0] not in MAY_IMPORT]
+
+
 def package_of(module: str) -> str:
-    """Return the folder at the top of the repository that a module lies in."""
+    """Return the package, by its name in MAY_IMPORT, or the other module at the top, that a module lies in."""
     top, _, inside = module.partition(".")
     inner = inside.partition(".")[0]
     return inner if top == "fp8rl" and inner in MAY_IMPORT else top
@@ -226,11 +234,9 @@ def imported_modules(source: str) -> list[tuple[int, str]]:
 def imports_between_files() -> dict[str, set[str]]:
     """Each module of the product, and the other modules of the product that it imports."""
     modules = {}
-    for package in MAY_IMPORT:
-        for path in python_files(package):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            inside = parts if parts[0] == "fp8rl" else ("fp8rl", *parts)
-            modules[".".join(inside[:-1] if inside[-1] == "__init__" else inside)] = path
+    for path in python_files("fp8rl"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return {name: imported_files(path.read_text(), modules.keys()) - {name} for name, path in modules.items()}
 
 

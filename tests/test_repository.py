@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ import pytest
 import yaml
 
 from fp8rl.cli import COMMANDS
+from lab.mutations import copy_checkout, run_tests
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LAUNCH = sorted((ROOT / "launch").iterdir())
+LAUNCH = sorted((ROOT / "examples/launch").iterdir())
 
 
 def test_the_site_has_every_page_with_a_title_by_word() -> None:
-    text = (ROOT / "mkdocs.yml").read_text()
+    text = (ROOT / "docs/hooks/mkdocs.yml").read_text()
     sections: list[dict[str, list[dict[str, str]]]] = yaml.safe_load(text)["nav"]
     titles = {
         page: title
@@ -44,6 +46,18 @@ def test_a_commit_is_checked_by_what_lint_runs() -> None:
     assert hooks == linted and len(hooks) == 3
 
 
+@pytest.mark.slow
+def test_nothing_needs_the_links_at_the_top(tmp_path: Path) -> None:
+    """Four links lead a reader into fp8rl/. In a copy without them, lint and tests of the copy pass."""
+    copy_checkout(tmp_path)
+    links = {str(path.relative_to(tmp_path)): str(path.readlink()) for path in tmp_path.rglob("*") if path.is_symlink()}
+    assert links == {name: f"fp8rl/{name}" for name in ("rl", "rollout", "trainer", "weight_sync")}
+    for link in links:
+        (tmp_path / link).unlink()
+    assert subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=tmp_path).returncode == 0
+    assert run_tests(tmp_path, ["tests/test_architecture.py", "tests/test_docs.py"])
+
+
 def test_the_citation_is_of_this_version() -> None:
     citation = _yaml("CITATION.cff")
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
@@ -64,7 +78,7 @@ def test_launch_templates_name_what_there_is(file: Path) -> None:
     text = file.read_text()
     commands = {command.__name__ for group in COMMANDS.values() for command in group}
     assert set(re.findall(r"^ *(?:exec )?fp8rl (\w+)", text, re.MULTILINE)) <= commands
-    named = re.findall(r"\b(?:launch|examples|docs)/[\w./]+\b", text)
+    named = re.findall(r"\b(?:examples|docs)/[\w./]+\b", text)
     assert named and all((ROOT / name).is_file() for name in named)
     if file.suffix in {".sh", ".sbatch"}:
         assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
@@ -72,14 +86,14 @@ def test_launch_templates_name_what_there_is(file: Path) -> None:
 
 
 def test_kuberay_runs_the_ray_of_the_image() -> None:
-    cluster = _yaml("launch/kuberay.yaml")["spec"]["rayClusterSpec"]
+    cluster = _yaml("examples/launch/kuberay.yaml")["spec"]["rayClusterSpec"]
     assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements/gpu.txt").read_text().splitlines()
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     assert all(group["template"]["spec"]["containers"][0]["image"] == "fp8rl:latest" for group in groups)
 
 
 def test_a_node_without_a_spec_says_what_it_needs() -> None:
-    run = subprocess.run([ROOT / "launch/node.sh", "0", "1"], capture_output=True, text=True, check=False)
+    run = subprocess.run([ROOT / "examples/launch/node.sh", "0", "1"], capture_output=True, text=True, check=False)
     assert run.returncode == 2 and "expected at least 4: RANK NODES HEAD SPEC" in run.stderr
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = {
     "README.md": "index.md",
     "examples/README.md": "examples.md",
-    "CONTRIBUTING.md": "contributing.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
 """Each page by its place in the repository, and what the site calls it."""

@@ -23,6 +23,10 @@ from fp8rl.rl.run.interrupts import INTERRUPTED
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_PLACES = [Path(__file__).parents[up] / "examples" for up in (1, 2)]
+EXAMPLES = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
+"""The examples: within the installed package, or beside it in a checkout."""
+
 
 @contextmanager
 def user_errors() -> Iterator[None]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = Path(__file__).parents[1] / "spec.schema.json"
-"""Part of the distribution, and in a checkout a link into docs/."""
 CONFIGS = Path(__file__).parents[1] / "diagnose/plan/configs"
 
 

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands import show, user_errors
+from fp8rl.commands import EXAMPLES, show, user_errors
+from fp8rl.commands.completions import SCHEMA
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import check_writable, new_directory, writing
 
-MODEL = Path(__file__).parents[1] / "examples/models/tiny_qwen3_moe"
+MODEL = EXAMPLES / "models/tiny_qwen3_moe"
 """A model of half a million parameters that has seen sums."""
 _FILES = {
     "spec.yaml": """\
@@ -67,14 +68,12 @@ def right(answer: str, reference: str) -> float:
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
     """Write a first experiment that runs as it is: a spec, a reward, problems, a tiny model, and what to change."""
     with user_errors():
-        from fp8rl.rl.experiment.reference import schema_text
-
         check_writable(folder, "DIR")
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             raise user_error(
                 "DIR", found=str(folder), expected="a new folder, or an empty one", remedy="Choose another name."
             )
-        files = {**_FILES, "spec.schema.json": schema_text()}
+        files = {**_FILES, "spec.schema.json": SCHEMA.read_text()}
         with writing(folder, "DIR"):
             folder.mkdir(parents=True, exist_ok=True)
             with new_directory(folder / ".new") as whole:  # a disk that is full leaves nothing

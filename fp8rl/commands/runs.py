@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands import (
+    EXAMPLES,
     AcceptChangedData,
     Overrides,
     Overwrite,
@@ -27,10 +28,6 @@ from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.early_end import STOPPED
 from fp8rl.rl.run.interrupts import interruptible
 from fp8rl.training import RunFailedError, run_experiment
-
-DEMO_SPEC = Path("examples/arithmetic.yaml")
-INSTALLED = Path(__file__).parents[1]
-"""The folder below which the distribution has its examples."""
 
 
 def train(
@@ -54,8 +51,7 @@ def demo(overrides: Overrides = None) -> None:
     It replaces an earlier runs/demo.
     """
     with user_errors():
-        spec = DEMO_SPEC if DEMO_SPEC.is_file() else INSTALLED / DEMO_SPEC
-        _train(spec, ["run.name=demo", *(overrides or [])], overwrite=True)
+        _train(EXAMPLES / "arithmetic.yaml", ["run.name=demo", *(overrides or [])], overwrite=True)
 
 
 def submit(

@@ -100,7 +100,7 @@ def unquantized(planned: Planned) -> Planned:
 
 _MODULES = "A module of another precision is in place: look at fp8rl/trainer/modules, and reinstall this distribution."
 _OPTIMIZER = (
-    "Look at how fp8rl/trainer/distributed/optimizer.py makes the optimizer, and at what has replaced its tensors since."
+    "Look at how fp8rl/trainer/distributed/optimizer.py makes the optimizer, and what has replaced its tensors since."
 )
 _SPEC = "Compare the numerics section with what was set since: numerics.preset, numerics.scope, Trainer.set_numerics."
 _ENGINE = "Start the engine from this spec, with the arguments of fp8rl/rollout/server/arguments.py."

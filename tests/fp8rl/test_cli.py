@@ -106,7 +106,7 @@ def test_the_demo_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.M
     assert invoke("demo")[0] == 0
     experiment = load_experiment(calls[0][0])
     for path in (experiment.model.path, experiment.data.source(experiment.data.eval, "data.eval").path):
-        assert Path(path).is_relative_to(ROOT / "fp8rl/examples") and Path(path).exists()
+        assert Path(path).is_relative_to(ROOT / "examples") and Path(path).exists()
 
 
 def test_the_demo_runs_the_example_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_the_demo_runs_the_example_anew(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runs, "_train", lambda *arguments, **options: calls.append((arguments, options)))
     monkeypatch.chdir(ROOT)
     assert invoke("demo", "run.steps=2")[0] == 0
-    assert calls == [((Path("examples/arithmetic.yaml"), ["run.name=demo", "run.steps=2"]), {"overwrite": True})]
+    assert calls == [((ROOT / "examples/arithmetic.yaml", ["run.name=demo", "run.steps=2"]), {"overwrite": True})]
 
 
 @pytest.mark.parametrize(

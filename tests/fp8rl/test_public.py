@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import fp8rl
-from fp8rl import api
+from docs.hooks import api
 from tests.support.paths import ROOT
 
 
@@ -49,7 +49,7 @@ def test_examples_import_the_public_interface_alone() -> None:
 
 
 def test_the_page_of_the_interface_is_up_to_date_and_has_every_name() -> None:
-    """`python -m fp8rl.api > docs/api.md` writes it."""
+    """`make pages` writes it."""
     shown = [name for names in api.GROUPS.values() for name in names]
     assert sorted(shown) == sorted(fp8rl.__all__)
     page = api.page()

@@ -39,7 +39,7 @@ _DEEPGEMM = "sgl-deep-gemm"
 _TE = ("transformer_engine", "transformer_engine_torch")
 _PATCHED = {"torch", "megatron-core", "sglang"}
 """Their inner workings are hooked or patched, so another version is refused; others may do."""
-_INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image of the Dockerfile."}
+_INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image: requirements/Dockerfile."}
 
 
 def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:

@@ -51,7 +51,7 @@ _HEAD = 16 << 10
 
 
 def is_page(head: bytes) -> bool:
-    """Return whether a file that begins so is a page of fp8rl: it has the title that `fp8rl/rl/report/templates` gives it."""
+    """Return whether a file that begins so is a page of fp8rl, by the title of fp8rl/rl/report/templates."""
     return re.search(rb"<title>[^<]* \xc2\xb7 fp8rl [a-z ]+</title>", head) is not None
 
 

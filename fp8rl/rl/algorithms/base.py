@@ -55,7 +55,7 @@ class Outcomes:
 class AlgorithmConfig(Section):
     """The `algorithm:` section of an experiment: its settings, and how they turn a batch into a loss.
 
-    A subclass of ours stands in a file below `fp8rl/rl/algorithms`, with `name: Literal["..."]`, by which an experiment asks
+    A subclass of ours is in a file of `fp8rl/rl/algorithms`, with `name: Literal["..."]`, by which an experiment asks
     for it; a user's is asked for by `path/to/file.py:Class`. It overrides `objective`, and `advantages` if it samples.
     """
 

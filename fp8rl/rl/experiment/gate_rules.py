@@ -1,6 +1,6 @@
 """Gates that a spec may not have: those that can never see their metric, or act on it, and two that contradict.
 
-A condition says when a run has what some metrics need, which `fp8rl/rl/record/metrics.md` names; a rule says what is refused.
+A condition says when a run has what a metric needs (fp8rl/rl/record/metrics.md names it); a rule, what is refused.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from pathlib import Path
 
 from fp8rl.rl.mismatch.buckets import OLDEST, POSITION_STARTS
 
@@ -139,40 +138,3 @@ def nearest_metric(name: str) -> str:
 def metric(name: str) -> Metric:
     """Return the declared metric, or a blank one for a name outside the tables."""
     return describe(name) or Metric("", "")
-
-
-# docs/metrics.md, written from the registry: `python -m fp8rl.rl.record.metrics`.
-
-PAGE = Path("docs/metrics.md")
-_HEAD = """\
-# Metrics
-
-Every number that a step writes into `metrics.jsonl`. This page is written from the registry (`fp8rl/rl/record/metrics.md`)
-by `python -m fp8rl.rl.record.metrics`; change it there.
-
-d is the trainer's log-probability of a sampled token minus the engine's, and rho = e^d. `mismatch/` compares tokens
-that the trainer's own weights have sampled, `drift/` trained tokens that older weights have sampled. Those of `train/`
-and `critic/` are means over the step's updates. `p50` and `p99` are percentiles by nearest rank; exponents are clamped
-to ±20.
-
-*Over* is the denominator of a mean or a fraction. A metric that is *late* is known only after the step's decision:
-gates judge it in the next step, and it can withhold no update. *Needs* is what a run must have; a gate on a metric that
-the run does not measure is refused. With (…) a step may lack the metric although all goes as planned.
-"""
-
-
-def document() -> str:
-    """Return the page: a table for each group of metrics."""
-    groups: dict[str, list[str]] = {}
-    for name, metric in (*METRICS.items(), *((name, family.metric) for name, family in FAMILIES.items())):
-        group, _, rest = name.partition("/")
-        needs = ", ".join(need.replace("_", " ") for need in metric.needs) + " (…)" * metric.at_times
-        cells = [f"`{rest}`", metric.unit, metric.meaning, metric.over, "late" * metric.late, needs]
-        line = "| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |\n"
-        groups.setdefault(group, []).append(line)
-    head = "| metric | unit | meaning | over | late | needs |\n|---|---|---|---|---|---|\n"
-    return _HEAD + "".join(f"\n## {group}/\n\n{head}{''.join(lines)}" for group, lines in groups.items())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(document())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from docs.hooks.reference import schema
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rl.experiment.reference import schema
 from fp8rl.rl.experiment.validation import parse_experiment, valid_keys
 from fp8rl.rollout.config import SpeculationSection, check_drafts
 from tests.support.experiments import experiment

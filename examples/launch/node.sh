@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One node of a Ray cluster that lives as long as one run:
 #
-#   launch/node.sh RANK NODES HEAD SPEC [KEY=VALUE]...
+#   examples/launch/node.sh RANK NODES HEAD SPEC [KEY=VALUE]...
 #
 # RANK 0 starts Ray's head at the address HEAD, waits until all NODES are there, and submits the run; its exit code is
 # the run's. The other ranks join, and stay until the head is gone. `fp8rl` and `ray` are found by PATH. All nodes see

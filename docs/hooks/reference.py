@@ -1,9 +1,6 @@
-"""The reference page of all keys of a spec, and the JSON schema by which editors complete and check one.
+"""Prints docs/reference.md, the page of all keys of a spec, or with --schema the JSON schema for editors.
 
 Both are made of the sections: their types, bounds, defaults, and the text below each field.
-
-    python -m fp8rl.rl.experiment.reference > docs/reference.md
-    python -m fp8rl.rl.experiment.reference --schema > docs/spec.schema.json
 """
 
 from __future__ import annotations
@@ -32,9 +29,8 @@ from fp8rl.rl.experiment.experiment import Experiment
 
 _HEAD = """# Every key of a spec
 
-Generated from the sections by `python -m fp8rl.rl.experiment.reference`, like `spec.schema.json` (`--schema`); a test
-compares both. Editors complete and check a spec that begins with
-`# yaml-language-server: $schema=PATH/spec.schema.json`.
+Generated from the sections by `make pages`, like `fp8rl/spec.schema.json`; a test compares both. Editors complete and
+check a spec that begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
 
 A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are merged,
 lists are replaced. On the command line `section.key=value` overrides all files. If one of them names another algorithm,

@@ -1,4 +1,4 @@
-"""docs/api.md, written from the code of what users import: `python -m fp8rl.api > docs/api.md`.
+"""Prints docs/api.md, from the code of what users import.
 
 Signatures, fields and texts are those of the source, so that the page cannot differ from it.
 """
@@ -28,7 +28,7 @@ ONLY = {"Conversation": ("begin", "sample", "tell", "message", "room", "turns")}
 _HEAD = """\
 # Python interface
 
-What `from fp8rl import ...` gives, written from the source by `python -m fp8rl.api`. Only these names are kept from
+What `from fp8rl import ...` gives, written from the source by `make pages`. Only these names are kept from
 version to version. [extending.md](extending.md) shows them at work. The sections of `Experiment`, and the settings of
 `PolicyGradient`, are keys of a spec: [reference.md](reference.md).
 
