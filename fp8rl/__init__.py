@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
     from fp8rl.rl.experiment import Experiment, load_experiment
     from fp8rl.rl.record.rollouts import RolloutRecord
-    from fp8rl.rollout.environments.conversation import Conversation, Turn
+    from fp8rl.rollout.tasks.environments.conversation import Conversation, Turn
     from fp8rl.rollout.types import Problem
     from fp8rl.run import Run
     from fp8rl.trainer.step.batch import TokenBatch
@@ -34,7 +34,7 @@ _HOMES = {
     "fp8rl.rl.experiment": ("Experiment", "load_experiment"),
     "fp8rl.rl.record.rollouts": ("RolloutRecord",),
     "fp8rl.rollout.types": ("Problem",),
-    "fp8rl.rollout.environments.conversation": ("Conversation", "Turn"),
+    "fp8rl.rollout.tasks.environments.conversation": ("Conversation", "Turn"),
     "fp8rl.trainer.step.batch": ("TokenBatch",),
     "fp8rl.trainer.step.objective": ("Objective", "ObjectiveOutput"),
 }

@@ -28,9 +28,9 @@ from fp8rl.rl.run.evaluation import held_out, set_metrics
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rollout.deadlines import GRACE_S
-from fp8rl.rollout.engine import sample_groups
-from fp8rl.rollout.environments.config import SINGLE_TURN
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.actor import sample_groups
+from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from fp8rl.serving import serve
 

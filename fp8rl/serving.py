@@ -31,10 +31,10 @@ from fp8rl.rl.experiment.validation import load_own_architecture
 from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.kernels import warm_once
-from fp8rl.rollout.protocol import check_report
-from fp8rl.rollout.server.arguments import ServedChats, has_cuda
-from fp8rl.rollout.server.client import EngineClient
-from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.engine.protocol import check_report
+from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda
+from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout

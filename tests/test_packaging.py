@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fp8rl.rl.record.trackers import TRACKERS
-from fp8rl.rollout.plugin.hooks import SGLANG_VERSION
+from fp8rl.rollout.engine.plugin.hooks import SGLANG_VERSION
 from tests.support.paths import ROOT
 
 DOCKERFILE = (ROOT / "requirements/Dockerfile").read_text()

@@ -27,8 +27,8 @@ REMOVALS = {
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "fp8rl/rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
-    "fp8rl/rollout/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
-    "fp8rl/rollout/server/scratch.py": {
+    "fp8rl/rollout/tasks/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
+    "fp8rl/rollout/engine/server/scratch.py": {
         "mkdtemp",
         "rename",
         "unlink",
@@ -87,11 +87,11 @@ CODE = {
     "fp8rl/numerics/backend/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
     "fp8rl/numerics/kernels/kernels.py": {"import_module"},  # files in fp8rl/numerics/kernels
     "fp8rl/trainer/modules/families/__init__.py": {"import_module"},  # files in fp8rl/trainer/modules/families
-    "fp8rl/rollout/plugin/families/__init__.py": {"import_module"},  # files in fp8rl/rollout/plugin/families
+    "fp8rl/rollout/engine/plugin/families/__init__.py": {"import_module"},  # files beside it
     "fp8rl/rl/algorithms/__init__.py": {"import_module"},  # files in fp8rl/rl/algorithms
     "fp8rl/rl/record/trackers/__init__.py": {"import_module"},  # names of its table
     "fp8rl/numerics/core/code.py": {"exec_module"},  # files of Python that a spec names
-    "fp8rl/rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
+    "fp8rl/rollout/tasks/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "lab/studies/harness/study.py": {"import_module"},  # names of studies
     "lab/studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "fp8rl/trainer/actor.py": {"loads"},  # what another rank has written, by Ray
@@ -145,10 +145,10 @@ PRINTS = {
     "fp8rl/numerics/kernels/precompile.py": "JSON",
     "fp8rl/rl/run/cluster/submission.py": "what was made printable",
     "fp8rl/rl/run/kernels.py": "JSON",
-    "fp8rl/rollout/environments/verifiers.py": "JSON",
-    "fp8rl/rollout/environments/supervisor.py": "JSON",
-    "fp8rl/rollout/named_functions.py": "a line of ours",
-    "fp8rl/rollout/rewards/workers.py": "JSON",
+    "fp8rl/rollout/tasks/environments/verifiers.py": "JSON",
+    "fp8rl/rollout/tasks/environments/supervisor.py": "JSON",
+    "fp8rl/rollout/tasks/named_functions.py": "a line of ours",
+    "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
     "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",
 }

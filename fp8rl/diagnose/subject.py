@@ -28,7 +28,7 @@ from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.kernels import ServedModel
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.tool_calls import parsers
+from fp8rl.rollout.tasks.tool_calls import parsers
 from fp8rl.trainer.step.batch import TokenBatch
 
 

@@ -103,7 +103,7 @@ _OPTIMIZER = (
     "Look at how fp8rl/trainer/distributed/optimizer.py makes the optimizer, and what has replaced its tensors since."
 )
 _SPEC = "Compare the numerics section with what was set since: numerics.preset, numerics.scope, Trainer.set_numerics."
-_ENGINE = "Start the engine from this spec, with the arguments of fp8rl/rollout/server/arguments.py."
+_ENGINE = "Start the engine from this spec, with the arguments of fp8rl/rollout/engine/server/arguments.py."
 _LOSS = "Look at ops.token_logprobs and at the algorithm's objective."
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.sampling import GREEDY
-from fp8rl.rollout import chat
-from fp8rl.rollout.chat import Message
+from fp8rl.rollout.tasks import chat
+from fp8rl.rollout.tasks.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,8 @@ import httpx
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.core.process import exhaust
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.protocol import CACHE, GRAPHS, WEIGHTS
-from fp8rl.rollout.server.client import EngineClient, PauseMode
+from fp8rl.rollout.engine.protocol import CACHE, GRAPHS, WEIGHTS
+from fp8rl.rollout.engine.server.client import EngineClient, PauseMode
 from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.weight_sync.buckets import Named, changes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8rl.models.tensors import EngineRank, TensorTable
 from fp8rl.numerics.delta import LastSent, encode
-from fp8rl.rollout.protocol import DELTA
+from fp8rl.rollout.engine.protocol import DELTA
 
 ALIGNMENT = 16
 """Bytes that kernels store at a time; a multiple of every dtype's size."""

@@ -25,8 +25,8 @@ from fp8rl.numerics.digest import tensor_digests
 from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.protocol import ADAPTER_SCALE
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync.manifest import Recorder, Sent, SyncError, some_of
 from fp8rl.weight_sync.served import served_tensors, would_send

@@ -25,8 +25,8 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel

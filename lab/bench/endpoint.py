@@ -17,9 +17,9 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from fp8rl.numerics.core.process import LOOPBACK
-from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.endpoint import ProgramEndpoint
-from fp8rl.rollout.environments.recording import Recording
+from fp8rl.rollout.tasks.environments.conversation import Conversation
+from fp8rl.rollout.tasks.environments.endpoint import ProgramEndpoint
+from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory, prompt_ids
 from lab.bench.measure import DEMO, Result
 

@@ -26,7 +26,7 @@ from lab.bench.measure import Result
 
 COMMAND = Path(sys.executable).with_name("fp8rl")
 STEPS, REQUESTS, AT_ONCE = 300, 2800, 8
-KINDS = {"TrainerActor": "trainer", "fp8rl.rollout.server.launcher": "engine", "sglang": "engine"}
+KINDS = {"TrainerActor": "trainer", "fp8rl.rollout.engine.server.launcher": "engine", "sglang": "engine"}
 """The kind of a process by what it calls itself, or by its command where it could not take a name."""
 _EVERY_S = 2.0
 

@@ -45,7 +45,7 @@ from fp8rl.numerics.core.files import check_page
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.guard import GateState
-from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest
 from tests.support.definitions import SIZES

@@ -40,7 +40,7 @@ from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED, precision_map
 from fp8rl.numerics.quantize import fake_quantize
 from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rollout.plugin.state import WEIGHTS
+from fp8rl.rollout.engine.plugin.state import WEIGHTS
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch

@@ -29,7 +29,7 @@ from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.plugin.hooks import hooks_for, provided
+from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
 from tests.support.definitions import SIZES, shape_of
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)

@@ -28,8 +28,8 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import PRESETS
 from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
-from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
+from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.weight_sync import bridge
@@ -233,7 +233,7 @@ def test_prefixes_are_cached_within_a_weight_version_only(rig: Rig) -> None:
 def test_a_tensor_damaged_on_the_way_is_named_and_stops_the_engine(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Scales that change places and experts that do not arrive: tests/rollout/plugin/test_weights.py."""
+    """Scales that change places and experts that do not arrive: tests/rollout/engine/plugin/test_weights.py."""
     pipeline = rig.open(TWO_RANKS)
     pipeline.train_step(pipeline.sample(1.0, count=4))
     message = failed_sync(pipeline, monkeypatch, faults.flipped_bit, tmp_path / "manifest.json")

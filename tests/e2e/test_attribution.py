@@ -17,7 +17,7 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import KeptStep, read_capsule, write_capsule
 from fp8rl.rl.guard.scored_batch import ScoredBatch
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.manifest import SyncError

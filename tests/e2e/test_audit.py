@@ -12,9 +12,9 @@ from fp8rl.diagnose.audit.sightings import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.protocol import EngineReport, differences
-from fp8rl.rollout.server import arguments
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.protocol import EngineReport, differences
+from fp8rl.rollout.engine.server import arguments
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.rig import MODELS, Setup, make_engine
 

@@ -33,7 +33,7 @@ from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.restarts import finish
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import SMALL

@@ -23,7 +23,7 @@ BF16 = NumericsConfig(spec=FP8.spec, rollout="bf16")
 # Runs in the engine's process before anything else: a newer SGLang in which a hooked method was renamed.
 RENAMED_TARGET = """
     import dataclasses
-    from fp8rl.rollout.plugin import hooks
+    from fp8rl.rollout.engine.plugin import hooks
 
     stock = hooks.hooks_for
 

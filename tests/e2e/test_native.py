@@ -21,9 +21,9 @@ from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.engines.canary import Canary
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.protocol import EngineReport
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.protocol import EngineReport
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.config import TrainerSection

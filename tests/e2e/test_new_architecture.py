@@ -28,7 +28,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.job import job_of
 from fp8rl.rl.experiment.budget.memory import cache_bytes, engine_memory
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout

@@ -21,8 +21,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Completion, Endpoint, SamplingParams
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout

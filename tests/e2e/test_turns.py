@@ -10,9 +10,9 @@ import pytest
 
 from fp8rl.models import read_shape
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.engine import sample_groups
-from fp8rl.rollout.protocol import Memory
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.actor import sample_groups
+from fp8rl.rollout.engine.protocol import Memory
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
 

@@ -137,7 +137,7 @@ def test_trainer_and_engine_on_two_nodes_one_of_which_leaves(
     try:
         run.wait_until(lambda: (run.path / "metrics.jsonl").is_file() and len(run.rows()) > 3, "three steps")
         (engine,) = [
-            process for process in of_runs(right.mark) if "fp8rl.rollout.server.launcher" in command_of(process)
+            process for process in of_runs(right.mark) if "fp8rl.rollout.engine.server.launcher" in command_of(process)
         ]
         assert any("ray::TrainerActor" in command_of(process) for process in of_runs(left.mark))
         assert engine.environ()["NO_PROXY"] == right.address, "where it listens"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, SamplingParams
 from fp8rl.weight_sync.transports import TensorTransport
 from tests.support.rig import Rig, Setup

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
-from fp8rl.rollout.data.sources import Source, load_problems
-from fp8rl.rollout.rewards.builtin import integer
+from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.rewards.builtin import integer
 from tests.support.paths import EXAMPLES
 
 

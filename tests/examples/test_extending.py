@@ -20,8 +20,8 @@ from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.model import check_algorithm
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rl.run.feed.problems import training_problems
-from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.rewards.functions import load_function
+from fp8rl.rollout.tasks.environments.functions import load_environment
+from fp8rl.rollout.tasks.rewards.functions import load_function
 from tests.support.conversations import EOS, Stage
 from tests.support.paths import EXAMPLES, ROOT
 

@@ -27,8 +27,8 @@ from fp8rl.rl.experiment.contents import contents
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.plugin import CONFIG_VARIABLE
+from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
@@ -164,7 +164,7 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
     Engine(RolloutSection(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
     assert read_model(tmp_path / "served", served=True).architecture.name == "OurLlamaForCausalLM"
     program = (
-        "from fp8rl.rollout import plugin; plugin.register(); "
+        "from fp8rl.rollout.engine import plugin; plugin.register(); "
         "import fp8rl.models.architecture as a; print(list(a._known))"
     )
     told = {**os.environ, CONFIG_VARIABLE: json.dumps({"numerics": SPEC.to_dict(), "architecture": FILE})}

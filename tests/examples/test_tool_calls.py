@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import tool_calls
-from fp8rl.rollout.environments.recording import parse_calls
+from fp8rl.rollout.tasks.environments.recording import parse_calls
 from tests.support.paths import EXAMPLES
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

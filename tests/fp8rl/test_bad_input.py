@@ -24,7 +24,7 @@ from fp8rl.diagnose.certify.dump.reference import facts
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.engine.server.server import SGLangServer
 from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES

@@ -15,7 +15,7 @@ from fp8rl.commands import completions
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, read_resolved
 from fp8rl.rl.experiment.validation import valid_keys
-from fp8rl.rollout.rewards.functions import load_function
+from fp8rl.rollout.tasks.rewards.functions import load_function
 from tests.support.commands import invoke
 from tests.support.paths import new_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8rl.models.cards import read_configurations
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.data.rows import open_rows
+from fp8rl.rollout.tasks.data.rows import open_rows
 from tests.support.odd_input import TEXTS
 
 BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])

@@ -12,8 +12,8 @@ import pytest
 import requests
 
 from fp8rl.rollout.loopback import is_loopback, reach_loopback
-from fp8rl.rollout.rewards.services import posted
-from tests.rollout.rewards.test_ours import service
+from fp8rl.rollout.tasks.rewards.services import posted
+from tests.rollout.tasks.rewards.test_ours import service
 
 NOBODY = "http://127.0.0.1:9"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")

@@ -6,8 +6,8 @@ from typing import Any
 
 import ray
 
-from fp8rl.rollout.server import arguments
-from fp8rl.rollout.server.server import SGLangServer
+from fp8rl.rollout.engine.server import arguments
+from fp8rl.rollout.engine.server.server import SGLangServer
 
 PLAIN_SCHEDULE = "--disable-overlap-schedule"
 

@@ -107,7 +107,7 @@ class StartedRun:
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""
-        return self.member("fp8rl.rollout.server.launcher")
+        return self.member("fp8rl.rollout.engine.server.launcher")
 
     def member(self, named: str) -> psutil.Process:
         """The one process with this in its command line."""

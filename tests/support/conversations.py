@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.rollout.environments.conversation import Conversation
+from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 
 EOS = "<|im_end|>"

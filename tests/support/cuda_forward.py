@@ -18,9 +18,9 @@ from fp8rl.models.families.latent import Latent
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.plugin import hooks
-from fp8rl.rollout.plugin.state import configure, state
-from fp8rl.rollout.server.arguments import server_arguments
+from fp8rl.rollout.engine.plugin import hooks
+from fp8rl.rollout.engine.plugin.state import configure, state
+from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.as_cuda import OnCpu
 

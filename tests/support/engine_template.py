@@ -23,7 +23,7 @@ def _serve(listener: socket.socket) -> None:
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.managers.scheduler",
         "sglang.srt.model_executor.model_runner",
-        "fp8rl.rollout.server.launcher",
+        "fp8rl.rollout.engine.server.launcher",
     ):
         importlib.import_module(name)
     variant = row_variant_ops(torch.device("cpu"))  # of this machine, as every engine would find out anew
@@ -40,8 +40,8 @@ def _serve(listener: socket.socket) -> None:
         for descriptor in kept:
             os.set_inheritable(descriptor, True)
         sys.argv = ["launcher"]
-        from fp8rl.rollout.plugin import state
-        from fp8rl.rollout.server import launcher
+        from fp8rl.rollout.engine.plugin import state
+        from fp8rl.rollout.engine.server import launcher
         from tests.support import plants
 
         state.row_variant_ops = lambda device, kv: variant  # type: ignore[assignment]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.weight_sync.transports import Transport
 
 Named = tuple[str, Tensor]

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8rl.rollout.plugin.families.gated_delta import States
-from fp8rl.rollout.plugin.weights import ServedWeights
+from fp8rl.rollout.engine.plugin.families.gated_delta import States
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
 
 PLANT = "FP8RL_TEST_PLANT"
 

@@ -32,9 +32,9 @@ from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection, SpeculationSection
-from fp8rl.rollout.engine import Engine, check_versions
-from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.actor import Engine, check_versions
+from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
 from fp8rl.trainer.config import TrainerSection

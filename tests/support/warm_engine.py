@@ -24,9 +24,9 @@ from typing import IO, Any
 import ray
 
 from fp8rl.rl.run.engines import serving
-from fp8rl.rollout.engine import Engine
-from fp8rl.rollout.server import server
-from fp8rl.rollout.server.arguments import server_environment
+from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.server import server
+from fp8rl.rollout.engine.server.arguments import server_environment
 from tests.support.fork_server import ForkServer, send_request
 
 TEMPLATE = "FP8RL_TEST_TEMPLATE"
@@ -77,8 +77,8 @@ class Template:
         return SimpleNamespace(**{**vars(subprocess), "Popen": self._popen})
 
     def _popen(self, command: list[str], **options: Any) -> Any:
-        """`subprocess.Popen`, as `rollout.server.server` calls it."""
-        assert command[1:] == ["-P", "-m", "fp8rl.rollout.server.launcher"], command
+        """`subprocess.Popen`, as `rollout.engine.server.server` calls it."""
+        assert command[1:] == ["-P", "-m", "fp8rl.rollout.engine.server.launcher"], command
         reading, writing = os.pipe()
         inherited = (reading, options["stdout"].fileno(), *options["pass_fds"])
         with self._lock:

@@ -21,7 +21,7 @@ def _serve(listener: socket.socket) -> None:
     for name in (
         "tests.support.trainer_imports",
         "fp8rl.rl.experiment.preconditions.rules",
-        "fp8rl.rollout.server.server",
+        "fp8rl.rollout.engine.server.server",
     ):
         importlib.import_module(name)
     assert "ray" not in sys.modules

@@ -13,8 +13,8 @@ from fp8rl.models import Model
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.digest import tensor_digest
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.protocol import Held
-from fp8rl.rollout.server.client import merged
+from fp8rl.rollout.engine.protocol import Held
+from fp8rl.rollout.engine.server.client import merged
 from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.manifest import Manifest, Recorder, SyncError

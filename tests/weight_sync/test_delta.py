@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8rl.models.tensors import EngineRank
 from fp8rl.numerics.delta import LastSent, apply
-from fp8rl.rollout.protocol import DELTA
+from fp8rl.rollout.engine.protocol import DELTA
 from fp8rl.weight_sync.buckets import changes
 from tests.support.definitions import every_tensor
 

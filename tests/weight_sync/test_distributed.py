@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.server.arguments import server_environment
+from fp8rl.rollout.engine.server.arguments import server_environment
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import RANK_ENVIRONMENT
 from fp8rl.weight_sync.buckets import Packer

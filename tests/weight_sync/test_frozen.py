@@ -13,7 +13,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import quantize
-from fp8rl.rollout.protocol import ADAPTER_SCALE
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.weight_sync.frozen import HeldBase, check_frozen
 from fp8rl.weight_sync.manifest import Sent, SyncError
 from tests.support.served_model import SPEC

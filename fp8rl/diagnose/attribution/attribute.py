@@ -32,8 +32,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.files import file_sha256
 from fp8rl.numerics.sampling import EVERY_TOKEN
-from fp8rl.rollout.plugin.op_probe import ANSWER
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.plugin.op_probe import ANSWER
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
@@ -290,7 +290,7 @@ class EngineAnswer:
     """An engine's answer to a recorded forward pass."""
 
     tensors: dict[str, Tensor]
-    """See `rollout.plugin.op_probe.ANSWER`."""
+    """See `rollout.engine.plugin.op_probe.ANSWER`."""
     settings: dict[str, float]
     """Constants of the engine's ops, such as `rope_theta`."""
 

@@ -13,7 +13,7 @@ from fp8rl.models.tensors import TensorRow, base_name
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding, format_of
 from fp8rl.numerics.precision_map import Planned, precision_map
-from fp8rl.rollout.plugin.state import DERIVED, KV_CACHE, SCALES, STATES
+from fp8rl.rollout.engine.plugin.state import DERIVED, KV_CACHE, SCALES, STATES
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
@@ -41,7 +41,7 @@ class Sighting:
 
 
 def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
-    """held: one rank's inventory (`rollout.plugin.state.inventory`). numerics: as planned."""
+    """held: one rank's inventory (`rollout.engine.plugin.state.inventory`). numerics: as planned."""
     plan = precision_map(numerics)
     kinds = {
         SCALES: "engine.scale",

@@ -1,7 +1,7 @@
 """Judge where a spec would run on a given machine, and its obstacles. A function of data: nothing is probed here.
 
 The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
-TransformerEngine, `rollout.server.arguments` for the engine.
+TransformerEngine, `rollout.engine.server.arguments` for the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions.rules import ALLOCATOR
 from fp8rl.rl.experiment.preconditions.target import Target
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.server.arguments import server_arguments
+from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.trainer.megatron.lowering import by_mx, lower
 
 BLOCK_CUDA = (12, 9)

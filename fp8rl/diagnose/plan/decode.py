@@ -24,7 +24,7 @@ OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
     ("native", False): (11, 15),
 }
 """Kernels of a dense layer and of one with experts, by mode and whether products are FP8: ours as they are counted for
-64 answers of Qwen3-8B and Qwen3-30B-A3B (`tests/rollout/plugin/test_launches.py`), with one of SGLang's that writes the
+64 answers of Qwen3-8B and Qwen3-30B-A3B by the test of the plugin's launches, with one of SGLang's that writes the
 cache of a dense layer; SGLang's own by reading 0.5.19. Layers of another architecture are taken to have as many."""
 BESIDE_LAYERS = 14
 """Embedding, last norm, head, truncation, draw and log-probabilities."""

@@ -13,7 +13,7 @@ from fp8rl.diagnose.preflight.same_spec import SAME_PRECISION, Check, judged
 from fp8rl.diagnose.report import Difference, shown_number
 from fp8rl.numerics.config import Mode, NumericsConfig
 from fp8rl.rl.run.stack import Stack
-from fp8rl.rollout.server.client import SCORED_SHORT_OF
+from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
 from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.step.batch import TokenBatch
 

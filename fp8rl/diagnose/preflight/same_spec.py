@@ -23,7 +23,7 @@ from fp8rl.numerics.spec import Scale
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rollout.protocol import EngineReport, differences
+from fp8rl.rollout.engine.protocol import EngineReport, differences
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.bridge import SyncReport

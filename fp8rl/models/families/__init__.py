@@ -2,7 +2,7 @@
 
 A family is a part of a layer, such as attention. One file here has its tensors, its ops, what it caches, what it costs
 and how it is shared. The trainer has a file for it of the same name (`trainer.modules.families`), and so has the engine
-(`rollout.plugin.families`). An architecture lists its families; no table lists them all.
+(`rollout.engine.plugin.families`). An architecture lists its families; no table lists them all.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from fp8rl.rl.algorithms import algorithm_class
 from fp8rl.rl.algorithms.parts.corrections import BOUNDS
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.sections import DataSource
-from fp8rl.rollout.environments.config import HARNESS, VERIFIERS
-from fp8rl.rollout.environments.functions import BUILT_IN
-from fp8rl.rollout.environments.verifiers import Verifiers
-from fp8rl.rollout.named_functions import check_importable, named_object, signature_of
+from fp8rl.rollout.tasks.environments.config import HARNESS, VERIFIERS
+from fp8rl.rollout.tasks.environments.functions import BUILT_IN
+from fp8rl.rollout.tasks.environments.verifiers import Verifiers
+from fp8rl.rollout.tasks.named_functions import check_importable, named_object, signature_of
 
 Say = Callable[[str], object]
 _NONE: Any = object()

@@ -25,7 +25,7 @@ from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
 from fp8rl.rl.experiment.layers import Say, merged, types_of
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
-from fp8rl.rollout.named_functions import check_importable
+from fp8rl.rollout.tasks.named_functions import check_importable
 
 _HERE = Path("(a mapping)")
 """Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import Rule
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
 from fp8rl.weight_sync.config import reason_to_send
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import check_gates
 from fp8rl.rl.experiment.rules import RULES
-from fp8rl.rollout.named_functions import check_importable
+from fp8rl.rollout.tasks.named_functions import check_importable
 
 _LONGEST_NUMBER = 1024
 """Bits."""

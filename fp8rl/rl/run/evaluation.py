@@ -22,10 +22,10 @@ from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.sampling import PendingGroup, Sampling
-from fp8rl.rollout.chat import end_ids
-from fp8rl.rollout.data.sources import load_problems
-from fp8rl.rollout.engine import check_versions
-from fp8rl.rollout.rewards.functions import RewardsSection
+from fp8rl.rollout.engine.actor import check_versions
+from fp8rl.rollout.tasks.chat import end_ids
+from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.rewards.functions import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 

@@ -241,7 +241,7 @@ def _launch_run(experiment: Experiment) -> list[str]:
 
 @torch.no_grad()
 def _launch_engine(model: ServedModel) -> list[str]:
-    from fp8rl.rollout.plugin.launches import launch_forwards
+    from fp8rl.rollout.engine.plugin.launches import launch_forwards
     from fp8rl.weight_sync.launches import launch_digests
 
     launch_digests()

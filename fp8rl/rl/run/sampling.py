@@ -17,8 +17,8 @@ from fp8rl.rl.run.failures import Failures
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
-from fp8rl.rollout.chat import end_ids
 from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.tasks.chat import end_ids
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError, Trajectory
 
 _LOOK_SECONDS = 0.1

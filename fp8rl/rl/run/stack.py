@@ -28,7 +28,7 @@ from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.kernels import warm_nodes
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
-from fp8rl.rollout.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.weight_sync.bridge import Bridge

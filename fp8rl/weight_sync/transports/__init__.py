@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.transports.disk import DiskTransport
 from fp8rl.weight_sync.transports.distributed import DistributedTransport

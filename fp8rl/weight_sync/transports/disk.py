@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.numerics.core.process import rank
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.weight_sync.buckets import Named
 from fp8rl.weight_sync.served import write_served_checkpoint
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer import device
 from fp8rl.trainer.distributed.parallel import in_turn, open_store

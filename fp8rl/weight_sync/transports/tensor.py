@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.weight_sync.buckets import Bucket, Named, Packer
 
 _DEVICE = 6
@@ -44,7 +44,7 @@ class TensorTransport:
 async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -> None:
     """Let every engine load a bucket."""
     # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
-    # An engine answers when its copies are done (`rollout.plugin.lifecycle.update_from_tensor`).
+    # An engine answers when its copies are done (`rollout.engine.plugin.lifecycle.update_from_tensor`).
     await asyncio.gather(
         *(
             engine.update_weights_from_tensor(

@@ -24,8 +24,8 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
 from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.stack import Stack
-from fp8rl.rollout.data.sources import load_problems
-from fp8rl.rollout.server.client import EngineClient
+from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.tasks.data.sources import load_problems
 from fp8rl.rollout.types import Endpoint, Group, Trajectory
 from fp8rl.trainer.trainer import Trainer
 from fp8rl.weight_sync.manifest import SyncError

@@ -10,7 +10,7 @@ from tests.support.elsewhere import found_elsewhere
 pytestmark = pytest.mark.slow
 
 OF_A_LAYER, BESIDE_LAYERS = 14, 7
-"""Launches, an op of torch counted once; the engine's own are in `tests/rollout/plugin/test_launches.py`."""
+"""Launches, an op of torch counted once; the engine's own are in `tests/rollout/engine/plugin/test_launches.py`."""
 VARIANTS = 36
 """Compiled kernels: 15 of attention, for 9 powers of two of sequences, 2 heights of tiles, and chunks of keys spread
 over programs or not; 7 of products, for operands, widths and heights of tiles, grouped or not; at most 3 of any

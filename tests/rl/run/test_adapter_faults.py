@@ -17,8 +17,8 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.delta import LastSent
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.syncing import DeviceTurns, Syncing
-from fp8rl.rollout.plugin.weights import ServedWeights
-from fp8rl.rollout.protocol import ADAPTER_SCALE, Held
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE, Held
 from fp8rl.rollout.types import Endpoint
 from fp8rl.weight_sync import bridge
 from fp8rl.weight_sync.bridge import Bridge

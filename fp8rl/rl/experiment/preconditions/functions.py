@@ -11,13 +11,13 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.experiment.validation import expected_of
-from fp8rl.rollout.environments.config import VERIFIERS, EnvironmentSection
-from fp8rl.rollout.environments.functions import BUILT_IN as ENVIRONMENTS
-from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.environments.verifiers import Verifiers
-from fp8rl.rollout.named_functions import check_importable, named_object
-from fp8rl.rollout.rewards.builtin import BUILT_IN
-from fp8rl.rollout.rewards.functions import RewardSection, load_function
+from fp8rl.rollout.tasks.environments.config import VERIFIERS, EnvironmentSection
+from fp8rl.rollout.tasks.environments.functions import BUILT_IN as ENVIRONMENTS
+from fp8rl.rollout.tasks.environments.functions import load_environment
+from fp8rl.rollout.tasks.environments.verifiers import Verifiers
+from fp8rl.rollout.tasks.named_functions import check_importable, named_object
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
+from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
 
 
 def check_functions(experiment: Experiment) -> None:

@@ -8,7 +8,7 @@ from fp8rl.models import ModelSizes
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
-from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 _RETURNED = {
     "guess": ("reward", "guesses"),

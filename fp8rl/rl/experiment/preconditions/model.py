@@ -21,7 +21,7 @@ from fp8rl.rl.algorithms.dry_run import dry_run
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
-from fp8rl.rollout.server.client import SCORED_SHORT_OF
+from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
 from fp8rl.trainer.config import RateSection
 from fp8rl.trainer.megatron.model_checks import check_engine_layout
 

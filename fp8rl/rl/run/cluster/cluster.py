@@ -28,8 +28,8 @@ from fp8rl.rl.run.early_end import STOPPED
 from fp8rl.rl.run.forced_end import bounded
 from fp8rl.rl.run.interrupts import is_ending
 from fp8rl.rollout.deadlines import kill_family
+from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, remove_scratch, sweep
 from fp8rl.rollout.loopback import reach_loopback
-from fp8rl.rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
 
 _PARENT = "/tmp"
 """Paths of sockets must stay short."""

@@ -17,7 +17,7 @@ from fp8rl.numerics.backend.implementation import capability_of
 from fp8rl.numerics.core.errors import Rule, check_rules, user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS
-from fp8rl.rollout.server.arguments import has_cuda
+from fp8rl.rollout.engine.server.arguments import has_cuda
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine import EngineActor
-from fp8rl.rollout.plugin.hooks import hooks_for, provided
-from fp8rl.rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+from fp8rl.rollout.engine.actor import EngineActor
+from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
+from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 from fp8rl.weight_sync.manifest import Manifest
 
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
-from fp8rl.rollout.engine import Slept
+from fp8rl.rollout.engine.actor import Slept
 from fp8rl.rollout.types import (
     Decoding,
     Endpoint,

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from fp8rl.rl.run.background import Background
 from fp8rl.rl.run.failures import Failures
-from fp8rl.rollout.environments.config import EnvironmentSection
-from fp8rl.rollout.environments.conversation import Conversation
-from fp8rl.rollout.environments.functions import load_environment
-from fp8rl.rollout.environments.harness import Harness
-from fp8rl.rollout.named_functions import Numbers, ReturnError, brief, named_numbers
+from fp8rl.rollout.tasks.environments.config import EnvironmentSection
+from fp8rl.rollout.tasks.environments.conversation import Conversation
+from fp8rl.rollout.tasks.environments.functions import load_environment
+from fp8rl.rollout.tasks.environments.harness import Harness
+from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers
 from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 
 ENVIRONMENT_FAILURES = "rollout/environment_failures"

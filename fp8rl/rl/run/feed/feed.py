@@ -24,7 +24,7 @@ from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rl.run.feed.state import Answered, FeedState
 from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
-from fp8rl.rollout.chat import answer_ids
+from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
 from fp8rl.trainer.step.batch import TokenBatch
 

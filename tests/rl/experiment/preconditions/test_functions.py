@@ -9,10 +9,10 @@ import pytest
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check
-from fp8rl.rollout.environments.functions import BUILT_IN as ENVIRONMENTS
-from fp8rl.rollout.environments.verifiers import Verifiers
-from fp8rl.rollout.named_functions import named_object
-from fp8rl.rollout.rewards.builtin import BUILT_IN
+from fp8rl.rollout.tasks.environments.functions import BUILT_IN as ENVIRONMENTS
+from fp8rl.rollout.tasks.environments.verifiers import Verifiers
+from fp8rl.rollout.tasks.named_functions import named_object
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from tests.support.preconditions import merged, refusal
 
 

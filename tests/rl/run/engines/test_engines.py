@@ -26,7 +26,7 @@ from fp8rl.rl.run.engines.engines import Engines
 from fp8rl.rl.run.engines.serving import Serving
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
-from fp8rl.rollout.engine import EngineActor, Health, Slept
+from fp8rl.rollout.engine.actor import EngineActor, Health, Slept
 from fp8rl.rollout.types import (
     Endpoint,
     EngineDiedError,

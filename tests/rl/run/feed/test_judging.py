@@ -18,9 +18,9 @@ from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout import deadlines
-from fp8rl.rollout.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards.functions import RewardsSection
 from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
-from tests.rollout.rewards.test_ours import service
+from tests.rollout.tasks.rewards.test_ours import service
 from tests.support.paths import EXAMPLES
 from tests.support.servers import group_members, wait_until
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8rl.models import register
 from fp8rl.models.families.attention import ATTENTION
-from fp8rl.rollout.plugin.families import EngineFamily, EngineSide, Probed, register_family, sides
+from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Probed, register_family, sides
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED, PROJECTED
 
 register(ARCHITECTURE)

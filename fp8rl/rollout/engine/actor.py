@@ -1,0 +1,286 @@
+"""The rollout engine: one SGLang server with its client, and the Ray actor that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import ray
+import torch
+from pydantic import ValidationError
+
+from fp8rl.models import load_architecture, read_model
+from fp8rl.numerics.core.process import LOOPBACK
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.engine.protocol import EngineReport, Memory, check_report, failed_plugin, missing_report
+from fp8rl.rollout.engine.server.answers import route_shape
+from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.engine.server.server import SERVER_GRACE_S, SGLangServer
+from fp8rl.rollout.types import (
+    Completion,
+    Endpoint,
+    EngineDiedError,
+    EngineError,
+    Group,
+    Load,
+    SamplingParams,
+    StaleWeightsError,
+    Trajectory,
+)
+
+Result = TypeVar("Result")
+_MOST_ABORTS = 1000
+"""The most aborts of one answer: an engine that aborts more often than it is updated would keep its caller forever."""
+_NOTHING = Completion([], [], [], finished=False, aborted=True)
+"""An answer before it is first asked for."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """The state of an engine's server."""
+
+    alive: bool
+    """The server process runs."""
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Slept:
+    """The bytes that the fullest rank of an engine has given up, and those that stay
+    (`rollout.engine.protocol.Memory.in_use`).
+
+    CUDA graphs count in the second alone.
+    """
+
+    released: int
+    behind: int
+
+
+class Engine:
+    """Owns one server from start to stop. All methods but the constructor belong to one event loop."""
+
+    def __init__(
+        self,
+        config: RolloutSection,
+        log_path: str | Path,
+        plugin: Mapping[str, Any] | None = None,
+        expected: EngineReport | None = None,
+        host: str = LOOPBACK,
+    ) -> None:
+        """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
+        after each start; its weight version is replaced by that of the start. host: address to listen at."""
+        self._config = config
+        self._log_path = Path(log_path)
+        self._plugin = plugin
+        self._expected = expected
+        self._routes = plugin is not None and plugin["numerics"]["router_replay"] != "off"
+        self._host = host
+        if plugin is not None and plugin.get("architecture") is not None:
+            load_architecture(plugin["architecture"])  # for this process, which is an actor's
+        self._server: SGLangServer | None = None
+        self._client: EngineClient | None = None
+
+    async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
+        """Start the server from a model directory and check the handshake.
+
+        Raises:
+            UserError, EngineError: see SGLangServer.start. HandshakeError: it runs something else; it is stopped then.
+        """
+        if self._server is not None:
+            raise EngineError("the engine is running already. Stop it first.")
+        routes = route_shape(read_model(Path(model_path), served=True).sizes) if self._routes else None
+        cancelled = threading.Event()
+        _see_own_gpus_first()
+        try:
+            self._server = await asyncio.to_thread(
+                SGLangServer.start,
+                model_path,
+                self._config,
+                log_path=self._log_path,
+                plugin=self._plugin,
+                weight_version=weight_version,
+                routes=self._routes,
+                host=self._host,
+                cancelled=cancelled,
+            )
+        except asyncio.CancelledError:
+            cancelled.set()  # the thread goes on: let it end what it started
+            raise
+        except EngineDiedError as died:
+            # Stock ops may not even load these weights; the plugin's own error is what helps then.
+            if self._expected is not None and (refusal := failed_plugin(self._log())):
+                raise refusal from died
+            raise
+        self._client = EngineClient(self._server.endpoint, routes=routes)
+        try:
+            await self._check_handshake(weight_version)
+        except BaseException:
+            await self.stop()
+            raise
+        return self._server.endpoint
+
+    async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
+        """Sample groups; see `sample_groups`."""
+        return await self._call(lambda c: sample_groups(c, groups, sampling))
+
+    async def pulse(self) -> Load:
+        """Return the engine's load, from a server and a scheduler that both answer."""
+        if self._plugin is not None:
+            await self._call(lambda c: c.ping())
+        return await self._call(lambda c: c.load())
+
+    async def cpu_seconds(self) -> float:
+        """Return the processor seconds of the engine's schedulers so far, once its HTTP server has answered.
+
+        The answer needs no scheduler: on a GPU an idle scheduler takes a processor, too.
+        """
+        await self._call(lambda c: c.weight_version())
+        return await asyncio.to_thread(self._running()[0].cpu_seconds)
+
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Score sequences; see `EngineClient.score`."""
+        return await self._call(lambda c: c.score(sequences))
+
+    async def held(self) -> dict[str, str]:
+        """Return digests of the engine's weights, see `EngineClient.manifest`."""
+        return (await self._call(lambda c: c.manifest())).entries
+
+    async def flush(self) -> None:
+        """Forget every cached prefix; see `EngineClient.flush`."""
+        await self._call(lambda c: c.flush())
+
+    async def sleep(self) -> Slept:
+        """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes the engine."""
+        await self._call(lambda c: c.pause("retract"))
+        before = await self.memory()
+        await self._call(lambda c: c.release())
+        after = await self.memory()
+        given = (b.weights + b.kv_cache - a.weights - a.kv_cache for b, a in zip(before, after, strict=True))
+        return Slept(max(given), max(rank.in_use for rank in after))
+
+    async def memory(self) -> list[Memory]:
+        """Return the bytes that each rank has in use; see `EngineClient.memory`."""
+        return await self._call(lambda c: c.memory())
+
+    async def report(self) -> EngineReport:
+        """Return the plugin's report; see `EngineClient.report`."""
+        return await self._call(lambda c: c.report())
+
+    async def endpoint(self) -> Endpoint:
+        """Return the server's address and keys, which change with every start."""
+        return self._running()[0].endpoint
+
+    async def health(self) -> Health:
+        alive = self._server is not None and self._server.alive()
+        return Health(alive, self._server.pid if self._server else None)
+
+    async def stop(self, grace_s: float = SERVER_GRACE_S) -> None:
+        """Stop the server, if there is one; after `grace_s` by force."""
+        server, client = self._server, self._client
+        self._server = self._client = None
+        if client is not None:
+            await client.close()
+        if server is not None:
+            await asyncio.to_thread(server.stop, grace_s)
+
+    async def _check_handshake(self, weight_version: int) -> None:
+        if self._expected is None:
+            return
+        try:
+            found = await self.report()
+        except (EngineError, ValidationError) as error:
+            if isinstance(error, EngineDiedError):
+                raise
+            raise missing_report(self._log()) from error
+        check_report(self._expected.model_copy(update={"weight_version": str(weight_version)}), found)
+
+    def _log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    async def _call(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+        try:
+            return await use(self._running()[1])
+        except httpx.TransportError as error:
+            server = self._running()[0]
+            for _ in range(20):  # a connection breaks a moment before its process is gone
+                server.check()  # which says why
+                await asyncio.sleep(0.1)
+            raise EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}") from error
+
+    def _running(self) -> tuple[SGLangServer, EngineClient]:
+        if self._server is None or self._client is None:
+            raise EngineError("the engine is not running. Call start() first.")
+        return self._server, self._client
+
+
+async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
+    """Sample all groups, in their order; `group` is the index of an answer's group.
+
+    An answer that a pause has aborted is retried from its last token on, with the same seed and the rest of its budget.
+    Each token names the weights that sampled it.
+    """
+    asked = [(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]
+    answers = [_NOTHING for _ in asked]
+    for _ in range(_MOST_ABORTS):
+        aborted = [row for row, answer in enumerate(answers) if answer.aborted]
+        if not aborted:
+            return [
+                Trajectory(
+                    prompt_ids=prompt_ids,
+                    token_ids=answer.token_ids,
+                    logprobs=answer.logprobs,
+                    finished=answer.finished,
+                    weight_versions=answer.weight_versions,
+                    group=group,
+                    seed=seed,
+                    routed_experts=answer.routed_experts,
+                    supports=answer.supports,
+                    decoding=answer.decoding,
+                )
+                for (prompt_ids, seed, group), answer in zip(asked, answers, strict=True)
+            ]
+        completions = await client.complete(
+            [asked[row][0] + answers[row].token_ids for row in aborted],
+            sampling,
+            [asked[row][1] for row in aborted],
+            [len(answers[row].token_ids) for row in aborted],
+        )
+        for row, completion in zip(aborted, completions, strict=True):
+            answers[row] = answers[row].then(completion)
+    raise EngineError(f"found answers that were cut {_MOST_ABORTS} times, expected the engine to end them")
+
+
+def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int) -> None:
+    """Raise StaleWeightsError, with counts, if a token was sampled at a weight version out of `oldest` to `newest`."""
+    found = Counter(version for trajectory in trajectories for version in trajectory.weight_versions)
+    wrong = sum(count for version, count in found.items() if not oldest <= version <= newest)
+    if wrong:
+        counts = ", ".join(f"{count} at version {version}" for version, count in sorted(found.items()))
+        expected = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        raise StaleWeightsError(
+            f"{wrong} of {found.total()} tokens were sampled at other weights than expected: found {counts}, "
+            f"expected all at {expected}. Sync the weights before sampling."
+        )
+
+
+def _see_own_gpus_first() -> None:
+    """Number the GPUs that this process and its server see: first those that Ray has given to this actor."""
+    given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
+    if given:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*given, *(gpu for gpu in seen if gpu not in given)])
+
+
+_CALLS = 100_000
+"""Calls of an engine at a time, far more than there can be. Each turn of a conversation is one; beyond a limit that is
+reached, pulses would wait behind answers, and a healthy engine would count as hung."""
+EngineActor = ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=0)(Engine)
+"""Engine as a Ray actor. If the actor dies in whatever way, its server dies with it."""

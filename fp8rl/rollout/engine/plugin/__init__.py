@@ -1,0 +1,45 @@
+"""The SGLang plugin: puts the run's ops into the engine, holds its quantized weights, and reports what it did.
+
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
+variable FP8RL_PLUGIN, which `engine.server.server` sets, it does nothing: an SGLang that merely shares the environment
+stays stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner
+asks for the report (`rollout.protocol`) before it uses the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+CONFIG_VARIABLE = "FP8RL_PLUGIN"
+
+
+def register() -> None:
+    """Entry point: read the configuration and install every hook, or raise and install none."""
+    text = os.environ.get(CONFIG_VARIABLE)
+    if text is None:
+        return
+    import torch
+
+    from fp8rl.models import load_architecture
+    from fp8rl.models.adapters import AdapterSection
+    from fp8rl.numerics.config import NumericsConfig
+    from fp8rl.rollout.config import SpeculationSection
+    from fp8rl.rollout.engine.plugin import hooks, speculation, state
+
+    config = json.loads(text)
+    if (architecture := config.get("architecture")) is not None:
+        load_architecture(architecture)
+    numerics = NumericsConfig.from_dict(config["numerics"])
+    adapter = config.get("adapter")
+    state.configure(
+        numerics,
+        config.get("role", "policy"),
+        adapter=AdapterSection.model_validate(adapter) if adapter is not None else None,
+        waits=config.get("shared_base", False),
+        base_name=config.get("base_name"),
+        architecture=architecture,
+    )
+    hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
+    if (drafts := config.get("speculation")) is not None:
+        speculation.register(SpeculationSection.model_validate(drafts))

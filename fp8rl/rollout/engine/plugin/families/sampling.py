@@ -1,0 +1,296 @@
+"""Seeded draws in place of SGLang's, and log-probabilities by the trainer's op.
+
+A token is a function of its answer's seed, its position and its logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models.forms import LOGPROBS
+from fp8rl.models.trace import OpSite
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.sampling import GREEDY
+from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
+
+if TYPE_CHECKING:
+    from fp8rl.rollout.engine.plugin.launches import MetaEngine
+
+
+def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
+    """`SamplingBatchInfo.from_schedule_batch`: the seeds of the batch's requests, which SGLang then carries along when
+    batches are filtered and merged.
+
+    By itself it fills them in under `--enable-deterministic-inference` alone, which no backend of a CPU allows, and
+    gives all requests without a seed the same one. Here such a request gets one of its own, which it keeps when it is
+    retracted.
+    """
+    seeds = []
+    for parameters in (request.sampling_params for request in batch.reqs):
+        if parameters.sampling_seed is None:
+            parameters.sampling_seed = secrets.randbits(62)
+        greedy = parameters.top_k == 1  # SGLang's form of temperature 0
+        seeds.append(GREEDY if greedy else parameters.sampling_seed)
+    result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
+    return result
+
+
+def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
+    """The tokens, int64 [B], of logits [B, V] in exact mode, which are narrowed; positions [B] are those of the last
+    tokens seen."""
+    return _drawn(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
+
+
+def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
+    """Logits [B, V] in exact mode without the tokens that top-k, top-p and min-p of their requests leave out: -inf
+    there. Where none leaves any out, the logits themselves."""
+    if not _narrows(sampling_info, logits.shape[-1]):
+        return logits
+    greedy = sampling_info.top_ks == 1  # whose log-probabilities are of the whole distribution
+    top_p = sampling_info.top_ps.float().masked_fill(greedy, 1.0)
+    top_k = sampling_info.top_ks.long().masked_fill(greedy, -1)
+    min_p = sampling_info.min_ps.float().masked_fill(greedy, 0.0)
+    floors = ops.truncation_floors(logits, sampling_info.temperatures.reshape(-1), top_p, top_k, min_p)
+    return ops.narrowed(logits, floors)
+
+
+def supports(logits: Tensor, wanted: list[bool]) -> list[list[int] | None]:
+    """The tokens that each row of narrowed logits [B, V] is drawn from; None of rows that nobody asks about."""
+    row, token = (~logits.isneginf()).nonzero(as_tuple=True)
+    found = token.cpu().split(row.bincount(minlength=len(logits)).tolist())
+    return [tokens.tolist() if asked else None for tokens, asked in zip(found, wanted, strict=True)]
+
+
+def _narrows(sampling_info: Any, vocabulary: int) -> bool:
+    """Return whether a request of the batch leaves tokens out; greedy ones, of top-k 1, do not count."""
+    top_k = sampling_info.top_ks
+    some = sampling_info.need_top_k_sampling and bool(((top_k > 1) & (top_k < vocabulary)).any())
+    return some or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling
+
+
+def draw_from_probabilities(
+    original: Callable[..., Tensor],
+    self: Any,
+    probs: Tensor,
+    sampling_info: Any,
+    positions: Tensor,
+    simple_sampling_case: bool,
+) -> Tensor:
+    """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], which have the temperature.
+
+    Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds it stops the
+    scheduler, or draws from what these leave without normalising it. Answers that are known beforehand stay that.
+    """
+    seeds, ones = sampling_info.sampling_seed, torch.ones(len(probs), device=probs.device)
+    logits = probs.log().clamp(min=torch.finfo(probs.dtype).min)  # so that the noise may choose any token
+    if not _narrows(sampling_info, probs.shape[-1]):
+        return _drawn(logits, ones, seeds, positions).to(torch.int32)
+    unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
+    tokens = original(self, probs, unseeded, positions, simple_sampling_case)
+    known = seeds < GREEDY
+    if bool(known.any()):
+        tokens = torch.where(known, _drawn(logits, ones, seeds, positions).to(torch.int32), tokens)
+    return tokens
+
+
+def _drawn(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """`ops.draw`, of answers that are known beforehand (`canary_seed`) at an infinite temperature."""
+    return ops.draw(logits, temperatures.masked_fill(seeds < GREEDY, torch.inf), seeds, positions)
+
+
+# Log-probabilities by the trainer's op, in SGLang's sampler and its scorer of prompts.
+
+NEVER = -9999.0
+"""The log-probability of a token that cannot be drawn, as OpenAI writes it: JSON has no infinity."""
+
+
+def of_samples(
+    original: Callable[..., Tensor],
+    self: Any,
+    logits_output: Any,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: list[int],
+    token_ids_logprobs: list[list[int] | None],
+    positions: Tensor,
+) -> Tensor:
+    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them.
+
+    All are of the distribution that is drawn from, without what top-p, top-k and min-p leave out.
+    """
+    logits = narrowed(logits_output.next_token_logits, sampling_info)
+    tokens = draw_from_logits(logits, sampling_info, positions)
+    if not return_logprob:
+        return tokens.to(torch.int32)
+    temperatures = sampling_info.temperatures.reshape(-1)
+    logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens, temperatures)[0]
+    if any(wanted := sampling_info.return_sampling_masks or []):
+        logits_output.next_token_sampling_mask_idx = supports(logits, wanted)
+        logits_output.next_token_sampling_logprobs = logits_output.next_token_logprobs.tolist()
+    if any(top_logprobs_nums):
+        values, ids = _most_probable(logits, temperatures, max(top_logprobs_nums))
+        values = values.clamp(min=NEVER)
+        logits_output.next_token_top_logprobs_val = [row[:k] for row, k in zip(values, top_logprobs_nums)]
+        logits_output.next_token_top_logprobs_idx = [row[:k] for row, k in zip(ids, top_logprobs_nums)]
+    if any(token_ids_logprobs):
+        wanted = [ids or [] for ids in token_ids_logprobs]
+        rows = torch.tensor([row for row, ids in enumerate(wanted) for _ in ids], device=logits.device)
+        others = torch.tensor([token for ids in wanted for token in ids], device=logits.device)
+        found = ops.token_logprobs(logits[rows], others, temperatures[rows])[0].clamp(min=NEVER)
+        logits_output.next_token_token_ids_logprobs_val = list(found.split([len(ids) for ids in wanted]))
+        logits_output.next_token_token_ids_logprobs_idx = wanted
+    return tokens.to(torch.int32)
+
+
+def of_prompts(
+    original: Callable[..., Any],
+    self: Any,
+    pruned_states: Tensor,
+    sample_indices: Tensor,
+    input_logprob_indices: Tensor,
+    token_to_seq_idx: list[int],
+    lm_head: Any,
+    get_logits_fn: Callable[..., Tensor],
+    logits_metadata: Any,
+    skip_chunking_for_dp_attn: bool = False,
+) -> Any:
+    """`InputLogprobProcessor.forward`: log-probabilities of given tokens, at temperature 1, from logits [rows, V].
+
+    input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
+    """
+    found: list[Tensor] = []
+    likely: list[tuple[list[Any], list[Any]]] = []  # of each row, log-probabilities and ids
+    most = max(logits_metadata.top_logprobs_nums) if logits_metadata.extend_return_top_logprob else 0
+    seen = 0
+
+    def get_logits(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal seen
+        logits = get_logits_fn(states, *args, **kwargs)
+        here = (input_logprob_indices >= seen) & (input_logprob_indices < seen + len(states))
+        tokens = logits_metadata.extend_input_logprob_token_ids_gpu[here].long()
+        rows = logits[input_logprob_indices[here] - seen]
+        found.append(ops.token_logprobs(rows, tokens, 1.0)[0])
+        if most:
+            values, ids = _most_probable(rows, 1.0, most)
+            likely.extend(zip(values.tolist(), ids.tolist()))
+        seen += len(states)
+        return logits
+
+    result, sampled_logits = original(
+        self,
+        pruned_states,
+        sample_indices,
+        input_logprob_indices,
+        token_to_seq_idx,
+        lm_head,
+        get_logits,
+        logits_metadata,
+        skip_chunking_for_dp_attn,
+    )
+    result.token_logprobs = torch.cat(found)
+    if most:
+        left = iter(likely)
+        of_requests = [
+            [[each[:k] for each in next(left)] for _ in range(rows)]
+            for k, rows in zip(logits_metadata.top_logprobs_nums, logits_metadata.extend_logprob_pruned_lens_cpu)
+        ]
+        result.top_logprobs_val = [[values for values, _ in rows] for rows in of_requests]
+        result.top_logprobs_idx = [[ids for _, ids in rows] for rows in of_requests]
+    return result, sampled_logits
+
+
+def _most_probable(logits: Tensor, temperatures: float | Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The log-probabilities and the ids of the `count` most probable tokens of each row of logits [B, V]: [B, count].
+
+    The op is asked once for each, so that a token has the same bits here as where it is drawn or given.
+    """
+    ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+    return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids
+
+
+def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
+    """Through the engine's sampler, as if each target had been asked for."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    count, device = len(logits), logits.device
+    one = torch.ones(count, device=device)
+    info = SamplingBatchInfo(
+        temperatures=torch.full((count, 1), engine.temperature, device=device),
+        top_ps=one,
+        top_ks=one,
+        min_ps=one,
+        is_all_greedy=False,
+        is_any_greedy=False,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        sampling_seed=torch.full((count,), GREEDY, device=device),
+        vocab_size=logits.shape[1],
+        device=str(device),
+    )
+    output = LogitsProcessorOutput(next_token_logits=logits.float().clone())
+    targets = [[token] for token in engine.targets.tolist()]
+    engine.runner.sampler(output, info, True, [0] * count, targets, engine.positions)
+    return (torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float(),)
+
+
+_SEEDS = Hook(
+    "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after", seeds_of_batch, "batch vocab_size"
+)
+_DRAW = Hook(
+    "layers.sampler.Sampler._sample_from_probs",
+    "around",
+    draw_from_probabilities,
+    "probs sampling_info positions simple_sampling_case",
+)
+_SAMPLES = Hook(
+    "layers.sampler.Sampler.forward",
+    "around",
+    of_samples,
+    "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+    (ops.token_logprobs,),
+)
+_PROMPTS = Hook(
+    "layers.logprob_processor.InputLogprobProcessor.forward",
+    "around",
+    of_prompts,
+    "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
+    "skip_chunking_for_dp_attn",
+)
+
+
+def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    """Log-probabilities by the shared op, which the draws go with; in native mode they are SGLang's own."""
+    return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
+
+
+def _launch(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
+    """Draw, and say log-probabilities of what was drawn and of given tokens, with and without truncation. SGLang hands
+    logits over in FP32."""
+    count, logits = len(logits), logits[:, : engine.sizes.vocab_size].float()
+    temperatures, top_k = engine.empty(count, dtype=torch.float32), engine.whole(count)
+    floors = ops.truncation_floors(logits, temperatures, temperatures, top_k, temperatures)
+    narrow = ops.narrowed(logits, floors)
+    tokens = _drawn(narrow, temperatures, engine.whole(count), engine.whole(count))
+    ops.token_logprobs(logits, tokens, 1.0)
+    return (ops.token_logprobs(narrow, tokens, temperatures)[0],)
+
+
+def _launch_native(engine: MetaEngine) -> None:
+    """Draw a token for each sequence; SGLang hands probabilities over in FP32."""
+    count = engine.sequences
+    logits = engine.empty(count, engine.sizes.vocab_size, dtype=torch.float32)
+    _drawn(logits, engine.empty(count, dtype=torch.float32), engine.whole(count), engine.whole(count))
+
+
+FAMILY = EngineFamily(
+    sides={LOGPROBS: EngineSide(_logprobs, launch=_launch)}, hooks=_hooks, launch_native=_launch_native
+)

@@ -1,0 +1,136 @@
+"""State of the plugin in the engine's scheduler process, the report on it, and the inventory of what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.models.architecture import Role
+from fp8rl.models.tensors import SCALE_SUFFIX
+from fp8rl.numerics.backend.implementation import Implementation
+from fp8rl.numerics.backend.probe import row_variant_ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.code import code_digest
+from fp8rl.numerics.core.memory import Holding, format_of, holding
+from fp8rl.rollout.engine.plugin.families import families
+from fp8rl.rollout.engine.plugin.normed import Normed
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
+from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+
+
+@dataclasses.dataclass
+class EngineState:
+    """The plugin's state in one process, made when SGLang loads the plugin."""
+
+    numerics: NumericsConfig
+    role: Role
+    weights: ServedWeights
+    adapter: AdapterSection | None = None
+    waits: bool = False
+    """It has placeholders for weights, until a base arrives."""
+    base_name: str | None = None
+    """The name by which clients ask for the base without the adapters; None: it is not served."""
+    architecture: str | None = None
+    """The user's file that has the model's; None: it is one of ours."""
+    hooks: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+    implementation: Implementation = "torch"
+    row_variant: tuple[str, ...] | None = None
+    without_deepgemm: str | None = None
+    normed: Normed | None = None
+    """The last norm's result, where norms quantize it."""
+    released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
+    """The memory that was freed here for each tag that sleeps, with its bytes; none where SGLang's saver did it."""
+
+    def rows_of(self, x: Tensor) -> Any:
+        """Return what a norm quantized of x; None: nothing."""
+        return None if self.normed is None else self.normed.rows_of(x)
+
+
+_state: EngineState | None = None
+
+
+def configure(numerics: NumericsConfig, role: Role = "policy", **settings: Any) -> None:
+    """Make this process's state, before any hook is installed. settings: further ones of `EngineState`."""
+    global _state
+    _state = EngineState(numerics, role, ServedWeights(numerics.rollout_spec.weight), **settings)
+
+
+def state() -> EngineState:
+    """This process's state. Raises `RuntimeError` where the plugin was not configured."""
+    if _state is None:
+        raise RuntimeError("fp8rl plugin: not configured in this process; FP8RL_PLUGIN was not set when it started")
+    return _state
+
+
+def report(runner: Any) -> EngineReport:
+    """Return what this engine runs: the answer to the handshake. runner: SGLang's ModelRunner."""
+    current = state()
+    exact = current.numerics.mode == "exact"
+    if exact and current.row_variant is None:
+        current.row_variant = tuple(row_variant_ops(current.weights.device, current.numerics.kv_format))
+    return EngineReport(
+        role=current.role,
+        spec_digest=current.numerics.spec.digest(),
+        numerics=current.numerics.to_dict(),
+        hooks=tuple(sorted(current.hooks)),
+        provides=current.provides,
+        versions={name: importlib.metadata.version(name) for name in LIBRARIES},
+        code=code_digest(ENGINE_PACKAGES, current.architecture),
+        weight_version=current.weights.version,
+        row_variant_ops=current.row_variant if exact else None,
+        implementation=current.implementation,
+        without_deepgemm=current.without_deepgemm,
+        threads=torch.get_num_threads(),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        adapter=current.adapter.model_dump(mode="json") if current.adapter else None,
+        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+    )
+
+
+# The inventory: weights by their names in the checkpoint, what is made of them, and the KV cache.
+#
+# What a forward holds for a moment is not in it, nor what SGLang keeps beside: requests, tables of slots, CUDA graphs.
+
+WEIGHTS, SCALES, DERIVED, KV_CACHE, STATES = "weights", "scales", "derived", "kv_cache", "states"
+"""Kinds of what an engine holds. `derived`: what products multiply with in place of the weights, in further memory.
+`states`: what a layer adds to with each token of a sequence."""
+
+
+def inventory(weights: ServedWeights, runner: Any) -> tuple[Holding, ...]:
+    """Return what a rank holds. runner: SGLang's ModelRunner."""
+    held = list(weights.tensors())
+    found = [holding(name, SCALES if name.endswith(SCALE_SUFFIX) else WEIGHTS, part) for name, _, part in held]
+    own = {parameter.untyped_storage().data_ptr() for _, parameter, _ in held}
+    for name, tensors in weights.operands():
+        # An operand may be the weights themselves, as kernels take them.
+        if made := [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own]:
+            found.append(holding(name, DERIVED, *made))
+    kept_in = runner.token_to_kv_pool.dtype
+    for name, buffer in cache_buffers(runner):
+        # The pool's own dtype: where it is an FP8 one, its buffers are uint8.
+        dtype = kept_in if buffer.dtype == torch.uint8 else buffer.dtype
+        found.append(Holding(name, KV_CACHE, format_of(dtype), tuple(buffer.shape), buffer.nbytes))
+    found += [holding(name, STATES, buffer) for name, buffer in state_buffers(runner)]
+    return tuple(found)
+
+
+def cache_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold what tokens leave behind, with their names."""
+    for kind in ("k", "v", "kv"):  # `kv` of latent attention
+        for layer, buffer in enumerate(getattr(runner.token_to_kv_pool, f"{kind}_buffer", None) or ()):
+            yield f"{kind} of layer {layer}", buffer
+    for family in families():
+        yield from family.caches(runner)
+
+
+def state_buffers(runner: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold the states of sequences, with their names."""
+    for family in families():
+        yield from family.states(runner)

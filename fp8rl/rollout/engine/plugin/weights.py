@@ -1,0 +1,365 @@
+"""The engine's own weights: what each parameter is called in the HF checkpoint, what it multiplies as, its digest.
+
+`commit` is the one place where the version is set. By then every parameter has been digested since it was last written,
+and the operands of the products are made anew: some by `prepare`, while the rest of the weights is still on its way.
+Between an update and its commit the weights have no version and no forward runs on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8rl.models import Model
+from fp8rl.models.shared_base import SharedBase
+from fp8rl.models.tensors import WHOLE, EngineRank, base_name
+from fp8rl.numerics import delta, ops
+from fp8rl.numerics.core.memory import copy_all, own_memory, tensors_in
+from fp8rl.numerics.digest import tensor_digests
+from fp8rl.numerics.frozen import Frozen
+from fp8rl.numerics.ops import LowRank
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.numerics.spec import TensorSpec
+from fp8rl.rollout.engine.plugin.families import Copies, families
+from fp8rl.rollout.engine.plugin.parameters import (
+    AdaptedRows,
+    Served,
+    ServedAdapter,
+    attach_adapters,
+    check_table,
+    hf_tensors,
+    quantized_parameters,
+)
+from fp8rl.rollout.engine.protocol import ADAPTER_SCALE, DELTA
+
+
+class State(Enum):
+    """The state of one parameter.
+
+    ======  ==========================================================  ==========================================
+    state   meaning                                                     left by
+    ======  ==========================================================  ==========================================
+    SERVED  its operand has the version of the weights                  `invalidate`: STALE, with adapters KEPT
+    KEPT    nothing of it was sent since the update began, and its      `load` of a part of it, `release`: STALE;
+            operand stays in use: a sync of adapters alone              `commit`: SERVED
+    STALE   an update may have written it                               `prepare`, once all of it has arrived: MADE;
+                                                                        `commit`: SERVED
+    MADE    its operand is made and its digests are taken               `load` of a part of it: STALE;
+                                                                        `commit`: SERVED
+    ======  ==========================================================  ==========================================
+    """
+
+    SERVED, KEPT, STALE, MADE = "served", "kept", "stale", "made"
+
+
+@dataclasses.dataclass(eq=False)
+class HeldParameter:
+    """One parameter of the engine's model, and what is made of it."""
+
+    names: set[str] = dataclasses.field(default_factory=set)
+    """The checkpoint's tensors in it, and in its scales."""
+    mapped: bool = False
+    """It is of a base, which other engines share: it is not written here."""
+    state: State = State.SERVED
+    arrived: set[str] = dataclasses.field(default_factory=set)
+    """Those of `names` that were sent since it was last STALE."""
+    operand: Any = None
+    """The operand of an FP8 parameter (`ops.weight_operand`). Its memory waits for the next while it is STALE."""
+    version: str | None = None
+    """The version of the weights that the operand has; None: not the one that is served."""
+    digests: dict[str, str] | None = None
+    """By label, taken since it was last written; None: to be taken."""
+
+
+class ServedWeights:
+    """The weights of the engine's model under an explicit version."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.version: str | None = None
+        self.adapted_rows: AdaptedRows | None = None
+        self.rank = WHOLE
+        self.moved = False
+        """True if the parameters lie in other memory than when CUDA graphs were captured."""
+        self._spec = spec
+        self._attached: tuple[nn.Module, Model] | None = None
+        self._released = False
+        self._held: dict[Tensor, HeldParameter] = {}
+        self._holders: dict[str, list[HeldParameter]] = {}
+        self._views: dict[str, Tensor] = {}
+        self._adapters: dict[Tensor, ServedAdapter] = {}
+        self._copies: dict[Tensor, Copies] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._loaded()[0].parameters()).device
+
+    @property
+    def definition(self) -> Model:
+        """Return what is known of the model beside its weights."""
+        return self._loaded()[1]
+
+    def attach(
+        self,
+        model: nn.Module,
+        definition: Model,
+        version: str,
+        rank: EngineRank = WHOLE,
+        of_base: Collection[str] = (),
+        adapted_rows: AdaptedRows | None = None,
+    ) -> None:
+        """Take charge of a model that has just been loaded, whole or the part of a rank, and of the adapters that its
+        definition puts beside its weights.
+
+        of_base: parameters that are placeholders until a base is mapped; if there are such, then so are all others,
+        which get memory. adapted_rows: the rows that have the adapters; None: all.
+
+        Raises `RuntimeError` if it is not as its table says.
+        """
+        for name, parameter in model.named_parameters() if of_base else ():
+            if name not in of_base:
+                own_memory(parameter)
+        self._adapters = attach_adapters(model, definition, rank) if definition.adapter else {}
+        check_table(model, definition)
+        self._attached, self.rank, self.adapted_rows = (model, definition), rank, adapted_rows
+        self._copies = {weight: copies for family in families() for weight, copies in family.copies(model).items()}
+        self._held = {parameter: HeldParameter(mapped=name in of_base) for name, parameter in model.named_parameters()}
+        self._views = {}
+        for label, parameter, view in self.tensors():
+            self._held.setdefault(parameter, HeldParameter()).names.add(base_name(label)[0])
+            self._views[label] = view
+        for parameter, scale_inv in quantized_parameters(model):
+            self._held[parameter].names |= self._held[scale_inv].names
+        self._holders = {}
+        for held in self._held.values():
+            for name in held.names:
+                self._holders.setdefault(name, []).append(held)
+        self.commit(version)
+
+    def map_base(self, base: SharedBase) -> None:
+        """Have the parameters be those of a base, which this engine shares with others and does not write. Nothing may
+        be computed with them until `commit`.
+
+        Raises:
+            RuntimeError: a rank of several holds parts alone; or the base has not this engine's parameters.
+        """
+        if self.rank.ranks > 1:
+            raise RuntimeError(
+                "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"
+            )
+        own = dict(self._loaded()[0].named_parameters())
+        found = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in own.items()}
+        wrong = [
+            f"{name}: found {tuple(view.shape)} in {view.dtype}, expected "
+            + ("none" if name not in own else "{} in {}".format(*found[name]))
+            for name, view in base.parameters.items()
+            if found.get(name) != (tuple(view.shape), view.dtype)
+        ]
+        if wrong:
+            raise RuntimeError("fp8rl plugin: a base is not of this engine's parameters\n" + "\n".join(wrong[:5]))
+        self.invalidate()
+        for name, view in base.parameters.items():
+            own[name].data = view
+        self.moved = True
+        for held in self._held.values():
+            held.state, held.operand = State.STALE, None
+            held.arrived.clear()
+        for name in base.parameters:
+            self._held[own[name]].mapped = True
+        self._views = {label: view for label, _, view in self.tensors()}
+
+    def invalidate(self) -> None:
+        """Note that the parameters are being written: nothing may be computed with them until `commit`."""
+        self._check_there()
+        self._forget_version()
+
+    def release(self) -> None:
+        """Note that their memory goes: nothing may be read or written until `occupy`, and then all is to be written."""
+        self._forget_version()
+        for held in self._held.values():
+            held.state = State.STALE if held.state is State.KEPT else held.state
+        self._released = True
+
+    def occupy(self) -> None:
+        """Note that there is memory for them again, with nothing in it."""
+        self._released = False
+
+    def _forget_version(self) -> None:
+        if self.version is not None:
+            self.version = None
+            for held in self._held.values():
+                # Digests are taken anew also of what an update of the adapters alone leaves as it is.
+                held.state, held.version, held.digests = State.KEPT if self._adapters else State.STALE, None, None
+
+    def everything(self) -> Iterator[Tensor]:
+        """Yield all parameters, and what is made of them, but for those of a base: it is not this engine's."""
+        for parameter in self._loaded()[0].parameters():
+            if not self._held[parameter].mapped:
+                yield parameter
+                yield from tensors_in(self._held[parameter].operand)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` between an update and its commit."""
+        if self.version is None:
+            raise RuntimeError(
+                "fp8rl plugin: found weights without a version before a forward, expected an update to be committed "
+                "first; replace this engine"
+            )
+
+    def operand(self, parameter: nn.Parameter) -> Any:
+        """Return what an FP8 parameter [N, K], or [experts, N, K], multiplies as at the current version.
+
+        Raises `RuntimeError` if there is none of that version.
+        """
+        held = self._held.get(parameter)
+        if held is None or held.version is None or held.version != self.version:
+            found = held.version if held is not None else None
+            raise RuntimeError(
+                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
+                f"operand is of version {found}. An update was not committed; replace this engine"
+            )
+        return held.operand
+
+    def low_rank(self, parameter: Tensor) -> LowRank | None:
+        """Return what a product with this weight adds; None if it has no adapter."""
+        if (adapter := self._adapters.get(parameter)) is None or self.adapted_rows is None:
+            return adapter and adapter.low_rank
+        return dataclasses.replace(adapter.low_rank, rows=self.adapted_rows.mask)
+
+    def prepare(self) -> None:
+        """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine
+        waits for the others."""
+        whole = {parameter for parameter, held in self._held.items() if held.arrived and held.names <= held.arrived}
+        if whole:
+            self._make_operands(whole)
+            for parameter, digests in self._digests(whole).items():
+                held = self._held[parameter]
+                held.state, held.digests = State.MADE, digests
+                held.arrived.clear()
+
+    def commit(self, version: str) -> dict[str, str]:
+        """Refresh everything derived from the parameters, set the version, and return the manifest.
+
+        The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
+        for what is quantized, where `version` is that of the operand in use. With adapters, what is not written stays
+        in use: that it has not changed is what its digest, taken anew, says.
+        """
+        self._check_there()
+        made = self._make_operands({p for p, held in self._held.items() if held.state in (State.STALE, State.SERVED)})
+        for derived in (*self._adapters.values(), *self._copies.values()):
+            derived.refresh()
+        digests = {parameter: held.digests for parameter, held in self._held.items() if held.digests is not None}
+        digests |= self._digests(self._held.keys() - digests.keys())
+        for parameter, held in self._held.items():
+            if held.operand is not None and (parameter in made or held.state in (State.MADE, State.KEPT)):
+                held.version = version
+            held.state, held.digests = State.SERVED, None
+            held.arrived.clear()
+        self.version = version
+        return self._entries(digests)
+
+    def manifest(self) -> dict[str, str]:
+        """Return `commit`'s manifest, taken anew from the parameters as they are now."""
+        self._check_there()
+        return self._entries(self._digests(self._held.keys()))
+
+    def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
+        """Return the digest of each tensor in these parameters, by its label."""
+        chosen = list(self.tensors(parameters))
+        found: dict[Tensor, dict[str, str]] = {}
+        for (label, parameter, _), digest in zip(chosen, tensor_digests([view for _, _, view in chosen]), strict=True):
+            found.setdefault(parameter, {})[label] = digest
+        return found
+
+    def _entries(self, digests: Mapping[Tensor, Mapping[str, str]]) -> dict[str, str]:
+        """Return the manifest of these digests, with the version of each operand that has one."""
+        entries: dict[str, str] = {}
+        for parameter, its_digests in digests.items():
+            of_version = "" if (version := self._held[parameter].version) is None else f"@{version}"
+            if parameter in self._copies and not self._copies[parameter].agree(self._spec):
+                of_version += "@copies of another"
+            entries |= {label: digest + of_version for label, digest in its_digests.items()}
+        if scales := {adapter.low_rank.scale for adapter in self._adapters.values()}:
+            entries[ADAPTER_SCALE] = " and ".join(map(repr, sorted(scales)))
+        return entries
+
+    def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
+        """Return what this rank has of the checkpoint, as it is held; within: in these parameters alone."""
+        model, definition = self._loaded()
+        return hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank, within)
+
+    def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield the engine's name of each FP8 parameter, and the tensors of which its operand is made."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._loaded()[0].named_parameters()}
+        for parameter, held in self._held.items():
+            if held.operand is not None:
+                yield names[parameter], list(tensors_in(held.operand))
+
+    def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
+        """Load tensors of the checkpoint, and deltas: stands in place of the model's `load_weights`, here `original`.
+
+        Each is copied to where it is held, many in one launch. SGLang's loader compares each name with those of all
+        experts, and drops without a word a tensor that comes apart from its partner. It gets the names that the table
+        has not. What other ranks hold is left out.
+        """
+        table, unknown = self.definition.tensors, []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, tensor in weights:
+            label = name.removeprefix(DELTA)
+            self._note_arrival(base_name(label)[0])
+            if name.startswith(DELTA):
+                if (view := self._views.get(label)) is not None:
+                    delta.apply(tensor, view)
+            elif (row := table.get(name)) is None:
+                unknown.append((name, tensor))
+            elif (view := self._views.get(self.rank.label(name, row))) is not None:
+                part = self.rank.part(row, tensor)
+                if part.shape != view.shape:
+                    raise RuntimeError(
+                        f"fp8rl plugin: found {name} of shape {tuple(part.shape)}, expected {tuple(view.shape)}, as it "
+                        "is held here; replace this engine"
+                    )
+                targets.append(view)
+                sources.append(part)
+        copy_all(targets, sources)
+        if unknown:
+            original(unknown)
+
+    def _note_arrival(self, name: str) -> None:
+        """Note that a tensor of the checkpoint, or a part of it, is being written."""
+        for held in self._holders.get(name, ()):
+            if held.mapped:
+                raise RuntimeError(
+                    f"fp8rl plugin: found {name} sent to an engine that reads it from a base, and must not write it, "
+                    "expected what is not in the base; replace this engine"
+                )
+            held.arrived.add(name)
+            held.state, held.digests = State.STALE, None
+
+    def _check_there(self) -> None:
+        if self._released:
+            raise RuntimeError(
+                "fp8rl plugin: found weights whose memory was released, expected it to be taken back first; wake this "
+                "engine (/resume_memory_occupation)"
+            )
+
+    def _make_operands(self, parameters: Set[Tensor]) -> set[Tensor]:
+        """Make the operands of those that are quantized anew, and return them; they have no version yet."""
+        made = set()
+        for parameter, scale_inv in quantized_parameters(self._loaded()[0]):
+            if parameter in parameters:
+                held, scales = self._held[parameter], scale_inv.detach().to(self._spec.scale_dtype)
+                quantized = QuantizedTensor(parameter.detach(), scales, self._spec)
+                held.operand = Frozen(quantized) if held.mapped else ops.weight_operand(quantized, held.operand)
+                made.add(parameter)
+        return made
+
+    def _loaded(self) -> tuple[nn.Module, Model]:
+        if self._attached is None:
+            raise RuntimeError("fp8rl plugin: no model is loaded yet")
+        return self._attached

@@ -1,0 +1,279 @@
+"""The protocol of calls to an engine's plugin over HTTP: one definition for both ends.
+
+SGLang passes the `action` of /weights_checker to the scheduler's process as text, and its answer, a mapping of text to
+text, back. A call travels as the action, in JSON behind a prefix, its answer in JSON as the one value of the mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from fp8rl.models.architecture import Role
+from fp8rl.numerics import kv
+from fp8rl.numerics.backend.implementation import Implementation
+from fp8rl.numerics.core.memory import Holding
+from fp8rl.rollout.types import HandshakeError
+
+_PREFIX = "fp8rl:"
+_ANSWER = "answer"
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Commit(Message):
+    """Rebuild the GEMM operands of the weights, and name the weights `version`. Answer: Held."""
+
+    call: Literal["commit"] = "commit"
+    version: str
+
+
+class MapBase(Message):
+    """Read the weights of a shared base (`models.shared_base`) at this address (`numerics.core.shared_memory`), not in
+    the engine's own memory.
+
+    They have no version until a commit. Answer: Mapped.
+    """
+
+    call: Literal["map_base"] = "map_base"
+    address: str
+
+
+class ReadManifest(Message):
+    """Digest the weights as they are. Answer: Held."""
+
+    call: Literal["manifest"] = "manifest"
+
+
+class Probe(Message):
+    """Run the engine's ops on a recording of the trainer's, a file that both sides see. Answer: ProbeAnswer."""
+
+    call: Literal["probe"] = "probe"
+    recording: Path
+
+
+class ReadReport(Message):
+    """Report what runs in the engine. Answer: EngineReport."""
+
+    call: Literal["report"] = "report"
+
+
+class ReadInventory(Message):
+    """List what the engine holds, tensor by tensor. Answer: Inventory."""
+
+    call: Literal["inventory"] = "inventory"
+
+
+class ReadMemory(Message):
+    """Count the bytes in use. Answer: Memory."""
+
+    call: Literal["memory"] = "memory"
+
+
+class Ping(Message):
+    """Show that the scheduler lives. Answer: Pong."""
+
+    call: Literal["ping"] = "ping"
+
+
+Call = Commit | MapBase | ReadManifest | Probe | ReadReport | ReadInventory | ReadMemory | Ping
+_CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="call")])
+
+
+class Held(Message):
+    """The weights that an engine holds: digests by HF name, for quantized ones `digest@version`."""
+
+    entries: dict[str, str]
+
+
+class Mapped(Message):
+    """The base that an engine reads in place."""
+
+    bytes: int
+    """Its bytes."""
+
+
+class ProbeAnswer(Message):
+    """The answer to a probe."""
+
+    sha256: str
+    """Of the file with the results, `rollout.engine.plugin.op_probe.ANSWER`, beside the recording."""
+
+
+class EngineReport(Message):
+    """The configuration and the state of an engine."""
+
+    spec_digest: str
+    """Digest of the QuantSpec."""
+    numerics: dict[str, Any]
+    """NumericsConfig.to_dict()."""
+    hooks: tuple[str, ...]
+    """Targets of the installed hooks, sorted."""
+    provides: tuple[str, ...]
+    """The forms of ops (`models.forms`) that the hooks compute by their definition, sorted."""
+    versions: dict[str, str]
+    """Versions of libraries, by name."""
+    code: str
+    """Digest of the packages that the engine imports (`numerics.core.code.code_digest`)."""
+    weight_version: str | None
+    """Of the loaded weights; None within an update."""
+    row_variant_ops: tuple[str, ...] | None
+    """Ops whose result depends on the batch; None in native mode, which does not look for them."""
+    implementation: Implementation
+    """Of the ops."""
+    threads: int
+    """Of the scheduler."""
+    role: Role = "policy"
+    """The purpose of the engine's model."""
+    dtype: str = "bfloat16"
+    """Of the model, as torch names it."""
+    kv_cache_dtype: str = "bfloat16"
+    """Of the cache."""
+    without_deepgemm: str | None = None
+    """The reason why products do not run on DeepGEMM, which the spec insists on; None if they do, or need not."""
+    adapter: dict[str, Any] | None = None
+    """The run's section on adapters that stand beside the weights; None: the engine has none."""
+
+
+class Inventory(Message):
+    """The tensors of one rank of an engine; see `rollout.engine.plugin.state.inventory`."""
+
+    held: tuple[Holding, ...]
+
+
+class Memory(Message):
+    """Bytes of one rank of an engine."""
+
+    weights: int
+    """Of weights, with the operands that are made of them."""
+    kv_cache: int
+    """Of keys and values."""
+    in_use: int
+    """On its whole GPU, in all processes; on a CPU those of its process."""
+
+
+class Pong(Message):
+    """A sign of life."""
+
+    weight_version: str | None
+    """Of the loaded weights; None within an update."""
+
+
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+RELEASED = (WEIGHTS, CACHE, GRAPHS)
+"""The memory that an engine gives up while it sleeps, as SGLang names it."""
+ADAPTER_SCALE = "adapter.scale"
+"""The name, among those of tensors, under which an engine with adapters says what it multiplies them with."""
+DELTA = "delta:"
+"""Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
+(`numerics.delta`)."""
+LIBRARIES = ("sglang", "torch", "fp8rl")
+"""The libraries whose versions are reported."""
+ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
+"""The packages that the plugin imports."""
+
+
+def to_action(call: Call) -> str:
+    """Encode a call as the text that SGLang passes on."""
+    return _PREFIX + call.model_dump_json()
+
+
+def from_action(action: str) -> Call | None:
+    """Decode the call in an action; None if it is one of SGLang's own."""
+    return _CALLS.validate_json(action.removeprefix(_PREFIX)) if action.startswith(_PREFIX) else None
+
+
+def to_checksums(answer: Message) -> dict[str, str]:
+    """Encode an answer as the mapping that SGLang passes back."""
+    return {_ANSWER: answer.model_dump_json()}
+
+
+def from_checksums(checksums: Mapping[str, str]) -> str:
+    """Return the JSON of an answer."""
+    return checksums[_ANSWER]
+
+
+# The handshake before the first rollout: an engine that does not run what the experiment says is refused.
+#
+# SGLang logs a plugin that fails, skips it and serves on its stock ops, healthy to look at. So the plugin is asked for
+# a report, which is compared with the expected one, item by item.
+
+_REMEDIES = {
+    "role": "The engine serves another model of the run: start it with the plugin's role of this one.",
+    "spec_digest": "Start the engine with the trainer's quantization spec.",
+    "numerics": "Start the engine with the run's numerics section.",
+    "provides": "Install the locked version of sglang.",
+    "versions": "Install the locked requirements in the engine's environment.",
+    "code": "Both sides must import this project from one place: end what another checkout started, and look for "
+    "PYTHONPATH in the engine's environment.",
+    "weight_version": "Sync the weights before sampling.",
+    "row_variant_ops": "On this machine a row's result depends on its batch: exact mode cannot run here.",
+    "implementation": "Trainer and engine must run on GPUs of one kind, or both on CPUs.",
+    "without_deepgemm": "Set numerics.deepgemm=false, or mend it in the engine's environment.",
+    "threads": "Set OMP_NUM_THREADS in the engine's environment.",
+    "dtype": "Start the engine in BF16.",
+    "adapter": "Start the engine with the run's adapter section.",
+    "kv_cache_dtype": kv.REMEDY,
+}
+
+
+def check_report(expected: EngineReport, found: EngineReport) -> None:
+    """Compare an engine's report with what it must say.
+
+    Raises HandshakeError listing every difference: what was found, what was expected, what to do.
+    """
+    if problems := differences(expected, found):
+        raise HandshakeError("the engine does not run what the experiment says:\n- " + "\n- ".join(problems))
+
+
+def failed_plugin(log: str) -> HandshakeError | None:
+    """Return the refusal of a server that did not come up, if its log says that SGLang skipped a plugin that failed."""
+    if "Failed to load plugin" in log or "Failed to execute general plugin" in log:
+        return missing_report(log)
+    return None
+
+
+def missing_report(log: str) -> HandshakeError:
+    """Return the refusal of a server that does not answer the plugin's calls, with the log's lines on the plugin."""
+    lines = log.splitlines()
+    mentions = [i for i, line in enumerate(lines) if "plugin" in line.lower() or "fp8rl" in line.lower()]
+    quoted = sorted({i for mention in mentions for i in range(mention, min(mention + 15, len(lines)))})[:60]
+    said = "\n".join(lines[i] for i in quoted) or "(its log does not mention a plugin)"
+    return HandshakeError(
+        "found no report of the plugin, expected one: the plugin did not load, and SGLang serves on its stock ops. "
+        "Install the distribution, so that its entry point sglang.srt.plugins is there, and correct the error in the "
+        "log:\n"
+        f"{said}"
+    )
+
+
+def differences(expected: EngineReport, found: EngineReport) -> list[str]:
+    """Return one sentence for each item of the report that differs from the expected one."""
+    want, have = expected.model_dump(mode="json"), found.model_dump(mode="json")
+    found_hooks, expected_hooks = set(have.pop("hooks")), set(want.pop("hooks"))
+    problems = []
+    if missing := sorted(expected_hooks - found_hooks):
+        problems.append(
+            f"hooks: found {len(found_hooks)} installed, expected also {', '.join(missing)}. "
+            "The installed SGLang differs from the one the hooks were written for: install the locked version."
+        )
+    if extra := sorted(found_hooks - expected_hooks):
+        problems.append(f"hooks: found {', '.join(extra)}, expected no such hook. Remove the plugin that installs it.")
+    return problems + [line for name in want for line in _differ_within(name, have[name], want[name], _REMEDIES[name])]
+
+
+def _differ_within(key: str, found: Any, expected: Any, remedy: str) -> list[str]:
+    """Compare nested mappings leaf by leaf, so that the message names the one value that differs."""
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        names = sorted(expected.keys() | found.keys())
+        pairs = ((f"{key}.{name}", found.get(name), expected.get(name)) for name in names)
+        return [line for name, have, want in pairs for line in _differ_within(name, have, want, remedy)]
+    if found == expected:
+        return []
+    said = "nothing" if found is None else repr(found)
+    return [f"{key}: found {said}, expected {'nothing' if expected is None else repr(expected)}. {remedy}"]

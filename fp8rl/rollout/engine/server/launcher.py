@@ -1,0 +1,200 @@
+"""The main module of an engine process: SGLang's HTTP server, which never outlives its owner (`server.py`).
+
+Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which thus appear
+neither in the process list nor in the environment. The pipe then stays open: when the owner closes it, or dies in
+whatever way, the kernel ends the stream, and the watch kills the whole process group. The watch is a process of its
+own, so that it does so too when the server itself has been stopped, or killed before its workers could ask for its
+death signal. (PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the process ends, and a Ray
+actor's threads come and go.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from setproctitle import setproctitle
+
+from fp8rl.rollout.engine.server import public
+from fp8rl.rollout.engine.server.public import limit_headers
+from fp8rl.rollout.engine.server.scratch import note_shared_memory, remove_queues, remove_scratch
+
+WATCH_S = 0.5
+"""Seconds between two looks at whether the server lives. The end of the lifeline is seen at once."""
+ENDPOINTS = {
+    "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
+    "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
+    "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
+    "/release_memory_occupation", "/resume_memory_occupation",
+}  # fmt: skip
+"""The endpoints that `server.client` uses, and one that SGLang itself calls at the end of a start: it keeps
+the garbage collector from walking through all that the imports have made, which would take 0.3 s in each flush of a
+sync."""
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until standard input ends."""
+    with open(0, "rb", buffering=0, closefd=False) as lifeline:  # so that nothing after the line is buffered away
+        line = lifeline.readline()
+    if not line.endswith(b"\n"):
+        raise SystemExit(
+            "The launcher is started by fp8rl.rollout.engine.server.server, which writes one JSON line to its input"
+        )
+    request = json.loads(line)
+    host = request["arguments"][request["arguments"].index("--host") + 1]
+    if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
+        raise SystemExit(
+            f"engine: found no two keys for an engine at {host}, expected one for generation and one "
+            "for administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
+        )
+    start_watch()
+    # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    _import_one_model_only(request["model_type"])
+    # SGLang's dumper of tensors would import it, and wandb with it: a twelfth of a start.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", _exit_promptly, HookType.AROUND
+    )
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _note_shared_memory, HookType.AFTER)
+    if request["fork"]:
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+    if request["openai"]:
+        from fp8rl.rollout.engine.plugin.hooks import register
+
+        register(public.HOOKS)
+    load_plugins()
+    arguments = prepare_server_args(request["arguments"])
+    arguments.api_key, arguments.admin_api_key = request["api_key"], request["admin_api_key"]
+
+    from sglang.srt.entrypoints import http_server
+
+    _close_all_but(ENDPOINTS | public.ENDPOINTS if request["openai"] else ENDPOINTS)
+    if request["openai"]:
+        from fastapi.exceptions import RequestValidationError
+
+        http_server.app.add_exception_handler(RequestValidationError, public.invalid)
+        http_server.app.add_middleware(public.ObjectsOnly)
+        limit_headers()
+        public.open_models(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
+    try:
+        http_server.launch_server(arguments, execute_warmup_func=_wait_until_listening)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+        remove_scratch(Path(os.environ["TMPDIR"]))
+
+
+def start_watch() -> None:
+    """Fork a watch that kills this process group, and removes its scratch directory, once the lifeline or this process
+    ends."""
+    server = os.getpid()
+    if os.fork():
+        return
+    try:
+        setproctitle("fp8rl::watch")
+        while os.getppid() == server:
+            if select.select([0], [], [], WATCH_S)[0] and not os.read(0, 1):
+                break
+        group = []
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError):
+                if os.getpgid(pid) == os.getpgrp():
+                    group.append(pid)
+        remove_queues(group)
+        remove_scratch(Path(os.environ["TMPDIR"]))
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+    """Note the one file that SGLang makes outside its scratch directory, and never removes."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
+
+
+def _import_one_model_only(model_type: str) -> None:
+    """Keep SGLang from importing all of its models, which takes a second and fills the log.
+
+    Its module of a model is mostly called by the `model_type` of config.json; if there is none, it imports them all.
+    """
+    models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
+    modules = {path.stem for path in models.glob("*.py")}
+    if model_type in modules:
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(modules - {model_type})
+
+
+async def _exit_promptly(original: Any, manager: Any) -> None:
+    """Look for a SIGTERM more often than SGLang, which does every five seconds, then let it drain.
+
+    SGLang's `sys.exit` would go through the server's event loop, which logs a traceback for it.
+    """
+    while not manager.gracefully_exit:
+        await asyncio.sleep(0.1)
+    try:
+        await original(manager)
+    except SystemExit as ended:
+        remove_scratch(Path(os.environ["TMPDIR"]))
+        os._exit(int(ended.code or 0))
+
+
+def _fork(result: None, *_: Any) -> None:
+    """Fork the scheduler and the detokenizer: spawned, each would import SGLang again. Only without CUDA."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _close_all_but(endpoints: set[str]) -> None:
+    """Leave these of SGLang's ninety endpoints.
+
+    Others show what nobody should read (/server_info shows the administration key), or open sessions, schemas and
+    documentation to the generation key.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    routes = http_server.app.router.routes
+    # FastAPI keeps a router that was included in another as one entry.
+    every = [inner for route in routes for inner in getattr(getattr(route, "original_router", None), "routes", [route])]
+    kept = [route for route in every if getattr(route, "path", "") in endpoints]
+    missing = endpoints - {route.path for route in kept}
+    if missing:
+        raise RuntimeError(
+            f"found no {', '.join(sorted(missing))} in SGLang, expected them. Install the locked version"
+        )
+    routes[:] = kept
+
+
+def _wait_until_listening(arguments: Any) -> bool:
+    """Wait for the port and declare the server up. SGLang's own warm-up sleeps a second and generates."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    for _ in range(1200):
+        with socket.socket() as probe:
+            if probe.connect_ex((arguments.host, arguments.port)) == 0:
+                get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+                return True
+        time.sleep(0.05)
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Renders conversations as tokens, by the tokenizer's chat template. Nothing else in the product applies a template.
+
+A row of tokens only grows: what was sampled is never tokenized again. So a message after the model's turn is rendered
+as the text that the template writes between that turn's content and the model's next turn, and tokenized as it stands
+there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.reading import parse_json
+from fp8rl.rollout.tasks.tokens import behind_ids, text_of, written_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""One turn of a chat: `role`, `content`, and whatever else the chat template reads."""
+
+TODAY = date(2025, 1, 1)
+"""The date of templates that write today's. A prompt is a function of the data, not of the day of the run."""
+MOST_CHARACTERS = 8 << 20
+"""Characters of a rendered text: no model reads more, and the tokenizer would take minutes."""
+SAID = "\ue000said\ue001"
+"""Stands for a turn's content, of private characters that no message has."""
+THOUGHT = "\ue000thought\ue001"
+"""Stands for a turn's thoughts, as `SAID`."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles of OpenAI's API. `developer` is its later name for `system`, which few templates know."""
+KEYS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
+"""The keys of a turn's thoughts: each client, and each template that writes thoughts, has one of the first three."""
+_THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+class RewritingTemplateError(UserError):
+    """A chat template that changes what stands before a message, so that no tokens continue a conversation."""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any], *, answer: bool
+) -> str:
+    """Return the text that the template writes for messages.
+
+    options: further arguments of the template, `tools` among them. answer: up to where the model's turn begins.
+
+    Raises:
+        UserError: the template leaves a message or its thoughts out.
+        jinja2.TemplateError, TypeError, ValueError: it cannot write them.
+    """
+
+    def write(found: Sequence[Message], answer: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            list(found), tokenize=False, add_generation_prompt=answer, **template_arguments(options)
+        )
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"a text of {len(text)} characters, more than {MOST_CHARACTERS}")
+        return text
+
+    def attempt(found: Sequence[Message]) -> str | None:
+        try:
+            return write(found)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return None
+
+    return write(_in_known_roles(attempt, [_readable(attempt, message) for message in messages]), answer)
+
+
+def template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a template besides messages: these, and a fixed date."""
+    return {"strftime_now": TODAY.strftime, **options}
+
+
+def read_arguments(found: Any) -> Any:
+    """Parse the arguments of a call into an object, as templates read its parts.
+
+    Missing arguments, however they are written, are an empty object. A text that is no JSON stays one.
+    """
+    if isinstance(found, str):
+        try:
+            found = parse_json(found) if found.strip() else None
+        except ValueError:
+            return found
+    return {} if found is None or found == "" else found
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Tokenize a conversation up to where the model's turn begins; see `render`."""
+    return written_ids(tokenizer, render(tokenizer, messages, options or {}, answer=True))
+
+
+def continuation_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    history: Sequence[Message],
+    turn: Sequence[int],
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    calls: Sequence[Mapping[str, Any]] = (),
+    truncated: bool = False,
+) -> list[int]:
+    """Tokenize what follows the model's turn: its end, unless the turn has it, messages, and the next turn's opening.
+
+    history: messages before the turn. turn: its tokens. calls: of tools, in it; a template may read their names and
+    ids. truncated: its length has ended it, so that none of its tokens ends it. options: see `render`.
+
+    Raises:
+        RewritingTemplateError: the template changes what stands before the messages, so that no tokens continue it.
+        jinja2.TemplateError, TypeError, ValueError: it cannot write them.
+    """
+    following = behind_ids(tokenizer, _following(tokenizer, history, messages, options, calls))
+    return following[0 if truncated else _shared(tokenizer, turn, following) :]
+
+
+def answer_ids(
+    tokenizer: PreTrainedTokenizerBase, history: Sequence[Message], answer: str, options: Mapping[str, Any]
+) -> list[int]:
+    """Tokenize an answer as the template writes it after its prompt, up to the token that ends the turn.
+
+    A template may leave the thoughts of an answer out that it has begun in the prompt: then the answer goes on there.
+    """
+    opened = render(tokenizer, history, options, answer=True)
+    whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
+    marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
+    turn = opened.removeprefix(render(tokenizer, history, options, answer=False))
+    written = whole.removeprefix(opened) if whole.startswith(opened) else answer.removeprefix(_begun(turn, answer))
+    end, after = end_ids(tokenizer)[0], marked.partition(SAID)[2]
+    before_end, ends, _ = after.partition(text_of(tokenizer, [end]))  # a template may put a blank there
+    text = written.removesuffix(after) + before_end * bool(ends)
+    return [*behind_ids(tokenizer, text, written_ids(tokenizer, opened)), end]
+
+
+def _begun(turn: str, answer: str) -> str:
+    """Return the beginning of an answer, such as <think>, with which the turn's opening ends; empty: there is none."""
+    longest = next((n for n in range(min(len(turn), len(answer)), 0, -1) if turn.endswith(answer[:n])), 0)
+    return answer[:longest] if answer[:longest].strip() else ""
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens at which the model's turn ends, the usual one first.
+
+    Those are the template's own, where it is a token of its own: the end of turn or, in templates without one, the
+    token of the role that speaks next; and the tokenizer's `eos_token`.
+    """
+    found = []
+    for role in ("user", "tool"):
+        try:
+            text = _following(tokenizer, [{"role": "user", "content": "?"}], [{"role": role, "content": "?"}], {})
+        except (jinja2.TemplateError, TypeError, ValueError):
+            continue  # a role that it does not know; what else is wrong is said where a conversation needs it
+        if (ids := written_ids(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
+            found.append(ids[0])
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def _following(
+    tokenizer: PreTrainedTokenizerBase,
+    history: Sequence[Message],
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    calls: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return the text after the content and the calls of a turn, up to where the model's next turn begins."""
+    # An earlier turn of the model without its words and thoughts, of which a template may show less later.
+    before = [
+        {**{key: message[key] for key in message.keys() - KEYS_OF_THOUGHTS}, "content": "said"}
+        if message["role"] == "assistant"
+        else message
+        for message in history
+    ]
+    said: dict[str, Any] = {"role": "assistant", "content": SAID}
+    begun = render(tokenizer, before, options, answer=False)
+    content = SAID
+    if calls:
+        plain = render(tokenizer, [*before, said], options, answer=False)
+        said["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+        called = render(tokenizer, [*before, said], options, answer=False)
+        start, _, end = plain.rpartition(SAID)
+        while not called.endswith(end):  # what ends a turn with calls and one without
+            end = end[1:]
+        content = called.removeprefix(start).removesuffix(end)
+    whole = render(tokenizer, [*before, said, *messages], options, answer=True)
+    start, found, following = whole.rpartition(content)
+    if not found or not _THOUGHTS.sub("", start).startswith(_THOUGHTS.sub("", begun)):
+        raise _rewritten(messages)
+    return following
+
+
+def thoughts(message: Message) -> str:
+    """Return the thoughts of a turn, whatever key they stand under; empty: it has none.
+
+    Raises UserError: they are not the model's, they are no text, or two keys have other ones.
+    """
+    found = {key: message[key] for key in KEYS_OF_THOUGHTS if message.get(key)}
+    texts = {value for value in found.values() if isinstance(value, str)}
+    if found and (len(texts) != 1 or message["role"] != "assistant"):
+        key, remedy = ", ".join(found), f"Write them as {KEYS_OF_THOUGHTS[0]} alone, or leave them out."
+        raise user_error(key, found=[*found.values()], expected="one text, in an assistant's message", remedy=remedy)
+    return next(iter(texts), "")
+
+
+_Attempt = Callable[[Sequence[Message]], str | None]
+"""Returns what the template writes for messages; None: it fails."""
+
+
+def _in_known_roles(
+    attempt: _Attempt, messages: Sequence[Message], given: Sequence[Message] | None = None
+) -> Sequence[Message]:
+    """Return messages whose roles the template knows: `developer` is `system` where it has no such role.
+
+    given: the messages before that, for an error.
+
+    Raises UserError: it leaves the content of a message out, or writes it as it does under any other role.
+    """
+    marked = [{**message, "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
+    asked = [number for number, each in enumerate(marked) if each["role"] not in ("user", "assistant")]
+    text = attempt(marked) if asked else None
+    for number in asked:
+        role, other = messages[number]["role"], {**marked[number], "role": "\ue000role\ue001"}
+        if text is None:  # the template will say why, unless this role may be the reason
+            known = role != "developer"
+        elif known := marked[number]["content"] in text:
+            known = role in ("system", "tool") or attempt([*marked[:number], other, *marked[number + 1 :]]) != text
+        if not known and role == "developer":
+            renamed = [{**each, "role": "system"} if each["role"] == role else each for each in messages]
+            return _in_known_roles(attempt, renamed, messages)
+        if not known and messages[number].get("content"):
+            expected = "a role that the chat template writes there: it would leave this message out"
+            remedy = "Correct the role, or put the text into another message."
+            raise user_error(f"messages.{number}", found=(given or messages)[number], expected=expected, remedy=remedy)
+    return messages
+
+
+def _readable(attempt: _Attempt, message: Message) -> dict[str, Any]:
+    """Copy a message with its thoughts under the key that the template reads, and the arguments of calls as objects.
+
+    Raises UserError: the template writes no thoughts.
+    """
+    copied = dict(message)
+    if said := thoughts(message):
+        asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}
+        own = [key for key in KEYS_OF_THOUGHTS if message.get(key)]
+        keys = [
+            key for key in (*own, *KEYS_OF_THOUGHTS[:3]) if THOUGHT in (attempt([asked, turn | {key: THOUGHT}]) or "")
+        ]
+        if not keys:
+            remedy = "Leave them out, or put them into the content as the model writes them."
+            raise user_error(own[0], found=said, expected="none: the chat template writes no thoughts", remedy=remedy)
+        copied[keys[0]] = said
+    if isinstance(calls := copied.get("tool_calls"), list | tuple):
+        copied["tool_calls"] = []
+        for call in calls:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping):
+                call = {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
+            copied["tool_calls"].append(call)
+    return copied
+
+
+def _shared(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], following: Sequence[int]) -> int:
+    """Count the tokens of `following` that the turn ends with, before at most one end that the template does not
+    know. A blank that the template writes before the end may be missing."""
+    for written in (list(turn), list(turn[:-1])):
+        for count in range(min(len(written), len(following)), 0, -1):
+            if written[-count:] == list(following[:count]):
+                return count
+    blanks = next((n for n, token in enumerate(following) if text_of(tokenizer, [token]).strip()), 0)
+    end = list(following[blanks : blanks + 1])
+    return blanks + 1 if end and end == list(turn[-1:]) and end[0] in tokenizer.added_tokens_decoder else 0
+
+
+def _rewritten(messages: Sequence[Message]) -> RewritingTemplateError:
+    role = messages[0]["role"] if messages else "further"
+    return RewritingTemplateError(
+        f"environment: found a chat template that changes earlier text when a {role} message follows, "
+        "expected one that only adds to the model's turn. Have the environment use tell() with the text itself."
+    )

@@ -1,0 +1,290 @@
+"""A conversation between the model and an environment, in tokens, which can only grow.
+
+The model's tokens get into it by `sample` alone, with the log-probabilities and versions that the engine gave them; the
+environment's by `tell` and `message`, where a text is tokenized, once. What is there is never tokenized again, so that
+the trainer scores exactly what was sampled, and the engine finds each prefix in its cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, cycle, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from fp8rl.numerics.sampling import branch_seed
+from fp8rl.rollout.deadlines import end
+from fp8rl.rollout.tasks.chat import continuation_ids, prompt_ids
+from fp8rl.rollout.tasks.environments.branch import Branch, ConversationOverError
+from fp8rl.rollout.tasks.tokens import behind_ids, text_of
+from fp8rl.rollout.types import Group, Prompt, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fp8rl.rollout.types import Problem
+
+Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
+"""One answer to a prompt."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model."""
+
+    text: str
+    """The text without the token that ended it."""
+    token_ids: tuple[int, ...]
+    """The tokens."""
+    ended_by: str | None
+    """The text of its last token, a stop of the environment's or the end of turn; None if its length ended it."""
+
+
+@dataclass
+class _Talk:
+    """Messages around the model's turn that goes on, which the chat template continues."""
+
+    history: list[Mapping[str, Any]]
+    """The messages before the turn."""
+    begin: int = 0
+    """The turn's first token in the row."""
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    """Messages after it, whose tokens begin at `end`."""
+    end: int = 0
+    truncated: bool = False
+    """The turn was ended by its length."""
+
+    def go_on(self, length: int) -> None:
+        """Begin the model's next turn, at `length` tokens of the row, if messages have been put after the last one."""
+        if self.messages:
+            turn = [{"role": "assistant", "content": ""}] if self.end or self.begin else []
+            self.history += [*turn, *self.messages]
+            self.begin, self.messages = length, []
+
+
+class Conversation:
+    """One answer while it is sampled. An environment controls it.
+
+    problem: the question that it began with, and the data's answer to it. sampling, tokenizer: its sampling parameters,
+    and the tokenizer of its texts.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        seed: int,
+        sampling: SamplingParams,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        timeout_s: float,
+        longest: int | None = None,
+    ) -> None:
+        """seed: of all its draws; each goes by the position too. sampling: `max_new_tokens` bounds everything after the
+        prompt. timeout_s: between two turns of the model. longest: the most tokens of a row; None: those of the prompt
+        and `max_new_tokens`."""
+        self.problem: Problem = prompt.problem
+        self.sampling, self._sampler = sampling, sampler
+        self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
+        self._scope = asyncio.timeout(timeout_s)
+        self._main = Branch(prompt.token_ids, seed, sampling.max_new_tokens)
+        self._talk = _Talk([*self.problem.conversation])
+        self._branches: list[Branch] = []
+        self._last: Branch = self._main
+        self._under_way = 0
+        self._lost: BaseException | None = None
+        self._ended = False
+
+    @property
+    def room(self) -> int:
+        """Tokens that are left, for the model and the environment together."""
+        return self._main.remaining
+
+    @property
+    def turns(self) -> int:
+        """The number of the model's turns."""
+        return self._main.turns + sum(branch.turns for branch in self._branches)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row of it may have."""
+        return self._longest or len(self._main.prompt_ids) + self._main.limit
+
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the problem's own messages by those that an environment shows at its start.
+
+        Raises:
+            ValueError: something has been said already.
+            ConversationOverError: they leave no room for an answer.
+        """
+        if self._main.tokens:
+            raise ValueError("begin: found a conversation that has begun, expected to be called before sample and tell")
+        ids = prompt_ids(self.tokenizer, messages, self.problem.chat_template)
+        self._talk = _Talk([*messages])
+        self._open(ids)
+
+    async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
+        """Sample the model's next turn.
+
+        It ends at its end of turn, at one of the `stop` texts (each one token of the vocabulary, which stays part of
+        the conversation), or after `max_new_tokens`.
+
+        Raises:
+            ConversationOverError: no room is left.
+            ValueError: a stop is not one token.
+        """
+        stops = []
+        for text in stop:
+            ids = behind_ids(self.tokenizer, text)
+            if len(ids) != 1:
+                raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
+            stops += ids
+        self._talk.go_on(begin := len(self._main.tokens))
+        turn = await self.ask(self._main, tuple(stops), max_new_tokens)
+        self._main.append_turn(turn, stops=tuple(stops))
+        self._talk.truncated = not turn.finished
+        before_end = turn.token_ids[:-1] if turn.finished else turn.token_ids
+        ended_by = text_of(self.tokenizer, turn.token_ids[-1:]) if turn.finished else None
+        text = text_of(self.tokenizer, before_end, first=begin == self._talk.begin)
+        return Turn(text, tuple(turn.token_ids), ended_by)
+
+    def tell(self, text: str) -> None:
+        """Append a text. Raises ConversationOverError: there is no room for it."""
+        self._talk.go_on(len(self._main.tokens))
+        self._main.append_environment(behind_ids(self.tokenizer, text, self._main.ids))
+        self._talk.truncated = False
+
+    def message(self, role: str, content: str, **further: Any) -> None:
+        """Append a message as the chat template writes one after the model's turn, up to where the model's next begins.
+
+        Messages in a row are written together, and those before the model's first turn become part of the prompt.
+        further: other keys that the template reads, such as `name`.
+
+        Raises:
+            ConversationOverError: there is no room for it.
+            UserError: the chat template does not continue what is there.
+        """
+        talk, tokens, options = self._talk, self._main.tokens, self.problem.chat_template
+        if not talk.messages:
+            talk.end = len(tokens)
+        talk.messages.append({"role": role, "content": content, **further})
+        if talk.end == talk.begin == 0:
+            return self._open(prompt_ids(self.tokenizer, [*talk.history, *talk.messages], options))
+        turn = tokens[talk.begin : talk.end]
+        ids = continuation_ids(self.tokenizer, talk.history, turn, talk.messages, options, truncated=talk.truncated)
+        self._main.append_environment(ids, at=talk.end)
+
+    def branch(self, prompt_ids: list[int]) -> Branch:
+        """Open a row of its own. Its seed follows from its prompt, not from the time.
+
+        Raises ConversationOverError: the prompt leaves no room for an answer.
+        """
+        limit = self._limit(prompt_ids)
+        same = sum(branch.prompt_ids == prompt_ids for branch in self._branches)
+        branch = Branch(prompt_ids, branch_seed(self._main.seed, prompt_ids, same), limit)
+        if limit < 1:
+            raise ConversationOverError
+        self._branches.append(branch)
+        return branch
+
+    async def ask(self, branch: Branch, stops: tuple[int, ...] = (), max_new_tokens: int | None = None) -> Trajectory:
+        """Sample the engine's continuation of a branch, for `Branch.append_turn`.
+
+        stops: tokens that end it, as the end of turn does.
+
+        Raises ConversationOverError: no room is left, or the environment has ended, maybe while the engine sampled.
+        """
+        if self._ended:
+            raise ConversationOverError
+        if branch.truncated or branch.remaining < 1:
+            branch.truncated = True
+            raise ConversationOverError
+        count = branch.remaining if max_new_tokens is None else min(max_new_tokens, branch.remaining)
+        sampling = replace(self.sampling, max_new_tokens=count, stop_token_ids=(*self.sampling.stop_token_ids, *stops))
+        self._under_way += 1
+        self._give(None)  # the engine's time is not the environment's
+        try:
+            turn = await self._sampler(Group(Prompt(self.problem, branch.ids), (branch.seed,)), sampling)
+        except Exception as error:
+            self._lost = error  # an environment that catches everything must not hide it
+            raise
+        finally:
+            self._under_way -= 1
+        if self._ended:  # its rows are taken as they are
+            raise ConversationOverError
+        if not self._under_way:
+            self._give(self._timeout_s)
+        self._last = branch
+        return turn
+
+    async def run(self, environment: Callable[[Conversation], Awaitable[object]]) -> object:
+        """Let an environment own the conversation from its beginning to its end. Return its result, None if room ran
+        out.
+
+        Raises:
+            TimeoutError: it took too long between two turns.
+            Exception: whatever it, or the engine, raises.
+        """
+        returned: object = None
+        running = asyncio.ensure_future(environment(self))
+        try:
+            async with self._scope:
+                await asyncio.wait({running})
+            returned = running.result()
+        except ConversationOverError:
+            pass
+        except Exception:
+            if self._lost is not None:
+                raise self._lost from None
+            raise
+        finally:
+            await end(running)
+            self._ended = True
+        if self._lost is not None:
+            raise self._lost
+        return returned
+
+    def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
+        """Return the row that `sample` wrote, as a trajectory."""
+        return self._main.trajectory(outcome, failed=failed)
+
+    def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
+        """Return every row in which the model has a turn; at least one.
+
+        The row with the model's last turn comes first, the others in an order that does not depend on when they were
+        opened.
+        """
+        spoken = [branch for branch in (self._main, *self._branches) if branch.turns]
+        others = sorted(spoken, key=lambda branch: (branch is not self._last, branch.prompt_ids, branch.seed))
+        return [
+            branch.trajectory(outcome, failed=failed, number=number)
+            for number, branch in enumerate(others or [self._main])
+        ]
+
+    def _open(self, ids: list[int]) -> None:
+        self._main.prompt_ids, self._main.limit = ids, self._limit(ids)
+        if self._main.limit < 1:
+            raise ConversationOverError
+
+    def _limit(self, begun: list[int]) -> int:
+        limit = self.sampling.max_new_tokens
+        return limit if self._longest is None else min(limit, self._longest - len(begun))
+
+    def _give(self, seconds: float | None) -> None:
+        """Give the environment `seconds` from now on; None: no deadline."""
+        with suppress(RuntimeError):  # what a program has asked for, and ended without
+            self._scope.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
+
+# A trajectory as text: who said what.
+
+Said = tuple[Literal["model", "environment"], str]
+
+
+def transcript(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Said]:
+    """Return each turn after the prompt, in order, without the end of turn that ends the answer."""
+    ids = trajectory.token_ids[:-1] if trajectory.finished and trajectory.stopped else trajectory.token_ids
+    ends = [0, *chain.from_iterable(trajectory.environment_spans), len(ids)]
+    texts = [text_of(tokenizer, ids[begin:end], first=begin == 0) for begin, end in pairwise(ends)]
+    return list(zip(cycle(("model", "environment")), texts))

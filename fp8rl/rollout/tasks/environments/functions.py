@@ -1,0 +1,161 @@
+"""Loads the function of an environment by its name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import subprocess
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rollout.tasks.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
+from fp8rl.rollout.tasks.environments.conversation import Conversation
+from fp8rl.rollout.tasks.environments.harness import Harness
+from fp8rl.rollout.tasks.environments.verifiers import Verifiers
+from fp8rl.rollout.tasks.named_functions import named_object, signature_of
+from fp8rl.rollout.tasks.tool_calls import parsers
+
+Environment = Callable[[Conversation], Awaitable[Any]]
+
+BUILT_IN = {
+    "single_turn": "fp8rl.rollout.tasks.environments.builtin:single_turn",
+    "calculator": "fp8rl.rollout.tasks.environments.builtin:calculator",
+    "python": "fp8rl.rollout.tasks.environments.sandbox:python",
+    "guess": "fp8rl.rollout.tasks.environments.builtin:guess",
+    "openenv": "fp8rl.rollout.tasks.environments.openenv:openenv",
+}
+
+
+def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
+    """Load the function that `config` names, with its `kwargs`; a harness, with its program.
+
+    Raises:
+        UserError: naming `key`: there is no such function, its module cannot be imported, it is not `async`, or it
+            cannot be called with a conversation and `kwargs`.
+    """
+    if config.function == HARNESS:
+        return _harness(config, key)
+    if config.function == VERIFIERS:
+        return _verifiers(config, key)
+    if config.harness is not None:
+        raise user_error(
+            f"{key}.harness",
+            found=f"a program beside function={config.function}",
+            expected=f"function={HARNESS}, which runs it",
+            remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
+        )
+    built_in = BUILT_IN | {HARNESS: "", VERIFIERS: ""}
+    environment = _coroutine(config.function, f"{key}.function", built_in, ["a conversation"], config.kwargs)
+    return partial(environment, **config.kwargs)
+
+
+def _harness(config: EnvironmentSection, key: str) -> Harness:
+    harness = config.harness or HarnessSection()
+    if config.kwargs or bool(harness.command) == (harness.program is not None):
+        found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
+        raise user_error(
+            f"{key}.harness",
+            found=found,
+            expected="a command or a program, one of them",
+            remedy="Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}.",
+        )
+    _check_parser(harness, key)
+    if harness.program is not None:
+        given = ["a base URL", "a key", "the problem"]
+        return Harness(harness, _coroutine(harness.program, f"{key}.harness.program", {}, given, {}))
+    _check_command(harness, key)
+    return Harness(harness, None)
+
+
+def _verifiers(config: EnvironmentSection, key: str) -> Harness:
+    """Return the endpoint for verifiers; `config.harness` has its settings alone."""
+    harness = config.harness or HarnessSection()
+    if harness.command or harness.program is not None:
+        raise user_error(
+            f"{key}.harness",
+            found="a program beside function=verifiers",
+            expected="settings of the endpoint alone",
+            remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.program and command.",
+        )
+    _check_parser(harness, key)
+    try:
+        played = inspect.signature(Verifiers).bind(**config.kwargs)
+    except TypeError as error:
+        raise user_error(
+            f"{key}.kwargs",
+            found=sorted(config.kwargs),
+            expected=f"env, verifiers' own configuration, and python; {error}",
+            remedy="Write kwargs: {env: {taskset: {id: NAME}, agent: {runtime: {type: subprocess}}}}.",
+        ) from error
+    played.apply_defaults()
+    python = str(played.arguments["python"])
+    looks = "import importlib.util as u, sys; sys.exit(not (u.find_spec('verifiers') and u.find_spec('verifiers.v1')))"
+    if shutil.which(python) is None or subprocess.run([python, "-P", "-c", looks], capture_output=True).returncode:
+        raise user_error(
+            f"{key}.kwargs.python",
+            found=python,
+            expected="a Python that has the package verifiers, from 0.4 on",
+            remedy="pip install 'fp8rl[verifiers]', or name the Python of an environment of its own that has it.",
+        )
+    program = Verifiers(**config.kwargs)
+    return Harness(harness, program, program.close, same_keys=True)
+
+
+def _check_parser(harness: HarnessSection, key: str) -> None:
+    if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
+        raise user_error(
+            f"{key}.harness.tool_parser",
+            found=harness.tool_parser,
+            expected=f"one that SGLang has: {', '.join(sorted(known))}",
+            remedy="Choose that of the model's family.",
+        )
+
+
+def _check_command(harness: HarnessSection, key: str) -> None:
+    if harness.directory is not None and not os.path.isdir(harness.directory):
+        raise user_error(
+            f"{key}.harness.directory", found=harness.directory, expected="a folder", remedy="Correct the path."
+        )
+    program = harness.command[0]
+    if os.sep in program:
+        # A relative one, which no file says, is relative to where it runs.
+        looked = os.path.join(os.path.abspath(harness.directory or "."), program)
+        there = "a folder is" if os.path.isdir(looked) else "a file without leave to run is"
+        expected = f"a program that can be run; {there if os.path.exists(looked) else 'nothing is'} there"
+    else:
+        looked, expected = program, f"a program in PATH, which is {os.environ.get('PATH', os.defpath)}"
+    if shutil.which(looked) is None:
+        raise user_error(
+            f"{key}.harness.command",
+            found=looked,
+            expected=expected,
+            remedy="Correct its path, or install it.",
+        )
+
+
+def _coroutine(
+    name: str, key: str, built_in: dict[str, str], given: list[str], kwargs: dict[str, Any]
+) -> Callable[..., Awaitable[Any]]:
+    """Load an async function that takes these arguments. Raises UserError, as `load_environment` does."""
+    call, label = named_object(name, key, built_in), name.rpartition(":")[2]
+    if not inspect.iscoroutinefunction(call):
+        raise user_error(
+            key,
+            found=name,
+            expected="an async function, as it waits for the model",
+            remedy=f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ...",
+        )
+    signature = signature_of(call, name, key)
+    try:
+        signature.bind(*[None] * len(given), **kwargs)
+    except TypeError as error:
+        raise user_error(
+            f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key,
+            found=f"{label}({', '.join(signature.parameters)})",
+            expected=f"a function of {', '.join([*given, *kwargs])}; {error}",
+            remedy="Correct kwargs, or the function's parameters.",
+        ) from error
+    return call

@@ -1,0 +1,244 @@
+"""The record of a conversation between a program and the model, as rows of tokens.
+
+A request is looked up by its messages. If they continue the model's turns, the row goes on from the recorded tokens,
+and only the text between the turns is tokenized, once. If they do not, a row of its own begins, with as many recorded
+tokens as its history shares with the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jinja2
+
+from fp8rl.rollout.tasks.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
+from fp8rl.rollout.tasks.environments.branch import Branch, ConversationOverError
+from fp8rl.rollout.tasks.environments.conversation import Conversation
+from fp8rl.rollout.tasks.openai import Answer, CompletionRequest, Refusal
+from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of, widest_token
+from fp8rl.rollout.tasks.tool_calls import parse_calls
+
+_AT_ONCE = 1 << 16
+"""Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """The end of a turn of the model: tokens `begin` to `length` of a branch."""
+
+    branch: Branch
+    begin: int
+    length: int
+    ended: bool
+    """The last of them is the end of turn."""
+    truncated: bool
+    """Its length has ended it."""
+
+
+class Recording:
+    """The turns of one conversation."""
+
+    def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
+        self._conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
+        self._most = max_requests
+        self.most_bytes = conversation.longest * widest_token(conversation.tokenizer)
+        """The most text that may find room."""
+        self._tokenizing = asyncio.Lock()
+        self._points: dict[bytes, _Point] = {}
+        self._written: list[tuple[str, _Point]] = []
+        self._busy: set[Branch] = set()
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.over = False
+        """A turn found no room, so that the program cannot go on as it wanted."""
+        self.lost = asyncio.Event()
+        """An engine's error ended it."""
+
+    async def answer(self, request: CompletionRequest) -> Answer:
+        """Sample the model's turn after a request.
+
+        Raises Refusal: there is no room for it, or nothing can be said there.
+        """
+        if not self._left:
+            raise Refusal(
+                f"found more than {self._most} requests, expected a program that ends "
+                "(environment.harness.max_requests)",
+                status=429,
+            )
+        self._left -= 1
+        try:
+            if request.size > self.most_bytes:  # not tokenized at all
+                raise ConversationOverError
+            begin = self._chat if request.messages else self._text
+            async with self._tokenizing:  # a long text in a thread, beside the conversations of others
+                branch = begin(request) if request.size <= _AT_ONCE else await asyncio.to_thread(begin, request)
+            point, text = await self._sampled(branch, request)
+        except ConversationOverError:
+            raise self.no_room("messages" if request.messages else "prompt") from None
+        except Refusal:
+            raise
+        except Exception:
+            self.lost.set()
+            raise
+        return self._recorded(point, request, text)
+
+    def no_room(self, param: str) -> Refusal:
+        """Note that a turn found no room, and return the refusal of its request."""
+        self.over = True
+        message = "no room is left for an answer (rollout.max_new_tokens, rollout.context_length)"
+        return Refusal(message, param, code="context_length_exceeded")
+
+    async def wait(self) -> None:
+        """Wait until no request is under way: a request that the program has not waited for is recorded too."""
+        async with self._tokenizing:  # whose request is under way, too
+            pass
+        await self._idle.wait()
+
+    def _recorded(self, point: _Point, request: CompletionRequest, text: str) -> Answer:
+        """Record a turn under the keys of the requests that may continue it."""
+        calls: tuple[dict[str, Any], ...] = ()
+        if request.may_call and self._tool_parser is not None:
+            text, calls = parse_calls(text, request.tools, self._tool_parser, self._calls)
+            self._calls += len(calls)
+        if request.messages:
+            spoken: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:  # as they look when a program sends them back
+                spoken["tool_calls"] = [
+                    {**call, "function": {**(made := call["function"]), "arguments": read_arguments(made["arguments"])}}
+                    for call in calls
+                ]
+            self._points[_keys(request, (*request.messages, spoken))[-1]] = point
+        else:
+            prompt = request.prompt
+            before = prompt if isinstance(prompt, str) else text_of(self._conversation.tokenizer, prompt, first=True)
+            self._written += [(before + shown, at) for shown, at in self._shown(point, text)]
+        reason = "tool_calls" if calls else "length" if point.truncated else "stop"
+        return Answer(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
+
+    def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
+        """Yield a completion as later prompts may begin with it: with the stop that ended it, or without, as sent."""
+        decode, ids = partial(text_of, self._conversation.tokenizer), point.branch.ids[point.begin : point.length]
+        yield decode(ids[:-1] if point.ended else ids), point
+        for length in range(len(ids), 0, -1):
+            if not point.ended and decode(ids[:length]) == text:
+                yield text, replace(point, length=point.begin + length)
+
+    async def _sampled(self, branch: Branch, request: CompletionRequest) -> tuple[_Point, str]:
+        """Sample a turn into the branch; return its end, and its text without the token that ended it."""
+        tokenizer = self._conversation.tokenizer
+        stops = tuple(ids[0] for stop in request.stop if len(ids := behind_ids(tokenizer, stop)) == 1)
+        self._busy.add(branch)
+        self._idle.clear()
+        try:
+            turn = await self._conversation.ask(branch, stops, request.max_tokens)
+            ids = turn.token_ids
+            decode = partial(text_of, tokenizer, first=bool(request.messages))
+            text = decode(ids[:-1] if turn.finished else ids)
+            count = len(ids)
+            if found := [at for stop in request.stop if (at := text.find(stop)) >= 0]:
+                # Up to the token that completes a stop of several.
+                count = 1 + bisect_left(
+                    range(1, len(ids) + 1),
+                    True,
+                    key=lambda n: any(stop in decode(ids[:n]) for stop in request.stop),
+                )
+                text = text[: min(found)]
+            begin, whole = len(branch.ids), count == len(ids)
+            branch.append_turn(turn, length=count, stops=stops)
+            ended = whole and turn.finished and ids[-1] not in stops
+            return _Point(branch, begin, begin + count, ended, truncated=whole and not turn.finished), text
+        finally:
+            self._busy.discard(branch)
+            if not self._busy:
+                self._idle.set()
+
+    def _chat(self, request: CompletionRequest) -> Branch:
+        """Return the branch that a chat's next turn belongs to, with all that comes before it."""
+        tokenizer, options = self._conversation.tokenizer, {**self._conversation.problem.chat_template}
+        options |= {**dict(request.chat_template_kwargs), **({"tools": list(request.tools)} if request.tools else {})}
+        keys = _keys(request, request.messages)
+        try:
+            for end in range(len(request.messages), 0, -1):
+                if (point := self._points.get(keys[end - 1])) is not None:
+                    said = point.branch.ids[point.begin : point.length]
+                    calls = request.messages[end - 1].get("tool_calls", ())
+                    history, further = request.messages[: end - 1], request.messages[end:]
+                    with suppress(RewritingTemplateError):  # then it is a row of its own
+                        between = continuation_ids(
+                            tokenizer, history, said, further, options, calls, truncated=point.truncated
+                        )
+                        return self._goes_on(point, between)
+                    break
+            ids = prompt_ids(tokenizer, request.messages, options)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise Refusal(f"messages: the model's chat template cannot write them: {error}", "messages") from error
+        return self._conversation.branch(ids)
+
+    def _text(self, request: CompletionRequest) -> Branch:
+        """Return the branch that a text completion belongs to."""
+        tokenizer, prompt = self._conversation.tokenizer, request.prompt
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+            tips = [p for _, p in self._written if self._is_tip(p) and ids[: p.length] == p.branch.ids]
+            return self._extended(tips[0].branch, ids[tips[0].length :]) if tips else self._conversation.branch(ids)
+        shared = max(
+            (entry for entry in self._written if prompt.startswith(entry[0])), key=lambda e: len(e[0]), default=None
+        )
+        if shared is None:
+            return self._conversation.branch(text_ids(tokenizer, prompt))
+        text, point = shared
+        rest = prompt[len(text) :]
+        if point.ended:
+            end = text_of(tokenizer, point.branch.ids[point.length - 1 : point.length])
+            if not rest.startswith(end):  # the text goes on where the model had ended
+                point = replace(point, length=point.length - 1)
+            rest = rest.removeprefix(end)
+        return self._goes_on(point, behind_ids(tokenizer, rest, point.branch.ids[: point.length]))
+
+    def _goes_on(self, point: _Point, between: list[int]) -> Branch:
+        """Continue after a turn, in its branch or, if that went on already, in one of its own."""
+        if self._is_tip(point):
+            return self._extended(point.branch, between)
+        return self._conversation.branch(point.branch.ids[: point.length] + between)
+
+    def _is_tip(self, point: _Point) -> bool:
+        return point.branch not in self._busy and len(point.branch.ids) == point.length
+
+    @staticmethod
+    def _extended(branch: Branch, ids: list[int]) -> Branch:
+        if ids:
+            branch.append_environment(ids)
+        return branch
+
+
+def _keys(request: CompletionRequest, messages: Sequence[dict[str, Any]]) -> list[bytes]:
+    """Return a key for each beginning of a chat; tools and the template's arguments are part of it."""
+    begun = _digest(b"", [request.tools, request.chat_template_kwargs])
+    return list(accumulate(map(_with_thoughts_apart, messages), _digest, initial=begun))[1:]
+
+
+def _with_thoughts_apart(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in one form, whether a program has split the model's thoughts off or sends them as they were."""
+    said, content = message.get("reasoning_content", "").strip(), message["content"]
+    head, closed, rest = content.partition("</think>")  # <think> may stand in the prompt
+    inside = head.strip().removeprefix("<think>").strip()
+    if message["role"] != "assistant" or not (said or closed):
+        return message
+    if closed and said in ("", inside):
+        said, content = inside, rest
+    return {**message, "reasoning_content": said, "content": content.strip()}
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(before + text.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,188 @@
+"""Users' functions and classes, found by the names in a spec, and imported.
+
+A module may do anything while it is imported: hang, end the process, interrupt it. `check_importable` therefore imports
+it first in a process of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from fp8rl.numerics.core.code import module_of_file
+from fp8rl.numerics.core.errors import UserError, user_error
+
+IMPORT_SECONDS = 60.0
+"""Seconds in which a large library is imported on a busy machine with cold caches."""
+_FOUND = "fp8rl found it"
+
+
+def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
+    """Return the function or class that `name` stands for: one of ours, `package.module:name`, or
+    `path/to/file.py:name`.
+
+    built_in: ours, `package.module:name` by name.
+
+    Raises:
+        UserError: naming `key`: there is no such function, or its module cannot be imported.
+    """
+    where, colon, function = name.rpartition(":")
+    if not colon:
+        if name not in built_in:
+            meant = "".join(f"Did you mean {near}? " for near in difflib.get_close_matches(name, built_in, n=1))
+            raise user_error(
+                key,
+                found=name,
+                expected=f"{', '.join(built_in)}, package.module:name or path/to/file.py:name",
+                remedy=f"{meant}Correct the name, or say where your function is.",
+            )
+        where, _, function = built_in[name].rpartition(":")
+    try:
+        if where.endswith(".py"):
+            module = module_of_file(where, key)
+        else:
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            module = importlib.import_module(where)
+        call = getattr(module, function, None)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # whatever a module may raise while it is imported or asked, sys.exit() included
+        raise _not_imported(name, key, f"this one ends in {type(error).__name__}: {error}") from error
+    if not callable(call):
+        names = [
+            n
+            for n, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
+        raise user_error(
+            key,
+            found=name,
+            expected=f"a function of {where}, which has {', '.join(names) or 'none'}",
+            remedy="Correct the name after the colon.",
+        )
+    found: Callable[..., Any] = call
+    return found
+
+
+def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signature:
+    """Return the parameters of a user's function.
+
+    Raises:
+        UserError: naming `key`: Python cannot see them.
+    """
+    try:
+        return inspect.signature(call)
+    except Exception as error:  # whatever an object may raise that says its signature itself
+        raise user_error(
+            key,
+            found=name,
+            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
+            remedy="Name another, or correct this one.",
+        ) from error
+
+
+@functools.cache
+def check_importable(name: str, key: str) -> None:
+    """Import what `name` stands for, and look at its signature, in another process with a timeout. What came through
+    once is not tried again.
+
+    Raises:
+        UserError: naming `key`: the process did not come through. A wrong name is left to `named_object`.
+    """
+    if ":" not in name:
+        return
+    command = [sys.executable, "-P", "-m", "fp8rl.rollout.tasks.named_functions", name]
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=IMPORT_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise _not_imported(name, key, f"this one takes more than {IMPORT_SECONDS:g} s") from error
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
+    if said.splitlines()[-1:] != [_FOUND.encode()]:
+        why = f"this one ends the process that imports it, with exit code {process.returncode}"
+        raise _not_imported(name, key, why)
+
+
+def _not_imported(name: str, key: str, why: str) -> UserError:
+    return user_error(
+        key,
+        found=name,
+        expected=f"a module that can be imported; {why}",
+        remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
+    )
+
+
+# The numbers that a user's function returns: one, or some with names.
+
+Numbers = dict[str, float]
+"""Numbers by name; the name is empty where a function returned a plain number."""
+
+
+class ReturnError(Exception):
+    """A user's function returned something else than it may."""
+
+
+def named_numbers(value: Any) -> Numbers:
+    """Return the numbers that a function returned. Raises ReturnError: it returned none, or one that is not finite."""
+    if isinstance(value, Mapping) and value:
+        return {str(name): _number(part) for name, part in value.items()}
+    return {"": _number(value)}
+
+
+def is_finite(number: float) -> bool:
+    """Return True if a number is finite in FP32, in which algorithms compute."""
+    try:
+        struct.pack("<f", number)
+    except OverflowError:
+        return False
+    return math.isfinite(number)
+
+
+def brief(value: object) -> str:
+    """Return a value with its type, short enough for a message."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _number(value: Any) -> float:
+    # NumPy's and torch's scalars convert, text does not.
+    if isinstance(value, str | bytes | None) or not (isinstance(value, Real) or hasattr(value, "__float__")):
+        raise ReturnError(f"found {brief(value)}, expected a number or named numbers")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not is_finite(number):
+        raise ReturnError(f"found {number}, expected a finite number in FP32")
+    return number
+
+
+def main() -> None:
+    """Import what the first argument names, and say so on a line of its own when it is done."""
+    try:
+        inspect.signature(named_object(sys.argv[1], "", {}))
+    except Exception:
+        pass  # which the asking process meets itself, and explains
+    print(f"\n{_FOUND}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

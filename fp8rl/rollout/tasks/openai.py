@@ -1,0 +1,351 @@
+"""OpenAI's protocol of chat and text completions: its requests, its answers, its form of an error.
+
+A request of a program that is trained with is parsed here, and refused where its answer would differ from OpenAI's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.reading import parse_json
+from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
+from fp8rl.rollout.tasks.tokens import text_size
+from fp8rl.rollout.types import SamplingParams
+
+MODEL = "policy"
+"""The name of the model for programs, whatever it is."""
+SETTINGS = {
+    "model", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k",
+    "min_p", "seed", "frequency_penalty", "presence_penalty", "user", "metadata", "store", "service_tier",
+}  # fmt: skip
+"""Settings of every request."""
+CHAT_SETTINGS = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens",
+    "top_logprobs", "chat_template_kwargs",
+}  # fmt: skip
+"""Further settings of a chat."""
+_IGNORED = {"prompt_cache_key", "safety_identifier"}
+_CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "stream": (True, False),
+}
+"""Settings, and all the values that they may have."""
+MOST_STOPS = 128
+
+
+class Refusal(Exception):
+    """A request that is not answered; the message names the cause."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+def error_body(message: str, status: int = 400, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request for one turn of the model."""
+
+    max_tokens: int | None
+    """Of the turn; None: as many as there is room for."""
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    """A stream ends with the usage."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """Of a chat, as a chat template reads them."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Of a chat, as a chat template reads them."""
+    chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
+    """Arguments of the chat template."""
+    may_call: bool = False
+    """Tools may be called."""
+    prompt: str | tuple[int, ...] = ""
+    """Text or tokens of a text completion."""
+
+    @property
+    def size(self) -> int:
+        """The least bytes of text that become tokens: keys that a chat template may leave out are not counted."""
+        calls = [call["function"] for message in self.messages for call in message.get("tool_calls", ())]
+        contents = [message["content"] for message in self.messages]
+        return text_size([contents, calls, self.tools, self.stop, self.prompt if isinstance(self.prompt, str) else ""])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The model's turn."""
+
+    text: str
+    """Without the token that ended it, and without its tool calls."""
+    tool_calls: tuple[dict[str, Any], ...]
+    finish_reason: str
+    """stop, length or tool_calls."""
+    prompt_tokens: int
+    """Tokens before it."""
+    completion_tokens: int
+    """Its own tokens."""
+    number: int
+
+    def completion(self, chat: bool) -> dict[str, Any]:
+        """Return the answer to a request that wants it whole."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason, "logprobs": None}
+        if chat:
+            content = self.text if self.text or not self.tool_calls else None
+            calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+            choice["message"] = {"role": "assistant", "content": content, **calls}
+        else:
+            choice["text"] = self.text
+        head = self._head("chat.completion" if chat else "text_completion", chat)
+        return {**head, "choices": [choice], "usage": self._usage}
+
+    def events(self, chat: bool, include_usage: bool) -> Iterator[str]:
+        """Yield the events of a stream."""
+        head = self._head("chat.completion.chunk" if chat else "text_completion", chat)
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": self.text}]
+        if self.tool_calls:
+            deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(self.tool_calls)]})
+        for delta in (*deltas, {}):
+            choice: dict[str, Any] = {"index": 0, "finish_reason": None if delta else self.finish_reason}
+            choice |= {"delta": delta} if chat else {"text": delta.get("content", "")}
+            yield json.dumps({**head, "choices": [choice]})
+        if include_usage:
+            yield json.dumps({**head, "choices": [], "usage": self._usage})
+        yield "[DONE]"
+
+    def _head(self, kind: str, chat: bool) -> dict[str, Any]:
+        return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{self.number}", "object": kind, "created": 0, "model": MODEL}
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+def _expecting(text: str) -> WrapValidator:
+    """Say in these words what a value should be, whatever is wrong with it; a part of it may have words of its own."""
+
+    def checked(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if error.errors()[0]["type"] == "expected":
+                raise
+            raise PydanticCustomError("expected", text) from None  # type: ignore[arg-type]
+
+    return WrapValidator(checked)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Function(_Strict):
+    """A function of `tools`."""
+
+    name: str
+    description: Annotated[str | None, _expecting("a text")] = None
+    parameters: Annotated[dict[str, Any] | None, _expecting("an object")] = None
+    strict: Annotated[bool | None, _expecting("true or false")] = None
+
+
+class _Tool(_Strict):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _ChatTemplateKwargs(_Strict):
+    model_config = ConfigDict(extra="forbid")
+
+    enable_thinking: bool = False
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Count = Annotated[int | None, Field(ge=1), _expecting("a whole number from 1")]
+
+
+class _Settings(_Strict):
+    """The settings whose form is refused in one sentence."""
+
+    max_completion_tokens: _Count = None
+    max_tokens: _Count = None
+    stop: Annotated[
+        _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS)],
+        _expecting(f"a text or a list of up to {MOST_STOPS} texts, none of them empty"),
+    ] = []
+    tools: Annotated[
+        list[Annotated[_Tool, _expecting("a function with a name")]], _expecting("a list of functions")
+    ] = []
+    chat_template_kwargs: Annotated[_ChatTemplateKwargs, _expecting("enable_thinking alone, true or false")] = (
+        _ChatTemplateKwargs()
+    )
+
+
+def read_request(
+    body: bytes, chat: bool, sampling: SamplingParams, override: Collection[str], vocabulary: int
+) -> CompletionRequest:
+    """Parse a request body.
+
+    sampling: of the run. override: settings of sampling that a request may name and that the run's replace.
+
+    Raises Refusal.
+    """
+    try:
+        found = parse_json(body)
+    except ValueError as error:
+        raise Refusal(f"body: found {error}, expected a JSON object") from error
+    if not isinstance(found, dict):
+        raise Refusal(f"body: found {type(found).__name__}, expected a JSON object")
+    found = {name: value for name, value in found.items() if value is not None}
+    if found.get("model") != MODEL:
+        message = f"The model {_brief(found.get('model'))} does not exist; a run serves {MODEL!r} (OPENAI_MODEL)."
+        raise Refusal(message, "model", 404, "model_not_found")
+    for name in found.keys() - SETTINGS - _IGNORED - (CHAT_SETTINGS if chat else {"prompt"}):
+        raise Refusal(f"{name[:80]}: is not supported for a program in training. Leave it out", name[:80])
+    for name, values in _CONSTANTS.items():
+        if name in found and found[name] not in values:
+            expected = f"{' or '.join(map(repr, values))}, as all that is sampled is trained on. Leave it out"
+            raise Refusal(f"{name}: found {_brief(found[name])}, expected {expected}", name)
+    if (choice := found.get("tool_choice", "auto")) not in ("auto", "none") and "tool_choice" not in override:
+        raise Refusal(
+            f"tool_choice: found {_brief(choice)}, expected 'auto' or 'none', as a forced call would "
+            "be sampled under a grammar. Have the program send 'auto'; or write tool_choice into "
+            "environment.harness.override, and it is treated as 'auto'",
+            "tool_choice",
+        )
+    _check_sampling(found, sampling, override)
+    try:
+        settings = _Settings.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, value = ".".join(map(str, first["loc"])), _brief(first["input"])
+        raise Refusal(f"{place}: found {value}, expected {first['msg']}", str(first["loc"][0])) from error
+    options = found.get("stream_options")
+    request: dict[str, Any] = {
+        "max_tokens": settings.max_completion_tokens or settings.max_tokens,
+        "stop": (settings.stop,) if isinstance(settings.stop, str) else tuple(settings.stop),
+        "stream": bool(found.get("stream")),
+        "include_usage": bool(isinstance(options, dict) and options.get("include_usage")),
+    }
+    if not chat:
+        return CompletionRequest(**request, prompt=_prompt(found.get("prompt"), vocabulary))
+    messages = found.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refusal(f"messages: found {_brief(messages)}, expected a list of messages", "messages")
+    return CompletionRequest(
+        **request,
+        messages=tuple(read_message(message, f"messages.{number}") for number, message in enumerate(messages)),
+        tools=tuple(found.get("tools", ())),
+        chat_template_kwargs=tuple(found.get("chat_template_kwargs", {}).items()),
+        may_call=choice != "none" and bool(found.get("tools")),
+    )
+
+
+def _check_sampling(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
+    """Refuse other sampling than the run's: a token's log-probability is that of the run's distribution."""
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "seed": None,
+    }
+    for name, value in own.items():
+        if (
+            name not in found
+            or found[name] == value
+            or name in override
+            or (name != "seed" and not sampling.temperature)
+        ):
+            continue
+        expected = "none: each conversation has one" if name == "seed" else f"{value:g}, that of the run"
+        raise Refusal(
+            f"{name}: found {_brief(found[name])}, expected {expected}. Leave it out; or write {name} into "
+            "environment.harness.override, and the program's value is ignored",
+            name,
+        )
+
+
+def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
+    if isinstance(found, str) and found:
+        return found
+    if isinstance(found, list) and found and all(type(token) is int and 0 <= token < vocabulary for token in found):
+        return tuple(found)
+    raise Refusal(
+        f"prompt: found {_brief(found)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
+    )
+
+
+def read_message(found: Any, place: str) -> dict[str, Any]:
+    """Return a message as `rollout.chat` reads it: content and thoughts are text, arguments of a call are an object.
+
+    Raises Refusal.
+    """
+    role = found.get("role") if isinstance(found, dict) else found
+    if not isinstance(found, dict) or role not in ROLES:
+        raise Refusal(f"{place}: found the role {_brief(role)}, expected {', '.join(ROLES)}", place)
+    message: dict[str, Any] = {"role": role, "content": _content(found.get("content"), place)}
+    message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
+    try:
+        message |= {"reasoning_content": said} if (said := thoughts(found)) else {}
+    except UserError as error:
+        raise Refusal(f"{place}: {error}", place) from error
+    if found.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(found["tool_calls"], place)
+    return message
+
+
+def _content(found: Any, place: str) -> str:
+    if found is None or isinstance(found, str):
+        return found or ""
+    parts = found if isinstance(found, list) else [found]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise Refusal(f"{place}.content: found {_brief(kind)}, expected text alone", place)
+    return "".join(part["text"] for part in parts)
+
+
+def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
+    try:
+        return [
+            {
+                "id": str(call.get("id", "")),
+                "type": "function",
+                "function": {
+                    "name": str(call["function"]["name"]),
+                    "arguments": read_arguments(call["function"].get("arguments")),
+                },
+            }
+            for call in found
+        ]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Refusal(
+            f"{place}.tool_calls: found {_brief(found)}, expected a list of calls of functions", place
+        ) from error
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,177 @@
+"""What the engine answers to a commit and to a question, through SGLang's own /weights_checker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8rl.models import architecture
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.core.code import code_digest
+from fp8rl.numerics.delta import as_bytes, encode
+from fp8rl.rollout.engine.plugin import lifecycle, state
+from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
+from fp8rl.rollout.engine.protocol import (
+    DELTA,
+    Commit,
+    EngineReport,
+    Held,
+    ReadManifest,
+    ReadReport,
+    from_checksums,
+    to_action,
+)
+from fp8rl.weight_sync.manifest import Manifest, Recorder
+from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
+
+TENSORS = hf_tensors_served(0)
+
+
+@pytest.fixture(autouse=True)
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler process in which SGLang has just loaded the model."""
+    monkeypatch.setattr(architecture, "_known", {"Served": DEFINITION.architecture})
+    config = {"architectures": ["Served"], "model_type": "Served", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(state, "_state", None)
+    state.configure(NumericsConfig(spec=SPEC))
+    state.state().provides = provided(hooks_for(NumericsConfig(spec=SPEC), cuda=False))
+    arguments = SimpleNamespace(weight_version="3", model_path=str(tmp_path))
+    one_rank = SimpleNamespace(tp_rank=0, tp_size=1)
+    model = build(TENSORS)
+    model.load_weights = lambda weights: load(model, dict(weights))
+    lifecycle.load_model(lambda runner: None, SimpleNamespace(model=model, server_args=arguments, ps=one_rank))
+
+
+def test_an_engine_that_waits_for_a_base_is_not_loaded_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.state(), "waits", True)
+    runner = SimpleNamespace(server_args=SimpleNamespace(load_format="auto"))
+    with pytest.raises(RuntimeError, match="found load_format auto for an engine that reads .* expected dummy"):
+        lifecycle.load_model(lambda runner: pytest.fail("loaded"), runner)
+
+
+def sglang(action: str) -> Any:
+    """`check_weights` as SGLang's scheduler calls it."""
+    runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    return lifecycle.check_weights(lambda *args, **kwargs: ("stock", kwargs), runner, action=action)
+
+
+def ask(call: Any) -> str:
+    """The JSON of the plugin's answer, after the way that it takes through SGLang."""
+    import msgspec
+    from sglang.srt.managers.io_struct import ChecksumInfo
+
+    return from_checksums(msgspec.convert(sglang(to_action(call)), ChecksumInfo).checksums)
+
+
+def held(call: Commit | ReadManifest) -> dict[str, str]:
+    return Held.model_validate_json(ask(call)).entries
+
+
+def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, str]:
+    recorder = Recorder(DEFINITION.tensors)
+    list(recorder.watch(tensors.items()))
+    return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
+
+
+def test_a_loaded_model_is_committed_under_the_servers_version() -> None:
+    assert held(ReadManifest()) == manifest("3")
+    assert state.state().weights.version == "3"
+
+
+def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
+    lifecycle.before_update(object(), "any", "arguments")
+    assert state.state().weights.version is None
+    assert held(Commit(version="4")) == manifest("4")
+    assert state.state().weights.version == "4"
+
+
+def test_an_update_may_be_of_changes() -> None:
+    """Of every tensor, in fused and stacked parameters as they lie; what is of another rank's is nobody's."""
+    model, definition = state.state().weights._loaded()
+    assert definition is not None
+    changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    deltas = {DELTA + "model.layers.0.self_attn.q_proj.weight#1/2": torch.zeros(3, dtype=torch.uint8)}
+    for name, tensor in changed.items():
+        as_bytes(tensor)[[0, -1]] ^= 1
+        if (delta := encode(tensor, TENSORS[name])) is not None:
+            deltas[DELTA + name] = delta
+    assert len(deltas) > len(TENSORS) / 2
+    lifecycle.before_update(object(), "any", "arguments")
+    model.load_weights(deltas.items())
+    expected = {name: changed[name] if DELTA + name in deltas else tensor for name, tensor in TENSORS.items()}
+    assert held(Commit(version="4")) == manifest("4", expected)
+
+
+def test_no_forward_between_an_update_and_its_commit() -> None:
+    lifecycle.before_forward(object(), "batch")
+    lifecycle.before_update()
+    with pytest.raises(RuntimeError, match="without a version before a forward"):
+        lifecycle.before_forward(object(), "batch")
+    held(Commit(version="4"))
+    lifecycle.before_forward(object(), "batch")
+
+
+def test_sglangs_own_actions_stay_its_own() -> None:
+    assert sglang("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
+
+
+@pytest.mark.slow
+def test_the_report_says_what_runs() -> None:
+    torch.set_num_threads(1)
+    report = EngineReport.model_validate_json(ask(ReadReport()))
+    assert (report.spec_digest, report.weight_version, report.threads) == (SPEC.digest(), "3", 1)
+    assert report.implementation == "torch"
+    assert report.numerics == NumericsConfig(spec=SPEC).to_dict()
+    assert (report.dtype, report.kv_cache_dtype, report.row_variant_ops) == ("bfloat16", "bfloat16", ())
+    assert report.code == code_digest(("fp8rl.rollout", "fp8rl.models", "fp8rl.numerics"))
+    lifecycle.before_update()
+    assert EngineReport.model_validate_json(ask(ReadReport())).weight_version is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bucket_is_answered_when_the_copies_out_of_it_are_done(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that copies after it was asked to, as a GPU does; the sender then writes the bucket again."""
+    bucket, parameter, asked = torch.ones(4), torch.zeros(4), []
+    gpu = SimpleNamespace(synchronize=lambda: [copy() for copy in asked])
+    monkeypatch.setattr(torch, "get_device_module", {"gpu": gpu}.__getitem__)
+
+    def sglang_loads(updater: Any, named_tensors: Any, load_format: Any = None) -> tuple[bool, str]:
+        asked.append(lambda: parameter.copy_(named_tensors))
+        if fails:
+            raise RuntimeError("the second tensor has another shape")
+        return True, "Success"
+
+    try:
+        lifecycle.update_from_tensor(sglang_loads, SimpleNamespace(device="gpu"), bucket)
+    except RuntimeError:
+        assert fails
+    bucket.fill_(9)
+    assert parameter.eq(1).all(), "the copy was not done"
+    with pytest.raises(RuntimeError, match="commit"):
+        state.state().weights.check()
+
+
+def test_a_gpu_that_has_no_kernels_for_the_spec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs cannot hold the ops' definitions in torch. The model is on `meta`, in place of a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    runner = SimpleNamespace(model=torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(RuntimeError, match="found NVIDIA A100 and the spec .* expected a data-centre GPU"):
+        lifecycle.after_load_model(runner)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_routes_are_kept_in_pinned_memory_beside_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[bool] = []
+    full = torch.full
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch, "full", lambda *args, pin_memory, **kw: pinned.append(pin_memory) or full(*args, **kw))
+    kept = SimpleNamespace(_log_allocation=lambda: None)
+    lifecycle.make_host_cache(kept, 5, 3, 2, "routes")
+    assert pinned == [gpu] and kept.buffer.shape == (5, 3, 2) and bool((kept.buffer == -1).all())

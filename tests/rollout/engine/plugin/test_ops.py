@@ -1,0 +1,300 @@
+"""The shared ops in the shape of SGLang's methods. Attention over its paged cache equals the whole sequence's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8rl.numerics import ops
+from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.kv import KVFormat
+from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rollout.engine.plugin import state
+from fp8rl.rollout.engine.plugin.families.attention import (
+    attention_backend_decode,
+    attention_backend_extend,
+    attention_decode,
+    attention_extend,
+    qwen3_moe_heads,
+    set_kv_buffer,
+)
+from fp8rl.rollout.engine.plugin.families.mlp import fused_topk
+from fp8rl.rollout.engine.plugin.hooks import hooks_for
+from fp8rl.rollout.engine.plugin.normed import Normed
+
+HEADS, KEY_HEADS, DIM = 4, 2, 32
+LENGTHS = (1, 7, 64, 129, 300, 301)
+SCALE = DIM**-0.5
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Sequences whose keys and values lie scattered over the slots of one cache, other slots holding NaN.
+
+    q [total, heads, D] of all sequences end to end, and what attention over each whole sequence gives.
+    """
+
+    q: Tensor
+    expected: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    kv: KVFormat
+    req_to_token: Tensor
+    requests: Tensor
+
+    def rows(self, starts: list[int], stops: list[int]) -> Tensor:
+        """Indices into q of tokens starts[i] to stops[i] of each sequence."""
+        offsets = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
+        spans = zip(offsets, starts, stops, strict=True)
+        return torch.cat([torch.arange(o + a, o + b) for o, a, b in spans])
+
+
+@pytest.fixture(scope="module", params=[{}, {"kv": "fp8", "key_scale": 2.0, "value_scale": 0.25}], ids=["bf16", "fp8"])
+def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
+    """In an engine of numerics with these keys."""
+    numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), **request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_state", None)
+        state.configure(numerics)
+        yield made(numerics.kv_format)
+
+
+def made(kv: KVFormat) -> Cache:
+    torch.manual_seed(0)
+    slots = torch.randperm(2 * sum(LENGTHS))
+    k_cache = torch.full((len(slots), KEY_HEADS, DIM), torch.nan, dtype=torch.bfloat16)
+    v_cache = k_cache.clone()
+    requests = torch.randperm(len(LENGTHS) + 3)[: len(LENGTHS)]
+    # Behind a sequence's end the table points anywhere.
+    table = torch.randint(0, len(slots), (len(LENGTHS) + 3, max(LENGTHS) + 5), dtype=torch.int32)
+    queries, expected, used = [], [], 0
+    for request, length in zip(requests.tolist(), LENGTHS):
+        q, k, v = (torch.randn(1, length, heads, DIM).bfloat16() for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+        own = slots[used : used + length]
+        used += length
+        table[request, :length] = own.int()
+        k, v = kv.keys(k), kv.values(v)
+        k_cache[own], v_cache[own] = k[0], v[0]
+        queries.append(q[0])
+        whole = ops.attention(q, k, v, torch.arange(length)[None], SCALE * kv.key_scale)
+        expected.append(kv.result(whole)[0])
+    k_cache, v_cache = k_cache.to(kv.dtype), v_cache.to(kv.dtype)
+    return Cache(torch.cat(queries), torch.cat(expected), k_cache, v_cache, kv, table, requests)
+
+
+@pytest.mark.parametrize("chunk", [17, 96, 1000])
+def test_prefill_in_chunks_equals_the_whole(cache: Cache, chunk: int) -> None:
+    """Each round extends every sequence that is not complete by up to `chunk` tokens, more for later sequences."""
+    done = [0] * len(LENGTHS)
+    while done != list(LENGTHS):
+        stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
+        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
+        rows = cache.rows(done, stops)
+        output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
+        attention_extend(
+            None,
+            cache.q[rows],
+            output,
+            cache.k_cache,
+            cache.v_cache,
+            cache.req_to_token,
+            cache.requests[active],
+            torch.tensor([stops[i] for i in active]),
+            torch.tensor([done[i] for i in active]),
+            torch.tensor([stops[i] - done[i] for i in active]),
+            scaling=SCALE,
+        )
+        assert torch.equal(output, cache.expected[rows])
+        done = stops
+
+
+def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
+    lengths = list(LENGTHS)
+    rows = cache.rows([length - 1 for length in lengths], lengths)
+    output = torch.full((len(rows), HEADS, DIM), torch.nan, dtype=torch.bfloat16)
+    attention_decode(
+        None,
+        cache.q[rows],
+        output,
+        cache.k_cache,
+        cache.v_cache,
+        cache.req_to_token,
+        cache.requests,
+        torch.tensor(lengths),
+        scaling=SCALE,
+    )
+    assert torch.equal(output, cache.expected[rows])
+
+
+class Pool:
+    """SGLang's pool of one layer: keys and values by slot."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.k, self.v = (torch.full(x.shape, torch.nan).to(x.dtype) for x in (cache.k_cache, cache.v_cache))
+
+    def set_kv_buffer(self, layer: Any, slots: Any, k: Tensor, v: Tensor) -> None:
+        """With the hook, if it is there."""
+        store = Pool.store if self.k.dtype == torch.bfloat16 else partial(set_kv_buffer, Pool.store)
+        store(self, layer, slots, cache_k=k, cache_v=v)
+
+    def store(self, layer: Any, slots: Any, cache_k: Tensor, cache_v: Tensor) -> None:
+        self.k[slots.loc], self.v[slots.loc] = cache_k.to(self.k.dtype), cache_v.to(self.v.dtype)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.k
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.v
+
+
+def backend_and_layer(cache: Cache) -> tuple[Any, Any]:
+    """What the methods of SGLang's Triton backend find on a GPU."""
+    backend = SimpleNamespace(
+        token_to_kv_pool=Pool(cache),
+        req_to_token_pool=SimpleNamespace(req_to_token=cache.req_to_token),
+        forward_metadata=SimpleNamespace(swa_out_cache_loc=None, out_cache_loc_full_physical=None),
+    )
+    layer = SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=HEADS,
+        qk_head_dim=DIM,
+        scaling=SCALE,
+        sliding_window_size=-1,
+        logit_cap=0.0,
+    )
+    return backend, layer
+
+
+def batch(cache: Cache, starts: list[int], stops: list[int], active: list[int]) -> tuple[Any, Tensor, Tensor]:
+    """A batch of SGLang's that extends the active sequences, and the new keys and values, whose slots it names."""
+    slots = torch.cat([cache.req_to_token[cache.requests[i], starts[i] : stops[i]] for i in active]).long()
+    lengths = torch.tensor([stops[i] for i in active], dtype=torch.int32)
+    new = torch.tensor([stops[i] - starts[i] for i in active], dtype=torch.int32)
+    described = SimpleNamespace(
+        out_cache_loc=slots, req_pool_indices=cache.requests[active], seq_lens=lengths, extend_seq_lens=new
+    )
+    k, v = (x[slots].bfloat16() for x in (cache.k_cache, cache.v_cache))
+    return described, k * cache.kv.key_scale, v * cache.kv.value_scale
+
+
+@pytest.mark.parametrize("chunk", [17, 96, 1000])
+def test_the_gpu_backend_stores_keys_and_attends_in_chunks(cache: Cache, chunk: int) -> None:
+    backend, layer = backend_and_layer(cache)
+    done = [0] * len(LENGTHS)
+    while done != list(LENGTHS):
+        stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
+        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
+        rows = cache.rows(done, stops)
+        described, k, v = batch(cache, done, stops, active)
+        found = attention_backend_extend(backend, cache.q[rows].flatten(1), k, v, layer, described)
+        assert torch.equal(found, cache.expected[rows].flatten(1))
+        done = stops
+
+
+def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
+    backend, layer = backend_and_layer(cache)
+    backend.token_to_kv_pool.k[:], backend.token_to_kv_pool.v[:] = cache.k_cache, cache.v_cache
+    starts, stops = [length - 1 for length in LENGTHS], list(LENGTHS)
+    rows = cache.rows(starts, stops)
+    described, k, v = batch(cache, starts, stops, list(range(len(LENGTHS))))
+    pool = backend.token_to_kv_pool
+    pool.k[described.out_cache_loc] = torch.tensor(torch.nan).to(pool.k.dtype)  # written by the call
+    found = attention_backend_decode(backend, cache.q[rows].flatten(1), k, v, layer, described)
+    assert torch.equal(found, cache.expected[rows].flatten(1))
+    again = attention_backend_decode(backend, cache.q[rows].flatten(1), k + 1, v, layer, described, save_kv_cache=False)
+    assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_heads_are_normed_rotated_and_written_as_sglang_would(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """On a GPU, where SGLang lets a kernel of its own write the cache or not."""
+    from sglang.srt.models import utils
+
+    from fp8rl.rollout.engine.plugin.families import attention
+
+    norms = [SimpleNamespace(weight=torch.rand(DIM).bfloat16(), variance_epsilon=1e-6) for _ in range(2)]
+    rotary = SimpleNamespace(head_size=DIM, base=1e4, rotary_dim=DIM)
+    sizes = {"q_size": HEADS * DIM, "kv_size": KEY_HEADS * DIM, "head_dim": DIM}
+    layer = SimpleNamespace(
+        q_norm=norms[0], k_norm=norms[1], rotary_emb=rotary, attn=SimpleNamespace(layer_id=0),
+        compatible_with_fused_kv_buffer=True, **sizes,
+    )  # fmt: skip
+    pool = SimpleNamespace(k=torch.zeros(9, KEY_HEADS, DIM).bfloat16(), v=torch.zeros(9, KEY_HEADS, DIM).bfloat16())
+    pool.get_key_buffer, pool.get_value_buffer = lambda layer: pool.k, lambda layer: pool.v
+    monkeypatch.setattr(utils, "enable_fused_set_kv_buffer", lambda batch: fused)
+    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
+    definition = SimpleNamespace(sizes=SimpleNamespace(rope_scaling=None))
+    monkeypatch.setattr(attention, "state", lambda: SimpleNamespace(weights=SimpleNamespace(definition=definition)))
+
+    qkv, positions = torch.randn(3, (HEADS + 2 * KEY_HEADS) * DIM).bfloat16(), torch.tensor([0, 5, 300])
+    slots = torch.tensor([4, 2, 7])
+    q, k, v = qwen3_moe_heads(None, layer, qkv, positions, SimpleNamespace(out_cache_loc=slots))
+    parts = qkv.unflatten(1, (-1, DIM)).split((HEADS, KEY_HEADS, KEY_HEADS), 1)
+    normed = (ops.rms_norm(part, norm.weight, 1e-6) for part, norm in zip(parts, norms))
+    rotated = [ops.rope(each[None], positions[None], 1e4)[0] for each in normed]
+    assert torch.equal(q, rotated[0].flatten(1)) and torch.equal(k, rotated[1].flatten(1))
+    assert torch.equal(v, parts[2].flatten(1))
+    assert torch.equal(pool.k[slots], rotated[1] if fused else torch.zeros_like(rotated[1]))
+    assert torch.equal(pool.v[slots], parts[2] if fused else torch.zeros_like(parts[2]))
+
+
+@pytest.mark.parametrize("kind", ["base.RotaryEmbedding", "mrope.MRotaryEmbedding"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_text_is_rotated_by_the_op_also_where_a_model_counts_images_by_three(
+    monkeypatch: pytest.MonkeyPatch, kind: str, cuda: bool
+) -> None:
+    from fp8rl.rollout.engine.plugin.families import attention
+
+    target = f"layers.rotary_embedding.{kind}.forward_{'cuda' if cuda else 'native'}"
+    (hook,) = (each for each in hooks_for(NumericsConfig(spec=QuantSpec.preset("bf16")), cuda) if each.target == target)
+    definition = SimpleNamespace(sizes=SimpleNamespace(rope_scaling=None))
+    monkeypatch.setattr(attention, "state", lambda: SimpleNamespace(weights=SimpleNamespace(definition=definition)))
+    q, k, positions = torch.randn(3, HEADS, DIM), torch.randn(3, KEY_HEADS, DIM), torch.tensor([0, 5, 300])
+    rotary = SimpleNamespace(head_size=DIM, base=1e4, rotary_dim=DIM // 4)
+    found = hook.function(rotary, positions, q.flatten(1), k.flatten(1))
+    expected = (ops.rope(each[None], positions[None], 1e4, DIM // 4)[0].flatten(1) for each in (q, k))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_quantized_rows_belong_to_the_norms_result_as_it_was() -> None:
+    x, rows = torch.randn(3, 8), object()
+    kept = Normed.of(x, rows)
+    assert kept.rows_of(x) is rows and kept.rows_of(x.view(-1, 8)) is rows
+    for other in (x.clone(), x[:2], x[1:], x.view(8, 3), x.view(torch.int32), x.t()):
+        assert kept.rows_of(other) is None
+    x.add_(1)
+    assert kept.rows_of(x) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("sliding_window_size", 64), ("logit_cap", 30.0)])
+def test_other_attention_is_refused(cache: Cache, name: str, value: float) -> None:
+    backend, layer = backend_and_layer(cache)
+    setattr(layer, name, value)
+    described, k, v = batch(cache, [0], [1], [0])
+    with pytest.raises(NotImplementedError, match="more than a causal mask"):
+        attention_backend_extend(backend, cache.q[:1].flatten(1), k, v, layer, described)
+
+
+def test_the_gpu_router_is_the_op_and_takes_nothing_more() -> None:
+    logits = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    neutral = {
+        "routed_scaling_factor": None,
+        "apply_routed_scaling_factor_on_output": False,
+        "num_fused_shared_experts": 0,
+    }
+    weights, ids = fused_topk(torch.zeros(7, 4), logits, topk=4, renormalize=True, **neutral)
+    probs = logits.double().softmax(-1)
+    best = probs.topk(4).indices.sort(-1).values
+    assert ids.dtype == torch.int32 and torch.equal(ids.long(), best)
+    chosen = probs.gather(1, best)
+    torch.testing.assert_close(weights.double(), chosen / chosen.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
+    for change in ({"num_fused_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"routed_scaling_factor": 2.5}):
+        with pytest.raises(NotImplementedError, match="more than a softmax"):
+            fused_topk(torch.zeros(7, 4), logits, 4, True, **{**neutral, **change})

@@ -1,0 +1,466 @@
+"""The engine's account of its own weights: names, refresh under a version, and every fault seen in the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8rl.models.families.ends import first_tensors, last_tensors
+from fp8rl.models.families.latent import Latent, latent_attention_tensors
+from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
+from fp8rl.models.sizes import ModelSizes
+from fp8rl.models.tensors import EngineRank, TensorRow, TensorTable
+from fp8rl.numerics.core.memory import ZEROS, placeholders
+from fp8rl.numerics.frozen import Frozen
+from fp8rl.numerics.quantize import QuantizedTensor
+from fp8rl.rollout.engine.plugin import sleeping
+from fp8rl.rollout.engine.plugin import weights as plugin_weights
+from fp8rl.rollout.engine.plugin.parameters import hf_tensors
+from fp8rl.rollout.engine.plugin.weights import ServedWeights
+from fp8rl.weight_sync.manifest import Manifest, Recorder
+from fp8rl.weight_sync.served import served_tensors
+from tests.support.definitions import listed
+from tests.support.served_model import (
+    ATTENTION,
+    DEFINITION,
+    DENSE,
+    MOE,
+    SIZES,
+    SPEC,
+    build,
+    hf_tensors_served,
+    load,
+    module_at,
+)
+
+OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
+W13 = "model.layers.0.mlp.experts.w13_weight"
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return build(OLD)
+
+
+@pytest.fixture
+def served(model: nn.Module) -> ServedWeights:
+    weights = ServedWeights(SPEC.weight)
+    weights.attach(model, DEFINITION, "0")
+    return weights
+
+
+def sent(tensors: dict[str, Tensor], version: str) -> Manifest:
+    """The trainer's side of a sync."""
+    recorder = Recorder(DEFINITION.tensors)
+    list(recorder.watch(tensors.items()))
+    return Manifest.merged(int(version), SPEC, [recorder.sent()])
+
+
+def update(served: ServedWeights, model: nn.Module, tensors: dict[str, Tensor], version: str) -> dict[str, str]:
+    served.invalidate()
+    load(model, tensors)
+    return served.commit(version)
+
+
+def stock_loader(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """The engine's own, which gets no tensor that the table has."""
+    pytest.fail(f"found {[name for name, _ in weights]} given to it")
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return model.get_parameter(name)
+
+
+def test_every_hf_tensor_is_found_under_its_name(model: nn.Module) -> None:
+    found = {name: view for name, _, view in hf_tensors(model, DEFINITION.tensors, 128)}
+    assert found.keys() == OLD.keys()
+    for name, tensor in OLD.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_the_tensors_are_views_of_the_engines_own_parameters(model: nn.Module) -> None:
+    for name, owner, view in hf_tensors(model, DEFINITION.tensors, 128):
+        assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
+
+
+def test_tied_embeddings_are_one_tensor() -> None:
+    sizes = dataclasses.replace(SIZES, tied=True)
+    table = TensorTable(embedding_and_output(sizes), sizes.kv_heads)
+    model = build(OLD)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert [name for name, _, _ in hf_tensors(model, table, 128)] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: setattr(model.model, "spare", nn.Linear(1, 1)), "model.spare.weight"),
+        (lambda model: delattr(model.model, "norm"), "model.norm.weight"),
+        (lambda model: setattr(model.model.norm, "bias", nn.Parameter(torch.ones(1))), "model.norm.bias"),
+        (lambda model: model.model.norm.register_buffer("saved", torch.ones(1)), "model.norm.saved"),
+    ],
+)
+def test_a_model_that_is_not_as_the_table_says_is_refused(change: Callable[[nn.Module], None], named: str) -> None:
+    model = build(OLD)
+    change(model)
+    with pytest.raises(RuntimeError, match=named):
+        ServedWeights(SPEC.weight).attach(model, DEFINITION, "0")
+
+
+def embedding_and_output(sizes: ModelSizes) -> Iterator[TensorRow]:
+    yield from first_tensors(sizes)
+    yield from last_tensors(sizes)
+
+
+def test_the_loaded_model_holds_what_was_sent(served: ServedWeights) -> None:
+    assert sent(OLD, "0").differences(served.manifest()) == []
+    assert (served.version, served.device) == ("0", torch.device("cpu"))
+
+
+def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, model: nn.Module) -> None:
+    w13 = parameter(model, W13)
+    assert torch.equal(served.operand(w13), dequantized_w13(OLD))
+    served.invalidate()
+    load(model, NEW)
+    with pytest.raises(RuntimeError, match=r"version None.*version None.*not committed"):
+        served.operand(w13)
+    assert not any("@" in entry for entry in served.manifest().values()), "no operand counts before its commit"
+    place = served._held[w13].operand.data_ptr()
+    assert sent(NEW, "1").differences(served.commit("1")) == []
+    assert torch.equal(served.operand(w13), dequantized_w13(NEW))
+    assert served.operand(w13).data_ptr() == place, "new memory takes longer to get than to fill"
+    assert not torch.equal(dequantized_w13(OLD), dequantized_w13(NEW))
+
+
+def test_each_tensor_is_copied_to_where_it_is_held_and_an_unknown_one_is_left_to_the_engine(
+    served: ServedWeights, model: nn.Module
+) -> None:
+    held = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    unknown = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(1))
+    left = list[tuple[str, Tensor]]()
+    served.invalidate()
+    served.load(left.extend, [unknown, *NEW.items()])
+    assert left == [unknown]
+    assert sent(NEW, "1").differences(served.commit("1")) == []
+    assert held == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}, "written in place"
+
+
+def test_a_tensor_of_another_dtype_is_cast_and_one_of_another_shape_is_refused(
+    served: ServedWeights, model: nn.Module
+) -> None:
+    """A copy would repeat a short tensor to fill its place."""
+    name = "model.norm.weight"
+    served.invalidate()
+    served.load(stock_loader, [(name, NEW[name].float())])
+    assert parameter(model, name).equal(NEW[name])
+    with pytest.raises(RuntimeError, match=rf"found {name} of shape \(1,\), expected \(256,\)"):
+        served.load(stock_loader, [(name, NEW[name][:1])])
+
+
+def test_operands_are_prepared_while_the_rest_is_on_its_way(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    digested: list[int] = []
+    operand = plugin_weights.ops.weight_operand
+    monkeypatch.setattr(plugin_weights.ops, "weight_operand", lambda *given: made.append(1) or operand(*given))
+    w13, names = parameter(model, W13), list(NEW)
+    served.invalidate()
+    for bucket in (names[:7], names[7:], names[:8]):  # a matrix apart from its scales, and some of it once more
+        served.load(stock_loader, [(name, NEW[name]) for name in bucket])
+        served.prepare()
+        with pytest.raises(RuntimeError, match="not committed"):
+            served.operand(w13)
+    before, digests = len(made), plugin_weights.tensor_digests
+    monkeypatch.setattr(plugin_weights, "tensor_digests", lambda views: digested.append(len(views)) or digests(views))
+    assert sent(NEW, "1").differences(served.commit("1")) == []
+    assert len(made) == before and digested == [0], "all were prepared"
+    assert torch.equal(served.operand(w13), dequantized_w13(NEW))
+    served.invalidate()
+    served.load(stock_loader, OLD.items())
+    served.prepare()
+    served.load(stock_loader, [(name, NEW[name]) for name in names if "experts.1" in name])  # after it was prepared
+    mixed = OLD | {name: NEW[name] for name in names if "experts.1" in name}
+    assert sent(mixed, "2").differences(served.commit("2")) == []
+    assert torch.equal(served.operand(w13), dequantized_w13(mixed))
+
+
+def test_the_manifest_is_taken_from_the_parameters_anew(served: ServedWeights, model: nn.Module) -> None:
+    assert update(served, model, NEW, "1") == served.manifest()
+    parameter(model, "model.layers.0.input_layernorm.weight").data[3] += 1
+    (difference,) = sent(NEW, "1").differences(served.manifest())
+    assert difference.startswith("model.layers.0.input_layernorm.weight: ")
+
+
+@pytest.mark.parametrize(
+    ("stale", "names"),
+    [
+        (W13, [f"{MOE}experts.{e}.{kind}_proj.weight" for e in range(3) for kind in ("gate", "up")]),
+        (ATTENTION + "qkv_proj.weight", [f"{ATTENTION}{kind}_proj.weight" for kind in "kqv"]),
+        (DENSE + "down_proj.weight", [DENSE + "down_proj.weight"]),
+    ],
+)
+def test_a_stale_cache_is_caught(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch, stale: str, names: list[str]
+) -> None:
+    """One parameter's dequantized values are not made anew, while its codes are the new ones."""
+    original = plugin_weights.quantized_parameters
+    left_out = parameter(model, stale)
+
+    def forgetful(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return ((p, scale) for p, scale in original(model) if p is not left_out)
+
+    monkeypatch.setattr(plugin_weights, "quantized_parameters", forgetful)
+    found = update(served, model, NEW, "1")
+    expected = sent(NEW, "1")
+    assert expected.differences(found) == [
+        f"{name}: found {expected.entries[name].removesuffix('@1')}, expected {expected.entries[name]}"
+        for name in names
+    ]
+    with pytest.raises(RuntimeError, match=r"weights of version 1, and .* of version None"):
+        served.operand(left_out)
+
+
+def flipped_bit(model: nn.Module) -> None:
+    parameter(model, ATTENTION + "qkv_proj.weight").data.view(torch.uint8)[600, 3] ^= 0x80
+
+
+def swapped_scales(model: nn.Module) -> None:
+    scales = parameter(model, DENSE + "gate_up_proj.weight_scale_inv").data
+    assert scales[0, 0] != scales[1, 0]
+    scales[:2, 0] = scales[:2, 0].flip(0)
+
+
+def missed_expert(model: nn.Module) -> None:
+    old = build(OLD)
+    for name in ("w2_weight", "w2_weight_scale_inv"):
+        path = f"{MOE}experts.{name}"
+        parameter(model, path).data[1] = parameter(old, path).data[1]
+
+
+def rounded_norm(model: nn.Module) -> None:
+    parameter(model, ATTENTION + "q_norm.weight").data.view(torch.int16)[5] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        (flipped_bit, {ATTENTION + "k_proj.weight"}),  # row 600 is behind the 512 rows of q
+        (swapped_scales, {DENSE + "gate_proj.weight_scale_inv"}),
+        (missed_expert, {f"{MOE}experts.1.down_proj.weight", f"{MOE}experts.1.down_proj.weight_scale_inv"}),
+        (rounded_norm, {ATTENTION + "q_norm.weight"}),
+    ],
+)
+def test_a_fault_is_named(
+    served: ServedWeights, model: nn.Module, fault: Callable[[nn.Module], None], names: set[str]
+) -> None:
+    served.invalidate()
+    load(model, NEW)
+    fault(model)
+    differences = sent(NEW, "1").differences(served.commit("1"))
+    assert {line.split(": ")[0] for line in differences} == names
+
+
+def test_an_earlier_version_is_not_the_same_version(served: ServedWeights, model: nn.Module) -> None:
+    found = update(served, model, OLD, "1")
+    assert sent(OLD, "1").differences(found) == []
+    quantized = {name for name in OLD if name + "_scale_inv" in OLD}
+    assert len(sent(OLD, "2").differences(found)) == len(quantized)
+
+
+def test_without_a_model_there_is_nothing_to_report() -> None:
+    weights = ServedWeights(SPEC.weight)
+    for use in (weights.manifest, lambda: weights.commit("0"), lambda: weights.device):
+        with pytest.raises(RuntimeError, match="no model is loaded"):
+            use()
+
+
+def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
+    """[experts, 2F, H]: each block of 128 x 128 codes times its scale, spelt out."""
+    matrices = []
+    for expert in range(3):
+        halves = []
+        for kind in ("gate", "up"):
+            name = f"{MOE}experts.{expert}.{kind}_proj.weight"
+            scales = tensors[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            halves.append(tensors[name].float() * scales)
+        matrices.append(torch.cat(halves))
+    return torch.stack(matrices).bfloat16()
+
+
+def base_of(tensors: dict[str, Tensor]) -> SharedBase:
+    base = SharedBase(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+    for name, tensor in tensors.items():
+        base.tensors[name].copy_(tensor)
+    return base
+
+
+def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: ServedWeights, model: nn.Module) -> None:
+    base, multiplied = base_of(NEW), parameter(model, W13)
+    served.map_base(base)
+    with pytest.raises(RuntimeError, match="without a version"):
+        served.check()
+    assert not sent(NEW, "3").differences(served.commit("3"))
+    assert all(each.data_ptr() in places_in(base) for each in model.parameters())
+    assert list(served.everything()) == []
+    of_codes = QuantizedTensor(multiplied, parameter(model, W13 + "_scale_inv"), SPEC.weight)
+    assert torch.equal(served.operand(multiplied).dequantized(), of_codes.dequantize())
+    served.release()  # the memory of others stays
+    served.occupy()
+    assert not sent(NEW, "4").differences(served.commit("4"))
+
+
+def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture runs the model, which asks for every operand; and none runs while the engine's memory is released."""
+    captured: list[str | None] = []
+    quantized = [each for each in model.parameters() if each.dtype == torch.float8_e4m3fn]
+
+    def capture() -> None:
+        assert all(served.operand(each) is not None for each in quantized)
+        captured.append(served.version)
+
+    runner, released = SimpleNamespace(init_decode_cuda_graph=capture), {}
+    monkeypatch.setattr(sleeping, "state", lambda: SimpleNamespace(weights=served, released=released))
+    monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
+    served.map_base(base_of(NEW))
+    sleeping.capture_again(runner)
+    assert captured == [], "nothing is committed"
+    released["kv_cache"] = []
+    served.commit("3")
+    sleeping.capture_again(runner)
+    assert captured == [], "the cache is not there"
+    released.clear()
+    for _ in range(2):
+        sleeping.capture_again(runner)
+    assert captured == ["3"] and quantized
+
+
+def test_an_engine_that_waits_for_a_base_has_no_weights_before_it() -> None:
+    with placeholders(ZEROS):
+        model = build(OLD)
+    held = dict(model.named_parameters())
+    served = ServedWeights(SPEC.weight)
+    apart = "model.norm.weight"
+    served.attach(model, DEFINITION, "0", of_base=parameter_spans(DEFINITION, SPEC).keys() - {apart})
+    shared = {each.untyped_storage().data_ptr() for name, each in held.items() if name != apart}
+    assert len(shared) == 1 and list(served.everything()) == [held[apart]]
+    assert held[apart].untyped_storage().nbytes() == held[apart].nbytes
+    operand = served.operand(held[W13])  # which warm-ups and graphs of a start compute with
+    assert isinstance(operand, Frozen) and not operand.dequantized().any()
+    with pytest.raises(RuntimeError, match=f"found {ATTENTION}o_proj.weight sent to an engine that reads it from"):
+        served.load(stock_loader, [(f"{ATTENTION}o_proj.weight", NEW[f"{ATTENTION}o_proj.weight"])])
+    served.map_base(base_of(NEW))
+    assert not sent(NEW, "1").differences(served.commit("1"))
+
+
+def places_in(base: SharedBase) -> set[int]:
+    return {view.data_ptr() for view in base.parameters.values()}
+
+
+def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(
+    served: ServedWeights, model: nn.Module
+) -> None:
+    base = base_of(NEW)
+    served.map_base(base)
+    proven = served.commit("3")
+    assert served.manifest() == proven
+    base.tensors[f"{MOE}experts.1.up_proj.weight"].view(torch.uint8)[0, 0] ^= 1
+    assert sent(NEW, "3").mismatched(served.manifest()) == {f"{MOE}experts.1.up_proj.weight"}
+
+
+def test_a_base_of_another_model_changes_nothing(served: ServedWeights, model: nn.Module) -> None:
+    before = served.manifest()
+    model.get_submodule("model.norm").weight = nn.Parameter(torch.ones(7), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"model.norm.weight: found \(256,\) in torch.bfloat16, expected \(7,\)"):
+        served.map_base(base_of(NEW))
+    assert served.version == "0"
+    assert served.manifest().items() >= {k: v for k, v in before.items() if k != "model.norm.weight"}.items()
+
+
+def test_what_is_in_the_base_cannot_be_sent(served: ServedWeights) -> None:
+    served.map_base(base_of(NEW))
+    name = f"{ATTENTION}o_proj.weight"
+    with pytest.raises(RuntimeError, match=f"found {name} sent to an engine that reads it from a base"):
+        served.load(stock_loader, [(name, NEW[name])])
+
+
+def test_a_rank_takes_its_part_of_what_is_sent_and_leaves_the_other_ranks_experts() -> None:
+    rank, product, stack = EngineRank(1, 2), f"{ATTENTION}o_proj.weight", f"{MOE}experts.w2_weight"
+    names = [product, *(f"{MOE}experts.{expert}.down_proj.weight" for expert in range(2))]
+    rows = [DEFINITION.tensors[name] for name in names]
+    definition = listed("Shared", SIZES, lambda _: iter(rows))
+    own = {name: tensor for name, tensor in NEW.items() if name.removesuffix("_scale_inv") in names}
+    model = nn.Module()
+    for suffix in ("", "_scale_inv"):
+        half, expert = own[product + suffix].chunk(2, 1)[1], own[names[2] + suffix]
+        for name, value in ((product, half), (stack, expert[None])):
+            path, _, last = (name + suffix).rpartition(".")
+            zeros = nn.Parameter(torch.zeros_like(value), requires_grad=False)
+            module_at(model, path).register_parameter(last, zeros)
+    served, recorder = ServedWeights(SPEC.weight), Recorder(definition.tensors, ranks=2)
+    served.attach(model, definition, "0", rank)
+    served.invalidate()
+    served.load(stock_loader, recorder.watch(own.items()))
+    held = served.commit("1")
+    sent_to_all = Manifest.merged(1, SPEC, [recorder.sent()]).entries
+    expected = [f"{product}{suffix}#1/2" for suffix in ("", "_scale_inv")] + [names[2], f"{names[2]}_scale_inv"]
+    assert held == {label: sent_to_all[label] for label in expected}
+
+
+LATENT = dataclasses.replace(SIZES, own=(Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128),))
+PAIR = [f"{ATTENTION}{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+
+
+class Fused(nn.Module):
+    """The parameter of a layer's latent attention in which SGLang keeps two tensors, and their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (128 + 256 + 64, SIZES.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.zeros(1 + 3, SIZES.hidden_size // 128), requires_grad=False)
+
+
+def test_both_halves_of_a_pair_arrive_in_messages_of_their_own_and_a_half_that_does_not_is_named() -> None:
+    """SGLang's loader would drop either, and answer that all went well."""
+    rows = [row for row in latent_attention_tensors(LATENT, 0) if row.name in PAIR]
+    definition = listed("Latent", LATENT, lambda _: iter(rows))
+    model = nn.Module()
+    *path, name, _ = rows[0].engine.parameter.split(".")
+    module_at(model, ".".join(path)).register_module(name, Fused())
+    served = ServedWeights(SPEC.weight)
+    served.attach(model, definition, "0")
+    draw = torch.Generator().manual_seed(0)
+    tensors = [(row.name, torch.randn(row.shape, generator=draw).bfloat16()) for row in rows]
+    served.invalidate()
+    recorder = Recorder(definition.tensors)
+    for sent_name, tensor in recorder.watch(served_tensors(tensors, SPEC, definition)):
+        if sent_name != PAIR[1]:
+            served.load(stock_loader, [(sent_name, tensor)])
+        else:
+            lost = tensor
+    manifest = Manifest.merged(1, SPEC, [recorder.sent()])
+    assert {line.split(": ")[0] for line in manifest.differences(served.commit("1"))} == {PAIR[1]}
+    served.invalidate()
+    served.load(stock_loader, [(PAIR[1], lost)])
+    assert not manifest.differences(served.commit("1"))
+
+
+def test_memory_in_use_of_a_gpu_is_what_it_says_is_not_free(
+    served: ServedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in served.everything()}
+    everything = sum(storages.values())
+    monkeypatch.setattr(sleeping, "state", lambda: SimpleNamespace(weights=served, released={sleeping.CACHE: []}))
+    monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    found = sleeping.memory(None)
+    assert (found.in_use, found.weights, found.kv_cache) == (70, everything, 0) and everything > 0

@@ -1,0 +1,218 @@
+"""The client against a real server: keys, administration, updates, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fp8rl.diagnose.certify import certify_server
+from fp8rl.rollout.engine.server.client import EngineClient
+from fp8rl.rollout.engine.server.server import SGLangServer
+from fp8rl.rollout.types import Completion, Endpoint, EngineError, SamplingParams
+from tests.support.planted_server import ask_little
+from tests.support.servers import EOS, VOCABULARY, use, use_endpoint
+
+
+def test_an_endpoint_does_not_show_its_keys() -> None:
+    assert "secret" not in repr(Endpoint("http://127.0.0.1:1", "secret-a", "secret-b"))
+
+
+def test_an_answer_may_take_any_time_and_administration_may_not() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.5)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nlate")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with EngineClient(Endpoint(f"http://127.0.0.1:{port}", "a", "b"), timeout_s=0.1) as client:
+                with pytest.raises(EngineError, match="/generate answered 400: late"):
+                    await client.complete([[1]], SamplingParams(max_new_tokens=8))
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.flush()
+
+    asyncio.run(run())
+
+
+@pytest.mark.e2e
+def test_answers_have_finite_logprobs_versions_and_end_at_eos(server: SGLangServer) -> None:
+    prompts = [[1 + i % 5] * (1 + i) for i in range(24)]
+    sampling = SamplingParams(max_new_tokens=60, stop_token_ids=(EOS,))
+    completions = use(server, lambda client: client.complete(prompts, sampling))
+    assert len(completions) == len(prompts)
+    assert len({len(c.token_ids) for c in completions}) > 4, "expected unequal lengths"
+    for completion in completions:
+        length = len(completion.token_ids)
+        assert 1 <= length <= 60 and length == len(completion.logprobs) == len(completion.weight_versions)
+        assert set(completion.weight_versions) == {3}
+        assert all(-20 < logprob < 0 for logprob in completion.logprobs)
+        assert all(0 <= token < VOCABULARY for token in completion.token_ids)
+        assert EOS not in completion.token_ids[:-1]
+        assert completion.finished == (completion.token_ids[-1] == EOS)
+        assert completion.finished or length == 60
+
+
+@pytest.mark.e2e
+def test_greedy_answers_are_the_models_own(server: SGLangServer, tiny_model: Path) -> None:
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    prompts = [[11, 12, 13], [20, 21], [30]]
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
+    completions = use(server, lambda client: client.complete(prompts, sampling))
+    model = Qwen3MoeForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).eval()
+    for prompt, completion in zip(prompts, completions):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0].float()
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion.token_ids)[:, None])
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected[:, 0], atol=0.05, rtol=0)
+
+
+@pytest.mark.e2e
+def test_wrong_and_swapped_keys_are_refused(server: SGLangServer) -> None:
+    right = server.endpoint
+    sampling = SamplingParams(max_new_tokens=1)
+    assert right.api_key != right.admin_key
+    for key in ("wrong", right.admin_key):
+        with pytest.raises(EngineError, match="401"):
+            use_endpoint(replace(right, api_key=key), lambda client: client.complete([[1]], sampling))
+    actions: list[Callable[[EngineClient], Awaitable[Any]]] = [
+        lambda client: client.pause(),
+        lambda client: client.resume(),
+        lambda client: client.flush(),
+        lambda client: client.update_weights_from_disk("nowhere", 9),
+        lambda client: client.update_weights_from_tensor(["AAAA"], 9),
+        lambda client: client.commit(9),
+        lambda client: client.report(),
+    ]
+    for action in actions:
+        with pytest.raises(EngineError, match="401"):
+            use_endpoint(replace(right, admin_key=right.api_key), action)
+    assert use(server, lambda client: client.weight_version()) == 3
+
+
+@pytest.mark.e2e
+def test_no_key_leaks(server: SGLangServer) -> None:
+    """Not into the processes' command lines, their environment, the log, or what the generation key may read."""
+    keys = (server.endpoint.api_key, server.endpoint.admin_key)
+    for process in server.processes():
+        shown = "\0".join(process.cmdline()) + "\0".join(process.environ().values())
+        assert not any(key in shown for key in keys)
+    log = server.log_path.read_text()
+    assert not any(key in log for key in keys)
+    generation = {"Authorization": f"Bearer {server.endpoint.api_key}"}
+    for path in ("/server_info", "/get_server_info", "/model_info", "/health", "/openapi.json", "/v1/models"):
+        assert server.endpoint.admin_key not in httpx.get(server.endpoint.url + path, headers=generation).text
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("path", ["/open_session", "/docs", "/openapi.json", "/server_info", "/v1/completions", "/"])
+def test_what_no_run_needs_is_closed(server: SGLangServer, path: str) -> None:
+    for key in (server.endpoint.api_key, server.endpoint.admin_key):
+        for method in ("GET", "POST"):
+            answer = httpx.request(method, server.endpoint.url + path, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code in (401, 404), answer.text
+
+
+@pytest.mark.e2e
+def test_a_prompt_that_is_too_long_is_an_error_with_the_engines_words(server: SGLangServer) -> None:
+    with pytest.raises(EngineError, match="512|context|long"):
+        use(server, lambda client: client.complete([[1] * 600], SamplingParams(max_new_tokens=4)))
+    assert use(server, lambda client: client.complete([[1]], SamplingParams(max_new_tokens=1)))
+
+
+@pytest.mark.e2e
+def test_weights_are_updated_from_disk_and_versions_follow(
+    server: SGLangServer, tiny_model: Path, other_model: Path
+) -> None:
+    greedy = SamplingParams(max_new_tokens=16, temperature=0.0)
+
+    async def run(client: EngineClient) -> list[Any]:
+        found: list[Any] = []
+        for model, version in ((other_model, 4), (tiny_model, 5)):
+            found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
+            await client.pause()
+            await client.update_weights_from_disk(model, version)
+            await client.resume()
+            assert await client.weight_version() == version
+        found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
+        await client.pause()  # an answer is sent before its request is over, and an update under it ends SGLang
+        await client.update_weights_from_disk(tiny_model, 3)
+        await client.resume()
+        return found
+
+    before, changed, back = use(server, run)
+    assert [set(c.weight_versions) for c in (before, changed, back)] == [{3}, {4}, {5}]
+    assert before.logprobs == back.logprobs and before.token_ids == back.token_ids
+    assert before.logprobs != changed.logprobs
+
+
+@pytest.mark.e2e
+def test_a_failed_update_is_an_error(server: SGLangServer, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="update_weights_from_disk"):
+        use(server, lambda client: client.update_weights_from_disk(tmp_path / "nothing", 9))
+    assert use(server, lambda client: client.weight_version()) == 3
+
+
+@pytest.mark.e2e
+def test_pausing_cuts_what_runs_and_holds_what_comes(server: SGLangServer) -> None:
+    sampling = SamplingParams(max_new_tokens=400)
+
+    async def run(client: EngineClient) -> None:
+        running = asyncio.create_task(client.complete([[8, 9]] * 64, sampling))
+        await until_it_runs(client)
+        await client.pause()
+        assert any(completion.aborted for completion in await asyncio.wait_for(running, 10))
+        waiting = asyncio.create_task(client.complete([[8, 9]], replace(sampling, max_new_tokens=2)))
+        await client.flush()
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await client.resume()
+        assert len((await asyncio.wait_for(waiting, 10))[0].token_ids) <= 2
+
+    use(server, run)
+
+
+@pytest.mark.e2e
+def test_a_paused_answer_carries_both_versions(server: SGLangServer, tiny_model: Path) -> None:
+    """Weights change in the middle of an answer: its tokens are marked with the version that made each of them."""
+
+    async def run(client: EngineClient) -> list[Completion]:
+        ask = asyncio.create_task(client.complete([[8, 9]] * 64, SamplingParams(max_new_tokens=400)))
+        await until_it_runs(client)
+        await client.pause("retract")
+        with pytest.raises(EngineError, match="400"):  # SGLang by itself, without the plugin's hook
+            await client.flush()
+        await client.update_weights_from_disk(tiny_model, 4, flush_cache=False)
+        await client.resume()
+        completions = await ask
+        await client.update_weights_from_disk(tiny_model, 3)
+        return completions
+
+    completions = use(server, run)
+    assert all(c.weight_versions == sorted(c.weight_versions) for c in completions)
+    assert any(set(c.weight_versions) == {3, 4} for c in completions)
+
+
+async def until_it_runs(client: EngineClient) -> None:
+    async with asyncio.timeout(30):
+        while not (await client.load()).running:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.e2e
+def test_a_stock_engine_is_broken_by_how_it_computes(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without our ops it is not exact, and `fp8rl certify` says so."""
+    ask_little(monkeypatch)
+    report = certify_server(server.endpoint.url, api_key=server.endpoint.api_key)
+    assert report.verdict == "broken" and "prefill" in report.breaks, [(w.name, w.outcome, w.why) for w in report.ways]
+    assert report.isolates and "not reached" not in {way.outcome for way in report.ways}

@@ -1,0 +1,294 @@
+"""The life of a server process: it comes up or says why not, and it never stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.rollout.engine.server import scratch as scratch_module
+from fp8rl.rollout.engine.server import server as server_module
+from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
+from fp8rl.rollout.engine.server.server import SGLangServer, log_tail
+from fp8rl.rollout.types import EngineDiedError, EngineError
+from tests.support.paths import ROOT
+from tests.support.servers import group_members, shared_memory, small_config, wait_until
+
+# The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
+OWNER = """
+import sys, threading, time
+from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
+from fp8rl.rollout.engine.server.scratch import make_scratch, note_shared_memory, sweep
+from fp8rl.rollout.engine.server.server import SGLangServer
+config = RolloutSection(context_length=512, max_total_tokens=8192)
+servers = []
+thread = threading.Thread(
+    target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2]))
+)
+thread.start()
+thread.join()
+time.sleep(1.0)
+print(servers[0].pid, servers[0]._scratch, flush=True)
+time.sleep(600)
+"""
+
+
+def launched_since(before: set[int]) -> list[psutil.Process]:
+    """Live engine processes that were not among the process ids `before`, and are descendants of this one."""
+    descendants = psutil.Process().children(recursive=True)
+    return [p for p in descendants if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"rollout.port: found {port}, expected a free port"):
+            SGLangServer.start(tiny_model, small_config(port=port), log_path=log)
+    assert not log.exists()
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: .*config\.json"):
+        SGLangServer.start(tmp_path, small_config(), log_path=tmp_path / "log")
+
+
+def test_log_tail_gives_the_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(20000)))
+    assert [line.split()[1] for line in log_tail(log, 3).splitlines()] == ["19997", "19998", "19999"]
+
+
+def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
+    shared = tmp_path / "shared"
+    shared.touch()
+    scratch, lock = make_scratch()
+    note_shared_memory(scratch, str(shared))
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    os.close(lock)
+    try:
+        sweep()
+        assert scratch.is_dir() and shared.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    sweep()
+    assert not scratch.exists() and not shared.exists()
+
+
+def test_what_ranks_talk_through_goes_with_their_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
+    for name in ("sgl_shm_mq_17_1a2b3c4d", "sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"):
+        (tmp_path / name).touch()
+    remove_queues([17, 18])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"}
+
+
+def test_a_note_reaches_nothing_but_shared_memory(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    scratch, lock = make_scratch(parent=str(tmp_path))
+    note_shared_memory(scratch, str(precious))
+    os.close(lock)
+    sweep(parent=str(tmp_path))
+    assert not scratch.exists() and precious.exists()
+
+
+def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
+    scratch, lock = make_scratch(parent=str(tmp_path))
+    (scratch / "shared_memory").write_text("")
+    os.close(lock)
+    sweep(parent=str(tmp_path))
+    assert not scratch.exists()
+
+
+def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
+    shared = tmp_path / "shared"
+    shared.touch()
+    cluster, lock = make_scratch(RAY, str(tmp_path))
+    (cluster / "tmp").mkdir()
+    engine, own = make_scratch(parent=str(cluster / "tmp"))
+    note_shared_memory(engine, str(shared))
+    sweep(RAY, str(tmp_path))
+    assert engine.is_dir() and shared.exists(), "its owner lives"
+    os.close(own)
+    os.close(lock)
+    sweep(RAY, str(tmp_path))
+    assert not cluster.exists() and not shared.exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
+def test_the_configured_port_is_used_and_death_is_detected_with_the_log_quoted(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = SGLangServer.start(tiny_model, small_config(port=port), log_path=tmp_path / "engine.log")
+    try:
+        server.check()
+        assert server.endpoint.url == f"http://127.0.0.1:{port}"
+        members = group_members(server.pid)
+        assert {p.pid for p in members} == {p.pid for p in server.processes()} and len(members) >= 3
+        listening = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+        traces = [server._scratch, *shared_memory(members)]
+        assert len(traces) > 1 and server._scratch.is_dir()
+        next(p for p in members if "scheduler" in " ".join(p.cmdline())).kill()
+        assert wait_until(lambda: not server.alive(), 30)
+        with pytest.raises(EngineDiedError, match=r"engine\.log:\n(.|\n)*scheduler"):
+            server.check()
+    finally:
+        server.stop()
+    assert group_members(server.pid) == []
+    assert not any(path.exists() for path in traces)
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
+def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny_model / "config.json").read_text())
+    before = set(psutil.pids())
+    with pytest.raises(EngineDiedError, match="(?i)weights|safetensors|model"):
+        SGLangServer.start(broken, small_config(), log_path=tmp_path / "engine.log")
+    assert launched_since(before) == []
+
+
+@pytest.mark.e2e
+def test_a_start_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+    before = set(psutil.pids())
+    with pytest.raises(EngineError, match=r"did not answer within 1 s \(rollout\.start_timeout_s\)"):
+        SGLangServer.start(
+            tiny_model, small_config().model_copy(update={"start_timeout_s": 1.0}), log_path=tmp_path / "engine.log"
+        )
+    assert launched_since(before) == []
+
+
+@pytest.mark.e2e
+def test_the_server_dies_with_its_owner(tiny_model: Path, tmp_path: Path) -> None:
+    """The owner is killed with SIGKILL; the thread that started the server had ended long before."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        pid, scratch = owner.stdout.readline().split()
+        members = group_members(int(pid))
+        assert len(members) >= 3, "the server must outlive the thread that started it"
+        shared = shared_memory(members)
+        owner.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not group_members(int(pid)), 20)
+        assert not any(path.exists() for path in [Path(scratch), *shared])
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+@pytest.mark.e2e
+def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")])
+    try:
+        children: list[psutil.Process] = []
+
+        def launched() -> bool:
+            children[:] = psutil.Process(owner.pid).children(recursive=True)
+            return bool(children)
+
+        assert wait_until(launched, 90)
+        time.sleep(1.0)
+        leader = children[0].pid
+        owner.kill()
+        assert wait_until(lambda: not group_members(leader), 20)
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["api_key", "admin_api_key"])
+def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str) -> None:
+    request = {
+        "arguments": ["--host", "192.0.2.7"],
+        "architecture": "",
+        "fork": True,
+        "api_key": "a",
+        "admin_api_key": "b",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fp8rl.rollout.engine.server.launcher"],
+        input=json.dumps({**request, missing: ""}) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "found no two keys for an engine at 192.0.2.7" in done.stderr and "Traceback" not in done.stderr
+
+
+SERVER = """
+import os, subprocess, sys
+from fp8rl.rollout.engine.server.launcher import start_watch
+start_watch()
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["killed", "stopped and left by its owner"])
+def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None:
+    """Also those that have not asked for its death signal yet, and those of a server that could not kill them."""
+    (tmp_path / "scratch").mkdir()
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "scratch")},
+    )
+    assert server.stdin is not None and server.stdout is not None
+    worker = psutil.Process(int(server.stdout.readline()))
+    if ending == "killed":
+        server.kill()
+    else:
+        server.send_signal(signal.SIGSTOP)
+        server.stdin.close()
+    worker.wait(30)
+    server.wait(30)
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_on_a_gpu_the_toolkit_is_found_before_an_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception): ...
+
+    def use_toolkit() -> None:
+        raise AskedError
+
+    monkeypatch.setattr(server_module, "has_cuda", lambda: True)
+    monkeypatch.setattr(server_module, "use_toolkit", use_toolkit)
+    with pytest.raises(AskedError):
+        SGLangServer.start(ROOT / "examples/models/tiny_qwen3_moe", small_config(), log_path=tmp_path / "log")
+    assert list(tmp_path.iterdir()) == []

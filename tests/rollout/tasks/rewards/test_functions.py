@@ -1,0 +1,140 @@
+"""Reward functions that a spec names: found, or refused before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fp8rl.numerics.core.errors import UserError
+from fp8rl.rollout.tasks.named_functions import ReturnError
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
+from fp8rl.rollout.tasks.rewards.functions import RewardFunction, RewardSection, RewardsSection, load_function
+
+ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
+MODULE = """
+import sys
+
+def short(answer: str, limit: int = 10) -> float:
+    return float(len(answer) < limit)
+
+def ranked(answers, tokens):
+    return [float(rank) for rank in tokens]
+
+async def asked(question, answer): ...
+
+def both(answer, answers): ...
+
+def blind(question): ...
+
+def needy(answer, threshold): ...
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "broken.py").write_text("def short(answer: return 1\n")
+    return tmp_path
+
+
+def loaded(function: str, **kwargs: Any) -> RewardFunction:
+    return load_function(RewardSection(function=function, kwargs=kwargs), "rewards.functions.0")
+
+
+def test_a_function_is_found_in_a_file_and_gets_what_it_asks_for(module: Path) -> None:
+    short = loaded(f"{module}/mine.py:short", limit=1)
+    assert short(ALL) == 0.0 and short(ALL | {"answer": ""}) == 1.0
+    assert not short.of_group and not short.is_async
+    assert loaded(f"{module}/mine.py:ranked").of_group and loaded(f"{module}/mine.py:asked").is_async
+
+
+def test_a_function_is_found_in_a_module_of_the_current_directory(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(module)
+    monkeypatch.syspath_prepend(str(module))
+    assert loaded("mine:short")(ALL) == 1.0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_ours_are_found_by_name_and_take_what_they_say(name: str) -> None:
+    service = {"url": "http://127.0.0.1:1"}
+    kwargs = {
+        "format": {"pattern": ".*"},
+        "length": {"free": 10},
+        "http": service,
+        "model": {**service, "tokenizer": "reward_model"},
+    }
+    assert loaded(name, **kwargs.get(name, {})).config.label == name
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "expected"),
+    [
+        (
+            "exact",
+            {},
+            "found 'exact', expected integer, math, format, length, environment, http, model, package.module:name",
+        ),
+        ("maths", {}, "Did you mean math? Correct the name"),
+        ("{}/mine.py:long", {}, "expected a function of {}/mine.py, which has short, ranked, asked"),
+        (
+            "{}/mine.py:number",
+            {},
+            "which has short, ranked, asked, both, blind, needy. Correct the name after the colon",
+        ),
+        ("{}/absent.py:short", {}, "no such file"),
+        ("{}/broken.py:short", {}, "SyntaxError"),
+        ("{}/leaves.py:short", {}, "this one ends in SystemExit: 3"),
+        ("nowhere.at.all:short", {}, "ModuleNotFoundError: No module named 'nowhere'"),
+        ("{}/mine.py:both", {}, "expected a function of answer, or of answers for a whole group"),
+        ("{}/mine.py:blind", {}, "expected a function of answer"),
+        ("{}/mine.py:needy", {}, "kwargs give no threshold"),
+        ("{}/mine.py:short", {"limits": 3}, "rewards.functions.0.kwargs: found 'limits'"),
+        ("{}/mine.py:short", {"answer": "x"}, "rewards.functions.0.kwargs: found 'answer'"),
+        ("format", {}, "kwargs give no pattern"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(module: Path, function: str, kwargs: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        loaded(function.replace("{}", str(module)), **kwargs)
+    assert str(error.value).startswith("rewards.functions.0.")
+    assert expected.replace("{}", str(module)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("1.0", "found str '1.0', expected a number or named numbers"),
+        (None, "found NoneType None"),
+        (float("nan"), "found nan, expected a finite number"),
+        ({"a": float("inf")}, "found inf, expected a finite number"),
+        (3.5e38, "found 3.5e\\+38, expected a finite number in FP32"),
+        ({"a": 0.5, "b": -1e300}, "found -1e\\+300, expected a finite number in FP32"),
+        (10**400, "found inf, expected a finite number in FP32"),
+        ({}, "found dict {}"),
+        ([1.0], "found list"),
+    ],
+)
+def test_only_numbers_are_rewards(module: Path, returned: Any, expected: str) -> None:
+    with pytest.raises(ReturnError, match=expected.replace("{}", r"\{\}")):
+        loaded(f"{module}/mine.py:short").parts(returned, 1)
+
+
+def test_a_group_gets_a_reward_for_each_answer(module: Path) -> None:
+    ranked = loaded(f"{module}/mine.py:ranked")
+    assert ranked.parts([1, {"a": 2.5, "b": True}], 2) == [{"": 1.0}, {"a": 2.5, "b": 1.0}]
+    with pytest.raises(ReturnError, match="expected a list of 3 rewards, one per answer"):
+        ranked.parts([1.0, 2.0], 3)
+
+
+def test_a_list_stands_for_the_functions_and_their_labels_differ() -> None:
+    assert RewardsSection.model_validate([{"function": "math"}]).functions[0].function == "math"
+    with pytest.raises(ValidationError, match="found two functions called short, expected different"):
+        RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short"}])
+    named = RewardsSection.model_validate([{"function": "a:short"}, {"function": "b:short", "name": "other"}])
+    assert [function.label for function in named.functions] == ["short", "other"]

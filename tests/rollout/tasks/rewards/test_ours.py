@@ -1,0 +1,244 @@
+"""Our rewards, called as a run calls them."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+from fp8rl.rollout.engine.server.launcher import _import_one_model_only
+from fp8rl.rollout.engine.server.server import _claim_port
+from fp8rl.rollout.tasks.rewards.builtin import format, integer, length
+from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
+from tests.support.paths import EXAMPLES
+from tests.support.servers import wait_until
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("13,18,10\n#### 10", 1.0),
+        ("####10", 1.0),
+        ("#### 9 no\n#### 10", 1.0),
+        ("#### 010", 1.0),
+        ("10", 0.0),
+        ("#### 10\n", 0.0),
+        ("#### 10 ", 0.0),
+        ("#### 10.0", 0.0),
+        ("#### 10 #### 9", 0.0),
+        ("#### 10 ####", 0.0),
+        ("#### 1_0", 0.0),
+        ("#### 110", 0.0),
+        ("#### -10", 0.0),
+        ("#### " + "1" * 100_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_exact_integer_at_the_very_end_is_wanted(text: str, reward: float) -> None:
+    assert integer(text, "13,18,10\n#### 10", finished=True) == reward
+
+
+def test_signs_and_thousands_are_read() -> None:
+    assert integer("#### -2125", "#### -2,125", finished=True) == 1.0
+    assert integer("#### 21,25", "#### 2,125", finished=True) == 0.0
+
+
+def test_an_unfinished_answer_and_a_reference_without_an_integer_earn_nothing() -> None:
+    assert integer("#### 10", "#### 10", finished=False) == 0.0
+    assert integer("one half", "one half", finished=True) == 0.0
+
+
+def test_format_wants_all_of_a_finished_answer() -> None:
+    assert format("a\n#### 3", finished=True, pattern=r".*#### \d+") == 1.0
+    assert format("a\n#### 3 ", finished=True, pattern=r".*#### \d+") == 0.0
+    assert format("#### 3", finished=False, pattern=r".*") == 0.0
+
+
+def test_length_is_free_up_to_a_point() -> None:
+    assert [length("", tokens, free=10) for tokens in (0, 10, 15, 30)] == [0.0, 0.0, -0.5, -2.0]
+
+
+ANSWERS = ["#### 3", "#### 12345", "no"]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with one logit, in FP32, and the example's tokenizer."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        num_labels=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "score.bias": torch.zeros(1)}, file, {"format": "pt"})  # SGLang makes one up
+    AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_reward_model_behind_sglang_says_what_transformers_says(reward_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    classifier = Qwen3ForSequenceClassification.from_pretrained(reward_model).eval()
+    expected = []
+    for answer in ANSWERS:
+        conversation = [{"role": "user", "content": "1+2=?"}, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)
+        with torch.no_grad():
+            expected.append(classifier(torch.tensor([ids])).logits.item())
+    with sglang_serves(reward_model, tmp_path) as url:
+        asked = RewardSection(function="model", kwargs={"url": url, "tokenizer": str(reward_model)})
+        function = load_function(asked, "rewards.functions.0")
+        said = asyncio.run(function({"question": "1+2=?", "answers": ANSWERS}))
+    assert function.of_group and function.is_async
+    assert said == pytest.approx(expected, abs=1e-4) and max(said) - min(said) > 1
+
+
+# `python -m sglang.launch_server`, whose processes need not import it three times.
+FORKING = """
+import runpy
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from fp8rl.rollout.engine.server.launcher import _fork
+
+HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
+load_plugins()
+runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
+
+
+@contextmanager
+def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
+    """As a user starts it, beside a run: a stock server of its own, on the CPU."""
+    port = str(_claim_port(None, "127.0.0.1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")
+        _import_one_model_only("Qwen3ForSequenceClassification")  # it takes a third of the time
+        environment = dict(os.environ)
+    options = [
+        "--model-path",
+        str(model),
+        "--is-embedding",
+        "--dtype",
+        "float32",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    small = ["--max-total-tokens", "4096", "--context-length", "512", "--disable-overlap-schedule", "--sleep-on-idle"]
+    cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--skip-server-warmup"]
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with (scratch / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", FORKING, *options, *small, *cpu],
+            env={**environment, **settings, "TMPDIR": str(scratch)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert wait_until(lambda: process.poll() is not None or answers(url), 300)
+        assert process.poll() is None, (scratch / "server.log").read_text()[-3000:]
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url + "/model_info").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kwargs", "embeddings", "expected"),
+    [
+        ({}, [[0.5], [-1.0]], [0.5, -1.0]),
+        ({"label": 1}, [[0.5, 2.0], [-1.0, 3.0]], [2.0, 3.0]),
+        (
+            {},
+            [[0.5, 2.0], [-1.0, 3.0]],
+            "found 2 logits of a reward model and label=None, expected one, or a label below",
+        ),
+        ({"label": 2}, [[0.5, 2.0], [-1.0, 3.0]], "found 2 logits of a reward model and label=2"),
+        ({}, [[0.5]], "expected 2 classifications, one per answer"),
+    ],
+)
+def test_what_a_reward_model_may_answer(
+    kwargs: Any, embeddings: list[list[float]], expected: Any, reward_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that has the key, and answers as SGLang's /classify does."""
+    monkeypatch.setenv("REWARD_KEY", "secret")
+    asked: list[tuple[str, str | None, int]] = []
+
+    def reply(path: str, headers: Any, body: Any) -> Any:
+        asked.append((path, headers["authorization"], len(body["input_ids"])))
+        return [{"embedding": embedding} for embedding in embeddings]
+
+    with service(reply) as url:
+        options = {"url": url + "/", "tokenizer": str(reward_model), "key_variable": "REWARD_KEY", **kwargs}
+        function = load_function(RewardSection(function="model", kwargs=options), "rewards.functions.0")
+        call = function({"question": "1+2=?", "answers": ANSWERS[:2]})
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=expected):
+                asyncio.run(call)
+        else:
+            assert asyncio.run(call) == expected
+    assert asked == [("/classify", "Bearer secret", 2)]
+
+
+def letters(path: str, headers: Any, body: Any) -> Any:
+    return {"letters": len(body["answer"]), "tokens": body["tokens"], **body["fields"]}
+
+
+@contextmanager
+def service(reply: Callable[[str, Any, Any], Any] = letters) -> Iterator[str]:
+    """Answers with what `reply` makes of path, headers and body: the number of letters, and what else it was told."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.dumps(reply(self.path, self.headers, asked)).encode()
+            self.send_response(500 if asked.get("answer") == "bad" else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
