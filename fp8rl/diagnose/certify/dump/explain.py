@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.diagnose.attribution.compare import minimize
-from fp8rl.diagnose.certify.dump.floor import OUTLIER, SLOPE, USUAL, WITHIN, Side, floors, mean
+from fp8rl.diagnose.certify.dump.floor import OUTLIER, SLOPE, USUAL, Side, floors, mean
 from fp8rl.diagnose.certify.dump.reference import Reference, answer, entropies, logprobs, untruncated
 from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.diagnose.certify.dump.tokens import Tokens, flat
@@ -35,8 +35,8 @@ UNEXPLAINED = 0.1
 FAR = 5.0
 """Multiple of our own FP8's distance at which the rounding of a side is taken for that of FP8."""
 HARDLY = 1.05
-OUTSTANDING, ROW_OUTSTANDING = 5.0, 10.0
-"""A part of the tokens stands out if it is so many times as far away as BF16 is there, and a row as the others are."""
+OUTSTANDING = 5.0
+"""A part of the tokens stands out if it is so many times as far away as BF16 is there, a row also as the others are."""
 LEFT_OUT = 0.01
 """Part of the tokens that may be outside what truncation leaves: at its border, rounding decides."""
 
@@ -255,7 +255,7 @@ def _parts(tokens: Tokens, side: Side, count: int) -> Iterator[Explanation]:
         inside, outside = used & part, used & ~part
         if not inside.any() or not outside.any():
             continue
-        if floor.times(side.away, inside) >= OUTSTANDING and floor.times(side.away, outside) <= WITHIN:
+        if floor.times(side.away, inside) >= OUTSTANDING and floor.near(side.away, outside):
             before, after = ((side.said - floor.full)[each].abs().mean().item() for each in (used, outside))
             in_floors = (mean(side.away[each]) for each in (used, outside))
             yield Explanation(name, text, before, after, int(used.sum()), *in_floors)
@@ -265,7 +265,7 @@ def _outstanding_rows(tokens: Tokens, side: Side, count: int) -> list[tuple[str,
     """The rows that differ far more than the others and than in BF16, if they are a quarter at most."""
     means, *in_bf16 = (_but_worst(tokens, each, count) for each in (side.away, *side.floor.of_halves))
     rest = means.sort().values[: count - count // 4].mean()
-    bad = means >= ROW_OUTSTANDING * torch.stack([rest.expand(count), *in_bf16]).amax(0).clamp(min=USUAL)
+    bad = means >= OUTSTANDING * torch.stack([rest.expand(count), *in_bf16]).amax(0).clamp(min=USUAL)
     if count < 4 or not bad.any():
         return []
     text = f"{int(bad.sum())} of {count} rows differ, as if they were swapped, or of other weights or tokens"

@@ -53,6 +53,11 @@ class Floor:
         """Return the mean number of floors [N] as a multiple of that of BF16, on some of the tokens."""
         return mean(away[where]) / max(USUAL, *(mean(each[where]) for each in self.of_halves))
 
+    def near(self, away: Tensor, where: Tensor | slice = slice(None)) -> bool:
+        """Return whether some of the tokens are within the floor by their mean number of floors and their outliers."""
+        some = away[where]
+        return self.times(away, where) <= WITHIN and int((some > OUTLIER).sum()) <= 1 + OUTLIERS * len(some)
+
     @cached_property
     def of_halves(self) -> list[Tensor]:
         """How many floors each BF16 is away [N]."""
@@ -81,9 +86,8 @@ class Side:
         agree = (parts * middle).sign().sum().item()
         self.slope = middle if abs(middle) > SLOPE and agree > SIGMAS * len(parts) ** 0.5 else 0.0
         self.within = (
-            floor.times(self.away) <= WITHIN
+            floor.near(self.away)
             and bool(d[d.isfinite()].abs().mean() <= MEAN_WITHIN * floor.apart.mean(1).max() + step.nanmean())
-            and int((self.away > OUTLIER).sum()) <= 1 + OUTLIERS * len(self.away)
             and not self.slope
         )
 
