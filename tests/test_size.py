@@ -4,13 +4,23 @@ import pytest
 
 from tests.support.paths import ROOT
 
-LINES: dict[str, int] = {}
+LINES = {
+    "numerics": 11_198,
+    "models": 5_548,
+    "trainer": 9_841,
+    "rollout": 11_012,
+    "weight_sync": 1_486,
+    "rl": 16_318,
+    "diagnose": 8_910,
+    "cli": 1_993,
+    "tests": 56_523,
+}
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 0
+WORDS = 125_030
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""
