@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.fp8rl-installed
 INSTALLING := $(VENV)/.fp8rl-installing
 # The tests of a file share what they have started, so each file stays with one worker.
 WORKERS ?= 2
-# Several Ray nodes of one process: its actors were ended by what other tests had left in theirs (docs/log.md).
+# Several Ray nodes of one process: its actors were ended by what other tests had left in theirs (lab/docs/log.md).
 ALONE := tests/rl/run/cluster/test_reservations.py
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=25
 GPU_VENV := .venv-gpu

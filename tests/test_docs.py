@@ -12,7 +12,7 @@ from fp8rl.commands import completions
 from tests.support.paths import ROOT
 
 OWN = ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md")
-PAGES = [*(ROOT / name for name in OWN), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in OWN), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("lab/docs/*.md"))]
 FOLDERS = "lab fp8rl examples docs tests requirements"
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS.split())})/[\w./-]*")
 MODULE = re.compile(rf"(?:{'|'.join(FOLDERS.split())})(?:\.\w+)+")

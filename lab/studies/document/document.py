@@ -40,7 +40,7 @@ which need a GPU.
 All of this was measured on a CPU whose FP8 is emulated and, but for `pretrained`, on tiny models. Nothing is
 extrapolated to larger models, and what only a GPU can show says so. Equal seeds give equal bits on one kind of
 processor. Another kind rounds otherwise: between the two that this was measured on, no verdict turned into its
-opposite, and 7 of 136 became undecided or ceased to be ([log](log_older.md), 2026-11-23)."""
+opposite, and 7 of 136 became undecided or ceased to be ([log](../lab/docs/log_older.md), 2026-11-23)."""
 ADVICE = Path(__file__).parent / "advice.md"
 PAGE = Path("docs/studies.md")
 CHANGED = "**The claims were changed after they were measured.**"
