@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8rl.models.tiny import TinyModel, write_tiny_model
     from fp8rl.numerics.core.errors import UserError
     from fp8rl.rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
     from fp8rl.rl.algorithms.parts.surrogates import Surrogate
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "fp8rl.run": ("Run",),
     "fp8rl.training": ("RunFailedError", "train"),
-    "fp8rl.models.tiny": ("TinyModel", "write_tiny_model"),
     "fp8rl.numerics.core.errors": ("UserError",),
     "fp8rl.rl.algorithms.base": ("AlgorithmConfig", "Needs", "Outcomes", "used_tokens"),
     "fp8rl.rl.algorithms.parts.surrogates": ("Surrogate",),
@@ -54,14 +52,12 @@ __all__ = [
     "Run",
     "RunFailedError",
     "Surrogate",
-    "TinyModel",
     "TokenBatch",
     "Turn",
     "UserError",
     "load_experiment",
     "train",
     "used_tokens",
-    "write_tiny_model",
 ]
 
 

@@ -28,7 +28,6 @@ FAMILIES = ("models.families", "trainer.modules.families", "rollout.engine.plugi
 FAMILY_FOLDERS = {ROOT / "fp8rl" / home.replace(".", "/") for home in ("models.architectures", *FAMILIES)}
 KNOW_A_FAMILY = {
     "fp8rl/models/sizes.py": "the numbers that several architectures read; sizes of one family are `ModelSizes.own`",
-    "fp8rl/models/tiny.py": "says what the keys of `TinyModel` mean for each architecture",
     "fp8rl/numerics/ops/__init__.py": "lists the names of all ops",
     "fp8rl/numerics/kernels/attention/forward.py": "one kernel attends over keys with and without their values in them",
     "fp8rl/numerics/kernels/products/heads.py": "the kernel of an op of latent attention",

@@ -17,7 +17,6 @@ REMOVALS = {
     "fp8rl/commands/init.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
     "fp8rl/models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
-    "fp8rl/models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
     "fp8rl/numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, a free name
     "fp8rl/numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, the file
     "fp8rl/rl/record/lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's

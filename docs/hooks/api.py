@@ -21,7 +21,7 @@ GROUPS = {
         *("PolicyGradient", "AlgorithmConfig", "Needs", "Outcomes", "TokenBatch", "Surrogate"),
         *("Objective", "ObjectiveOutput", "used_tokens"),
     ),
-    "Errors and models for tests": ("UserError", "TinyModel", "write_tiny_model"),
+    "Errors": ("UserError",),
 }
 ONLY = {"Conversation": ("begin", "sample", "tell", "message", "room", "turns")}
 """The members for users of a class that has others for the run itself."""

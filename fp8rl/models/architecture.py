@@ -52,8 +52,6 @@ class Architecture:
     """Read a config.json, or say what the shared ops do not define."""
     families: tuple[Family, ...]
     """In the order of a layer's forward; each says which layers have it."""
-    tiny: Callable[[Any, dict[str, Any]], Any] | None = None
-    """Make transformers' model, with random weights, of a `models.tiny.TinyModel` and what all configs have alike."""
     engine_extras: frozenset[str] = frozenset()
     """Last parts of names of the engine's parameters that are no weights of the checkpoint."""
     engine_config: Callable[[dict[str, Any], ModelSizes], dict[str, Any]] = lambda config, sizes: config

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.tiny import write_tiny_model
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
 from fp8rl.weight_sync.frozen import Contents, HeldBase
 from fp8rl.weight_sync.manifest import Sent
@@ -17,6 +16,7 @@ from lab.bench.engines import adapters as rollout
 from lab.bench.measure import Result, median_ratio
 from lab.bench.sync import BUCKET_BYTES, MODEL, serving
 from lab.bench.trainers import EXACT, SHAPE, medians, one_rank, random_batch, step_seconds
+from tests.support.tiny_model import write_tiny_model
 
 ADAPTER = AdapterSection(rank=8, alpha=16.0)
 

@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import torch
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.rl.run.engines.serving import expected_report
@@ -38,6 +37,7 @@ from fp8rl.weight_sync.served import convert_checkpoint, would_send, write_descr
 from lab.bench.measure import Result, interleaved, median_ratio
 from lab.bench.memory import watched
 from lab.bench.trainers import EXACT
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 MODEL = TinyModel(layers=14, hidden=1024, heads=8, kv_heads=2, intermediate=1024, experts=16, top_k=2, vocab=2048)
 ENGINES = 3

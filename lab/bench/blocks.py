@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from operator import methodcaller
 from pathlib import Path
 
-from fp8rl.models.tiny import write_tiny_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.feed.batching import batch_from_trajectories
@@ -25,6 +24,7 @@ from fp8rl.rollout.types import Group
 from lab.bench.measure import DEMO, Result
 from lab.bench.runs import ARITHMETIC
 from lab.bench.sync import MODEL
+from tests.support.tiny_model import write_tiny_model
 
 MODES = {
     "synchronous": ["rollout.staleness=0"],

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from fp8rl.models.tiny import TinyModel
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import Recompute
 from lab.bench.measure import Result, median_ratio
 from lab.bench.trainers import MODEL, SHAPE, medians, one_rank, random_batch, step_seconds
+from tests.support.tiny_model import TinyModel
 
 WORDS = TinyModel(layers=1, hidden=256, heads=2, kv_heads=2, intermediate=256, experts=0, top_k=0, vocab=151_936)
 TOKENS, WIDTH, CHUNK = 8192, 512, 1024

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import Mode, TrainerPrecision
 from fp8rl.rollout.tasks.data.sources import Source, load_problems
@@ -29,6 +28,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from lab.bench.measure import Result
 from lab.bench.trainers import numerics_of, random_batch
 from tests.support.rig import write_random
+from tests.support.tiny_model import TinyModel
 
 EXAMPLES = ("tiny_qwen3_moe", "tiny_qwen2", "tiny_olmoe", "tiny_glm", "tiny_deepseek")
 WIDER = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=4, family="glm4_moe")

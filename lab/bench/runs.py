@@ -25,10 +25,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import Row, read_metrics
 from lab.bench.measure import DEMO, Result
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 EXAMPLES = Path("examples")
 ARITHMETIC = EXAMPLES / "arithmetic.yaml"

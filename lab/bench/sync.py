@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.tensors import SCALE_SUFFIX
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.run.engines.serving import expected_report
@@ -33,6 +32,7 @@ from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.measure import Result, median_ratio
 from lab.bench.memory import restart_peak, status
 from lab.bench.trainers import EXACT, one_rank, random_batch
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import Mode, NumericsConfig, TrainerPrecision
 from fp8rl.numerics.spec import QuantSpec
@@ -30,6 +29,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.microbatches import plan, plan_packed
 from fp8rl.trainer.step.objective import PassResult
 from lab.bench.measure import DEMO, Result, interleaved, median_ratio
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer

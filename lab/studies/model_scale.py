@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig, RolloutPrecision, TrainerPrecision
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
 from lab.studies.harness.lab import TRAIN, Lab, random_model
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from tests.support.tiny_model import TinyModel
 
 if TYPE_CHECKING:
     from fp8rl.trainer.distributed.layout import Layout

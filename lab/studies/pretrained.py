@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig, TrainerPrecision
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.algorithms.base import Outcomes
@@ -27,6 +26,7 @@ from lab.studies.harness.claims import claims_of
 from lab.studies.harness.gradient import gradients, objective, turned, with_advantages
 from lab.studies.harness.lab import EXAMPLES, MODEL, Lab, random_model
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from tests.support.tiny_model import TinyModel
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.stack import Stack

@@ -31,7 +31,6 @@ from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.config import NumericsConfig
@@ -45,6 +44,7 @@ from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_model
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MODES = ("exact", "native")

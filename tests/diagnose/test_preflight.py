@@ -22,7 +22,6 @@ from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, tr
 from fp8rl.diagnose.preflight.same_spec import Check
 from fp8rl.diagnose.report import Difference
 from fp8rl.models.sizes import ModelSizes
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
@@ -31,6 +30,7 @@ from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
 from tests.support.definitions import SIZES, shape_of
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
 DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)

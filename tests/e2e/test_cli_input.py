@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import fp8rl.rl.experiment.preconditions.resources as resources
 from fp8rl.cli import app
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from tests.support.cli_runs import FP8RL, ROOT
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 @pytest.fixture(scope="module")

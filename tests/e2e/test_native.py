@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.diagnose.audit.sightings import engine_sightings
 from fp8rl.models import read_model
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.engines.canary import Canary
@@ -30,6 +29,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

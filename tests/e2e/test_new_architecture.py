@@ -22,7 +22,6 @@ from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import architecture, read_shape, register
 from fp8rl.models.architectures import qwen3_moe
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -40,6 +39,7 @@ from tests.support.experiments import experiment
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED, PROJECTED
 from tests.support.rig import make_engine
 from tests.support.syncs import push
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fp8rl.diagnose.attribution import attribute
 from fp8rl.models import read_shape
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
@@ -33,6 +32,7 @@ from tests.support.batches import cross_entropy
 from tests.support.plants import PLANT, stale_states, states_of_another_request
 from tests.support.rig import ALONE, CHUNK, Rig, Setup, write_random
 from tests.support.syncs import push
+from tests.support.tiny_model import TinyModel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

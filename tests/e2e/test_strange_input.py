@@ -24,7 +24,6 @@ import yaml
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.events import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
@@ -34,6 +33,7 @@ from tests.support import odd_input
 from tests.support.checkpoints import save
 from tests.support.paths import new_run
 from tests.support.scored_batches import CapsuleRun, scored_batch
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.models import architecture, load_architecture, read_model, read_shape
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -34,6 +33,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.paths import EXAMPLES
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.types import Problem, prompt_ids
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from examples.upcycle import upcycle
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.reading import check_stored
-from fp8rl.models.tiny import TinyModel
 from tests.support.padded import DENSE, NINE_HEADS, SMOL, dense, logits, unscaled, weights, whole_blocks, write
+from tests.support.tiny_model import TinyModel
 
 
 def test_without_perturbation_a_mixture_is_the_dense_model(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import COMMANDS, app
 from fp8rl.commands import runs
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.run import Run
 from tests.support.commands import invoke
 from tests.support.paths import ROOT, new_run
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 def test_without_a_command_it_lists_them() -> None:

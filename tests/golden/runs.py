@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from tests.support.paths import EXAMPLES
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 KEPT = Path(__file__).with_name("kept")
 """One file for each kind of processor, as the bits of a sum depend on its instructions."""

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from fp8rl.models import Model, read_model
 from fp8rl.models.checkpoint.reading import check_stored, stored_tensors
 from fp8rl.models.checkpoint.writing import write_tensors
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
 

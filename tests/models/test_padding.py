@@ -11,9 +11,9 @@ import torch
 
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.padding import UNPADDED, padded, unpadded
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.core.errors import UserError
 from tests.support.padded import MIXTRAL, NINE_HEADS, QWEN2, SMOL, logits, weights, whole_blocks, write
+from tests.support.tiny_model import TinyModel
 
 
 @pytest.mark.parametrize("shape", [SMOL, NINE_HEADS, QWEN2, MIXTRAL], ids=["llama", "heads", "qwen2", "mixtral"])

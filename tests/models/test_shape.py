@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8rl.models import read_shape
 from fp8rl.models.families.gated_delta import GatedDelta
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from tests.support.models import token_by_token
 from tests.support.paths import CONFIGS
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 PUBLISHED = {
     "qwen3_4b": (4_022_468_096, 147_456),

@@ -16,8 +16,8 @@ from fp8rl.models.families.mlp import dense_tensors, moe_tensors
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.models.tensors import TensorRow
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.models.trace import Forward
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 SIZES = ModelSizes(
     layers=4,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from fp8rl.models import read_model
-from fp8rl.models.tiny import TinyModel, write_tiny_model
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 VOCAB = 128
 LENGTH = 512

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8rl.models import Model
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 SMOL = TinyModel(
     layers=2, hidden=192, heads=3, kv_heads=3, head_dim=64, intermediate=200, experts=0, family="llama", tied=True

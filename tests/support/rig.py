@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 
 from fp8rl.models import Model, read_model
 from fp8rl.models.adapters import AdapterSection
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.numerics.spec import QuantSpec
@@ -45,6 +44,7 @@ from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
 from fp8rl.weight_sync.frozen import HeldBase
 from fp8rl.weight_sync.served import convert_checkpoint, write_description
+from tests.support.tiny_model import TinyModel, write_tiny_model
 from tests.support.towers import with_tower
 from tests.support.warm_engine import EngineTemplate
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from tests.support.models import LENGTH, write_family, write_model
+from tests.support.tiny_model import TinyModel
 from tests.support.trainers import MakeTrainer
 
 

@@ -18,7 +18,6 @@ from fp8rl.models import Model, read_model, read_shape
 from fp8rl.models.architecture import architectures
 from fp8rl.models.checkpoint import writing
 from fp8rl.models.checkpoint.reading import weight_files
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import QuantSpec
@@ -32,6 +31,7 @@ from fp8rl.weight_sync.served import (
 from tests.support.definitions import SIZES, every_tensor
 from tests.support.models import write_family
 from tests.support.paths import CONFIGS, EXAMPLES
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 POW2, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")
 LAYER = "model.layers.3."

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8rl.models.tiny import write_tiny_model
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.types import EngineError
 from fp8rl.weight_sync.config import SyncSection
@@ -25,6 +24,7 @@ from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
 from fp8rl.weight_sync.transports import tensor as tensor_transport
 from tests.support.definitions import every_tensor
+from tests.support.tiny_model import write_tiny_model
 
 SPEC = QuantSpec.preset("bf16")
 TENSORS = {str(index): torch.full((300,), index, dtype=torch.uint8) for index in range(5)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +15,6 @@ from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
 from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -90,43 +84,6 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
     )
 
 
-KV_RANK, ROPE_DIM = 256, 64
-"""Widths of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's
-own attention on a CPU then reads the one for the other."""
-YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-
-
-def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:
-    """A dense first layer, a shared expert, groups of experts, of which a token may go to half, and YaRN if asked."""
-    yarn = YARN | {"original_max_position_embeddings": shape.max_positions // 4} if shape.yarn else {}
-    return {name: value for name, value in common.items() if name != "head_dim"} | {
-        "num_key_value_heads": shape.heads,
-        "intermediate_size": 2 * shape.intermediate,
-        "moe_intermediate_size": shape.intermediate,
-        "n_routed_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "n_shared_experts": 1,
-        "n_group": shape.groups,
-        "topk_group": max(1, shape.groups // 2),
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": shape.renormalize,
-        "q_lora_rank": shape.q_rank or None,
-        "kv_lora_rank": KV_RANK,
-        "qk_rope_head_dim": ROPE_DIM,
-        "rope_parameters": common["rope_parameters"] | yarn,
-    }
-
-
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """`head_dim` is the part of a head that is not rotated, and the width of a value."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    own: dict[str, Any] = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
-    own |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**tiny_config(shape, common), **own))
-
-
 ROUTED = replace(mlp.MOE, tensors=partial(mlp.moe_tensors, router=torch.bfloat16))
 """Experts of whose routers the engine holds the weights in BF16."""
 ARCHITECTURE = Architecture(
@@ -135,6 +92,5 @@ ARCHITECTURE = Architecture(
     aliases=("kimi_k2",),
     sizes=sizes,
     families=(latent.FAMILY, mlp.DENSE, ROUTED),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
 )

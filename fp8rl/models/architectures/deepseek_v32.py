@@ -7,16 +7,10 @@ The indexer's weights are not read, trained or served; a model that is written h
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architectures import deepseek_v3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.sizes import ModelSizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 INDEXER = ".self_attn.indexer."
 """In the names of its tensors."""
@@ -40,26 +34,10 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return replace(found, kept_in_layers=(INDEXER,))
 
 
-def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:
-    """A tiny DeepSeek-V3 whose indexer chooses all of `max_positions`."""
-    indexer = {"index_topk": shape.max_positions, "index_head_dim": 2 * deepseek_v3.ROPE_DIM, "index_n_heads": 2}
-    of_experts = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    of_experts |= {"num_experts": shape.experts}  # which transformers reads beside `n_routed_experts`
-    return deepseek_v3.tiny_config(shape, common) | indexer | of_experts
-
-
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    own = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
-    return DeepseekV32ForCausalLM(DeepseekV32Config(**tiny_config(shape, common), **own))
-
-
 ARCHITECTURE = replace(
     deepseek_v3.ARCHITECTURE,
     name="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
     aliases=(),
     sizes=sizes,
-    tiny=tiny,
 )

@@ -6,17 +6,10 @@ larger models only. The draft layers behind the last one (multi-token prediction
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, SigmoidRouter, check_groups, checked, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 NORM_EPS = 1e-5
 
@@ -60,35 +53,10 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """With a dense first layer, an expert that every token takes, and groups of experts, of which a token may go to
-    half."""
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
-    rope = common["rope_parameters"] | {"partial_rotary_factor": 0.5}
-    return Glm4MoeForCausalLM(
-        Glm4MoeConfig(
-            intermediate_size=2 * shape.intermediate,
-            moe_intermediate_size=shape.intermediate,
-            n_routed_experts=shape.experts,
-            num_experts_per_tok=shape.top_k,
-            n_shared_experts=1,
-            n_group=shape.groups,
-            topk_group=max(1, shape.groups // 2),
-            routed_scaling_factor=1.5,
-            first_k_dense_replace=1,
-            norm_topk_prob=shape.renormalize,
-            use_qk_norm=True,
-            **common | {"attention_bias": True, "rope_parameters": rope},
-        )
-    )
-
-
 ARCHITECTURE = Architecture(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     sizes=sizes,
     families=(attention.FAMILY, mlp.DENSE, mlp.MOE),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
 )

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architectures import deepseek_v3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import latent, mlp
 from fp8rl.models.sizes import ModelSizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
-
 
 NORM_EPS = 1e-5
 
@@ -29,14 +22,6 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return replace(deepseek_v3.latent_sizes(config, dense, 1.8), norm_eps=norm_eps)
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """Heads whose parts have other widths than DeepSeek-V3's."""
-    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
-
-    own = {"qk_nope_head_dim": 3 * deepseek_v3.ROPE_DIM, "v_head_dim": 2 * shape.head_dim}
-    return Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**deepseek_v3.tiny_config(shape, common), **own))
-
-
 ARCHITECTURE = replace(
     deepseek_v3.ARCHITECTURE,
     name="Glm4MoeLiteForCausalLM",
@@ -44,5 +29,4 @@ ARCHITECTURE = replace(
     aliases=(),
     sizes=sizes,
     families=(latent.FAMILY, mlp.DENSE, mlp.MOE),
-    tiny=tiny,
 )

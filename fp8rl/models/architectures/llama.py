@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {
     "hidden_act": "silu",
@@ -48,24 +41,11 @@ AS_MISTRAL = {
     "sliding_window": None,
     "transformers_version": "5.0.0",  # of a Mistral of before, transformers says that its tokenizer is wrong
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """Dense, whatever the number of experts, over a context that was lengthened by a factor of 8."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope = common["rope_parameters"] | LLAMA3 | {"original_max_position_embeddings": shape.max_positions // 8}
-    config = LlamaConfig(intermediate_size=shape.intermediate, **common | {"rope_parameters": rope})
-    return LlamaForCausalLM(config)
-
-
 ARCHITECTURE = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     sizes=sizes,
     families=(attention.FAMILY, mlp.DENSE),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
     any_heads=AS_MISTRAL,
 )

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architectures import llama
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.sizes import ModelSizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 WINDOW, KV_HEADS = 4096, 8
 """transformers' defaults."""
@@ -26,11 +20,4 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return llama.sizes(config, KV_HEADS)
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """Dense, whatever the number of experts, without a window."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(intermediate_size=shape.intermediate, sliding_window=None, **common))
-
-
-ARCHITECTURE = replace(llama.ARCHITECTURE, name="MistralForCausalLM", model_type="mistral", sizes=sizes, tiny=tiny)
+ARCHITECTURE = replace(llama.ARCHITECTURE, name="MistralForCausalLM", model_type="mistral", sizes=sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
@@ -12,11 +11,6 @@ from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
 from fp8rl.models.tensors import TensorRow
 from fp8rl.models.trace import Op
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 PLACE = "block_sparse_moe."
 EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -68,25 +62,10 @@ def _ops(sizes: ModelSizes) -> tuple[Op, ...]:
     return tuple(replace(op, engine=op.engine.replace("mlp.", PLACE)) for op in mlp.moe_ops(sizes))
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """With `hidden` channels in all heads together."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(
-            intermediate_size=shape.intermediate,
-            num_local_experts=shape.experts,
-            num_experts_per_tok=shape.top_k,
-            **common,
-        )
-    )
-
-
 ARCHITECTURE = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     sizes=sizes,
     families=(attention.FAMILY, replace(mlp.MOE, tensors=_tensors, ops=_ops)),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
 )

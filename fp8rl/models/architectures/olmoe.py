@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-from fp8rl.numerics.core.errors import user_error
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 NORM_EPS = 1e-5
 
@@ -51,38 +43,10 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """With as many key-value heads as heads, `hidden` wide together.
-
-    Raises:
-        UserError: the dimensions are others.
-    """
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    width = shape.heads * shape.head_dim
-    if (shape.kv_heads, shape.hidden) != (shape.heads, width):
-        raise user_error(
-            "--kv-heads and --hidden",
-            found=f"{shape.kv_heads} and {shape.hidden}",
-            expected=f"{shape.heads} and {width} in an OLMoE with --heads {shape.heads} --head-dim {shape.head_dim}",
-            remedy="Set them so.",
-        )
-    return OlmoeForCausalLM(
-        OlmoeConfig(
-            intermediate_size=shape.intermediate,
-            num_experts=shape.experts,
-            num_experts_per_tok=shape.top_k,
-            norm_topk_prob=False,
-            **common | {"rms_norm_eps": NORM_EPS},
-        )
-    )
-
-
 ARCHITECTURE = Architecture(
     name="OlmoeForCausalLM",
     model_type="olmoe",
     sizes=sizes,
     families=(attention.FAMILY, mlp.MOE),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
 )

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {"hidden_act": "silu", "partial_rotary_factor": 1, "dual_chunk_attention_config": None}
 """The only values of these keys that the shared ops define. Every Qwen2 has its biases, which no key turns off."""
@@ -30,18 +23,10 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    """Dense, whatever the number of experts."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(intermediate_size=shape.intermediate, **common))
-
-
 ARCHITECTURE = Architecture(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
     sizes=sizes,
     families=(attention.FAMILY, mlp.DENSE),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
 )

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
 """The only values of these keys that the shared ops define."""
@@ -27,12 +20,6 @@ def sizes(config: ConfigFile) -> ModelSizes:
     return checked(config, ModelSizes(**own, ffn_size=config.size("intermediate_size")))
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
-
-
 ARCHITECTURE = Architecture(
-    name="Qwen3ForCausalLM", model_type="qwen3", sizes=sizes, families=(attention.FAMILY, mlp.DENSE), tiny=tiny
+    name="Qwen3ForCausalLM", model_type="qwen3", sizes=sizes, families=(attention.FAMILY, mlp.DENSE)
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from fp8rl.models.architectures import qwen3_next
 from fp8rl.models.config_file import ConfigFile
@@ -11,23 +10,10 @@ from fp8rl.models.families import gated_delta
 from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.sizes import ModelSizes, checked
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
-
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Absent keys have the defaults of transformers' Qwen3_5MoeTextConfig."""
     return checked(config, ModelSizes(**qwen3_next.hybrid_sizes(config), **qwen3_next.expert_sizes(config, 256, 8)))
-
-
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
-
-    return Qwen3_5MoeForCausalLM(
-        Qwen3_5MoeTextConfig(**qwen3_next.tiny_config(shape, common), **qwen3_next.tiny_experts(shape))
-    )
 
 
 ARCHITECTURE = replace(
@@ -36,7 +22,6 @@ ARCHITECTURE = replace(
     model_type="qwen3_5_moe_text",
     sizes=sizes,
     families=(gated_delta.APART, qwen3_next.GATED_ATTENTION, qwen3_next.GATED_MOE),
-    tiny=tiny,
     multimodal=Multimodal(
         name="Qwen3_5MoeForConditionalGeneration",
         model_type="qwen3_5_moe",

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fp8rl.models.architecture import Architecture
 from fp8rl.models.architectures import qwen3
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import attention, mlp
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -35,23 +28,6 @@ def sizes(config: ConfigFile) -> ModelSizes:
     )
 
 
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            intermediate_size=shape.intermediate * shape.top_k,
-            moe_intermediate_size=shape.intermediate,
-            num_experts=shape.experts,
-            num_experts_per_tok=shape.top_k,
-            norm_topk_prob=shape.renormalize,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            **common,
-        )
-    )
-
-
 ARCHITECTURE = Architecture(
-    name="Qwen3MoeForCausalLM", model_type="qwen3_moe", sizes=sizes, families=(attention.FAMILY, mlp.MOE), tiny=tiny
+    name="Qwen3MoeForCausalLM", model_type="qwen3_moe", sizes=sizes, families=(attention.FAMILY, mlp.MOE)
 )

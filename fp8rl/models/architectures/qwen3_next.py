@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8rl.models.architecture import CACHE_SCALES, Architecture
 from fp8rl.models.config_file import ConfigFile
 from fp8rl.models.families import gated_attention, gated_delta, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.sizes import ModelSizes, checked, family_sizes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from fp8rl.models.tiny import TinyModel
 
 LINEAR, FULL = "linear_attention", "full_attention"
 VARIANTS = {
@@ -86,43 +81,6 @@ def engine_config(config: dict[str, Any], sizes: ModelSizes) -> dict[str, Any]:
     return config | {"full_attention_interval": every, "rope_theta": sizes.rope_theta, "partial_rotary_factor": part}
 
 
-KEY_DIM, VALUE_DIM = 128, 64
-"""Widths of a tiny model's linear attention: with two values to a key, a key's values are a whole block."""
-
-
-def tiny_config(shape: TinyModel, common: dict[str, Any]) -> dict[str, Any]:
-    """Attention in each fourth layer, or of fewer layers in each second one."""
-    every = 4 if shape.layers % 4 == 0 else 2
-    return common | {
-        "layer_types": [LINEAR if (layer + 1) % every else FULL for layer in range(shape.layers)],
-        "full_attention_interval": every,  # which transformers 5 does not write by itself, and engines read
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": KEY_DIM,
-        "linear_value_head_dim": VALUE_DIM,
-        "linear_conv_kernel_dim": 4,
-        "rope_parameters": common["rope_parameters"] | {"partial_rotary_factor": 0.25},
-    }
-
-
-def tiny_experts(shape: TinyModel) -> dict[str, Any]:
-    return {
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "moe_intermediate_size": shape.intermediate,
-        "shared_expert_intermediate_size": shape.intermediate,
-    }
-
-
-def tiny(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    own = tiny_config(shape, common) | tiny_experts(shape)
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(**own, intermediate_size=shape.intermediate, norm_topk_prob=shape.renormalize)
-    )
-
-
 GATED_ATTENTION = replace(gated_attention.FAMILY, within=lambda sizes, layer: layer not in sizes.of(GatedDelta).layers)
 SHARED_EXPERT = "shared_expert"
 GATED_MOE = replace(
@@ -137,7 +95,6 @@ ARCHITECTURE = Architecture(
     model_type="qwen3_next",
     sizes=sizes,
     families=(gated_delta.JOINED, GATED_ATTENTION, GATED_MOE),
-    tiny=tiny,
     engine_extras=CACHE_SCALES,
     engine_config=engine_config,
 )

@@ -255,7 +255,7 @@ def random(*shape: int, device: torch.device, scale: float = 1.0) -> torch.Tenso
 
 def written(shape: Layers, device: torch.device, folder: Path) -> Path:
     """The Hugging Face directory of such a model in `folder`. Its weights are drawn on `device`."""
-    from fp8rl.models.tiny import TinyModel, write_tiny_model
+    from tests.support.tiny_model import TinyModel, write_tiny_model
 
     model = TinyModel(
         layers=shape.layers,

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible, is_ending
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
     from fp8rl.trainer.config import TrainerSection

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import lab.bench.__main__ as bench_module
-from fp8rl.models.tiny import TinyModel
 from lab.bench import runs
 from lab.bench.__main__ import BENCHMARKS, main
 from lab.bench.measure import Result
 from lab.bench.runs import Run, Runs, WholeRuns, same_rows
+from tests.support.tiny_model import TinyModel
 
 
 def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

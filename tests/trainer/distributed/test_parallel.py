@@ -20,7 +20,6 @@ from torch import Tensor
 from fp8rl.diagnose.audit.audit_report import differences_of
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import stored_tensors
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -33,6 +32,7 @@ from fp8rl.weight_sync.served import served_bytes, served_tensors
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import TinyModel
 from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8rl.models import read_model, read_shape
 from fp8rl.models.checkpoint.reading import check_stored
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
@@ -25,6 +24,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, token_by_token, write_family
 from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import TinyModel
 from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow

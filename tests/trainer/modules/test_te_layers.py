@@ -17,12 +17,12 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from fp8rl.models.tiny import TinyModel
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules.families.gated_delta import DeltaRule, GatedNorm, ShortConv
 from fp8rl.trainer.modules.native import ColumnLinear, NormColumnLinear, RMSNorm, RowLinear
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_family
+from tests.support.tiny_model import TinyModel
 from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
@@ -19,6 +18,7 @@ from fp8rl.trainer.step.batch import UNKNOWN
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import TinyModel, write_tiny_model
 from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow

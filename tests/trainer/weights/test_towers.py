@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText
 
 from fp8rl.models import read_model
 from fp8rl.models.checkpoint.reading import check_stored, read_tensors
-from fp8rl.models.tiny import TinyModel
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
@@ -23,6 +22,7 @@ from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, token_by_token, write_family
 from tests.support.ranks import run_on_ranks
+from tests.support.tiny_model import TinyModel
 from tests.support.towers import with_tower
 from tests.support.trainers import MakeTrainer
 

@@ -2,8 +2,8 @@ import shutil
 
 import pytest
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from tests.support.preconditions import write_lines
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
 from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from tests.support.preconditions import edit_config, merged, refusal
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 def test_a_good_spec_passes_and_its_model_is_read(values):

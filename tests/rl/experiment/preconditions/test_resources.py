@@ -6,7 +6,6 @@ from collections import namedtuple
 import pytest
 import torch
 
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.budget.fit import with_cache
@@ -17,6 +16,7 @@ from fp8rl.rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.served import served_bytes
 from tests.support.preconditions import merged, refusal
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
 def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):

@@ -12,7 +12,6 @@ import yaml
 
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.models.shape import Shape
-from fp8rl.models.tiny import TinyModel, write_tiny_model
 from fp8rl.numerics.core.errors import Rule, UserError
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE, gpu_named
@@ -31,6 +30,7 @@ from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
 from tests.support.remedies import mended, overridden
+from tests.support.tiny_model import TinyModel, write_tiny_model
 
 NUMBERS = {"one": 1, "eight": 8, "sixteen": 16}
 KINDS = {"gsm8k": "h200", **REAL_SPECS}

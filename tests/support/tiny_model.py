@@ -1,4 +1,4 @@
-"""Writes small random models of the architectures that train here as Hugging Face directories.
+"""Write a small random model as a Hugging Face directory: `python -m tests.support.tiny_model --out DIR`.
 
 Every quantized matrix is aligned to the 128 x 128 blocks. The tokenizer is character level: printable ASCII, newline
 and six special tokens in the first 102 ids, the rest of the vocabulary unused. A chat renders as
@@ -7,10 +7,10 @@ and six special tokens in the first 102 ids, the rest of the vocabulary unused. 
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fp8rl.models.architecture import architectures
-from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.errors import UserError, user_error
+from tests.support.tiny_architectures import MAKERS
 
 if TYPE_CHECKING:  # seconds of imports
     from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ class TinyModel:
     @staticmethod
     def families() -> list[str]:
         """Return the values that `family` may have."""
-        return sorted(_makers().keys() - {"qwen3_moe"})
+        return sorted(MAKERS.keys() - {"qwen3_moe"})
 
     @property
     def moe(self) -> bool:
@@ -126,7 +126,7 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "eos_token_id": EOS,
         "pad_token_id": PAD,
     }
-    make = _makers()[shape.family if shape.family != "qwen3" or not shape.experts else "qwen3_moe"]
+    make = MAKERS[shape.family if shape.family != "qwen3" or not shape.experts else "qwen3_moe"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = make(shape, common)
@@ -134,11 +134,6 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = PAD
     return model
-
-
-def _makers() -> dict[str, Callable[[TinyModel, dict[str, Any]], PreTrainedModel]]:
-    """Return how a tiny model of each architecture is made that says so, by model type."""
-    return {each.model_type: each.tiny for each in architectures().values() if each.tiny is not None}
 
 
 def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
@@ -190,3 +185,36 @@ def _update_json(path: Path, changes: dict[str, Any]) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     values.pop("backend", None)
     path.write_text(json.dumps(values | changes, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.tiny_model", description="Write a small random model."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument("--family", choices=TinyModel.families(), default=TinyModel.family)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=TinyModel.layers)
+    parser.add_argument("--hidden", type=int, default=TinyModel.hidden)
+    parser.add_argument("--heads", type=int, default=TinyModel.heads)
+    parser.add_argument("--kv-heads", type=int, default=TinyModel.kv_heads)
+    parser.add_argument("--head-dim", type=int, default=TinyModel.head_dim)
+    parser.add_argument("--intermediate", type=int, default=TinyModel.intermediate, help="width of an expert or MLP")
+    parser.add_argument("--experts", type=int, default=TinyModel.experts)
+    parser.add_argument("--top-k", type=int, default=TinyModel.top_k)
+    parser.add_argument("--vocab", type=int, default=TinyModel.vocab)
+    parser.add_argument("--max-positions", type=int, default=TinyModel.max_positions)
+    parser.add_argument("--dense", action="store_true", help="a dense Qwen3 instead of a mixture of experts")
+    parser.add_argument("--yarn", action="store_true", help="a DeepSeek-V3 whose context YaRN lengthened")
+    values = vars(parser.parse_args())
+    out, seed = values.pop("out"), values.pop("seed")
+    if values.pop("dense"):
+        values["experts"] = 0
+    try:
+        write_tiny_model(out, TinyModel(**values), seed)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
