@@ -66,7 +66,7 @@ _NATIVE = Efficiency(
     Rates(0.80, 0.70, 0.68, 0.60, 0.75, 0.90, 0.90, 1e6 / 5, 1e6 / 6.6, hidden=True),
     "assumed: BF16 products 0.6-0.8 of the peak, of experts 0.3-0.7; FP8's 1.2-1.7 times as fast, of experts 1.1-1.7 "
     "(DeepGEMM publishes 1.1-1.36 PFLOP/s on H800, the top of it); attention 0.35-0.75 (FlashAttention-2 and -3 on "
-    "H100); memory 0.6-0.9 (4.3 of 4.8 TB/s copied on an H200); links 0.5-0.9; 5 us a launch; "
+    "H100); memory 0.6-0.9 (one H100 copied 3.0 of its 3.35 TB/s); links 0.5-0.9; 5 us a launch; "
     "6.6 us a kernel of a CUDA graph (the most that one H100 can have taken)",
 )
 _EXACT = Efficiency(
