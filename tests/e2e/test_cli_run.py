@@ -119,7 +119,8 @@ def test_every_row_is_complete_and_finite(run: StartedRun) -> None:
         assert [name for name in row if name != "step" and describe(name) is None] == [], "each has unit and meaning"
         assert all(math.isfinite(value) for value in row.values())
         assert row["tracking/nonfinite_dropped"] == 0
-    assert {name for name in measured - always if name.startswith(("sync/", "eval/", "perf/"))} <= rows[-1].keys()
+    last = {name for name in measured - always if name.startswith(("sync/", "eval/", "perf/"))}
+    assert last - {"eval/graded"} <= rows[-1].keys() and "eval/graded" not in rows[-1], "all rewards are 0 or 1"
 
 
 def test_trainer_and_engine_agree_on_every_token(run: StartedRun) -> None:

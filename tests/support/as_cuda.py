@@ -6,6 +6,7 @@ CUDA install has. It changes the process for good: call it in one of its own, be
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from typing import Any
@@ -84,6 +85,8 @@ def pretend() -> None:
         "empty_cache": None,
         "set_device": None,
         "_lazy_init": None,
+        "current_stream": _Stream(),
+        "stream": contextlib.nullcontext(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)

@@ -161,7 +161,7 @@ def family_of(mark: str) -> list[psutil.Process]:
 def of_runs(mark: str) -> list[psutil.Process]:
     """Of the family of a Ray cluster, the processes that belong to a run, and not to the cluster itself."""
     ours = re.compile(
-        r"rollout\.server\.launcher|fp8rl::watch|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core"
+        r"rollout\.engine\.server\.launcher|fp8rl::watch|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core"
     )
     return [process for process in family_of(mark) if ours.search(command_of(process))]
 

@@ -1,10 +1,11 @@
-"""A prefill by SGLang's own model classes on their CUDA branches, with the plugin's hooks, on a CPU.
+"""Forwards by SGLang's own model classes on their CUDA branches, with the plugin's hooks, on a CPU.
 
 Only for a process in which `as_cuda.pretend` was called first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,46 +15,68 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8rl.models import Model, read_model
+from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.families.latent import Latent
-from fp8rl.numerics.config import NumericsConfig
+from fp8rl.numerics.config import KVPrecision, NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.plugin import hooks
+from fp8rl.rollout.engine.plugin.lifecycle import after_load_model
 from fp8rl.rollout.engine.plugin.state import configure, state
 from fp8rl.rollout.engine.server.arguments import server_arguments
 from fp8rl.weight_sync.served import convert_checkpoint
-from tests.support.as_cuda import OnCpu
+from tests.support.as_cuda import OnCpu, called
 
-NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 SLOTS = 64
+_installed: set[str] = set()
 
 
-def first_token(path: Path, folder: Path) -> tuple[int, int]:
-    """The likeliest first token of an answer, by SGLang's forward in exact FP8, and by transformers in FP32."""
+def engine_paths(path: Path, folder: Path, kv: KVPrecision = "bf16") -> dict[str, Any]:
+    """Compare the logits behind a prompt, in exact FP8: of a prefill, and of a decode step of the prompt's last token,
+    plain and as a CUDA graph is captured.
+
+    called: stubs; differ: decode steps with other bits than the prefill; token, expected: the likeliest next one, and
+    the same by transformers in FP32.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path)
     chat = [{"role": "user", "content": "6+1+6+6=?"}]
     tokens = torch.tensor(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), kv=kv)
+    _hook(numerics)
+    served = folder / path.name
+    if not served.exists():
+        convert_checkpoint(path, served, numerics.rollout_spec)
+    called.clear()
+    with OnCpu(), torch.no_grad():
+        model, definition = _loaded(served), read_model(served, served=True)
+        forward = _forward(model, definition, numerics)
+        whole = forward(tokens, 0)
+        steps = {}
+        for capture in (False, True):
+            forward = _forward(model, definition, numerics)
+            forward(tokens[:-1], 0)
+            steps[capture] = forward(tokens[-1:], len(tokens) - 1, decode=True, capture=capture)
+        stubs = list(called)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens[None]).logits[0, -1]
-        found = _last_logits(path, folder / path.name, tokens)
-    return int(found.argmax()), int(expected.argmax())
+    return {
+        "called": stubs,
+        "differ": [f"capture={capture}" for capture, logits in steps.items() if not torch.equal(logits, whole)],
+        "finite": bool(whole.isfinite().all()),
+        "token": int(whole.argmax()),
+        "expected": int(expected.argmax()),
+    }
 
 
-def _last_logits(path: Path, served: Path, tokens: torch.Tensor) -> torch.Tensor:
-    _hooked()
-    convert_checkpoint(path, served, NUMERICS.rollout_spec)
-    with OnCpu():
-        model, definition = _loaded(served), read_model(served, served=True)
-        state().weights.attach(model, definition, "1")
-        return _prefilled(model, definition, tokens)
-
-
-@cache
-def _hooked() -> None:
+def _hook(numerics: NumericsConfig) -> None:
+    """Configure the process, and install those of the hooks that it does not have yet."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    configure(NUMERICS)
-    hooks.install(hooks.hooks_for(NUMERICS, True))
+    configure(numerics)
+    every = hooks.hooks_for(numerics, True)
+    hooks.register([hook for hook in every if hook.path not in _installed])
+    state().provides = hooks.provided(every)
+    _installed.update(hook.path for hook in every)
     HookRegistry.apply_hooks()
 
 
@@ -77,48 +100,86 @@ def _loaded(served: Path) -> Any:
     set_global_server_args_for_scheduler(args)
     _one_rank(served.parent)
     model_config = ModelConfig.from_server_args(args)
-    return get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    after_load_model(SimpleNamespace(model=model, server_args=args, ps=SimpleNamespace(tp_rank=0, tp_size=1)))
+    return model
 
 
-def _prefilled(model: Any, definition: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits after the last of `tokens`, the second request in the table of slots."""
+def _forward(model: Any, definition: Model, numerics: NumericsConfig) -> Callable[..., torch.Tensor]:
+    """A call that gives the logits behind the last of `tokens`, which follow `start` others of the second request in an
+    empty cache."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-    from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.model_executor.runner_utils import capture_mode
+
+    table = torch.arange(SLOTS, dtype=torch.int32).view(2, -1)
+    backend = object.__new__(TritonAttnBackend)  # its constructor asks for a whole runner
+    backend.token_to_kv_pool = _cache(definition, numerics)
+    backend.forward_metadata = SimpleNamespace(swa_out_cache_loc=None, out_cache_loc_full_physical=None)
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=table)
+    backend.linear_attn_backend = _states(definition)
+
+    def forward(tokens: torch.Tensor, start: int, decode: bool = False, capture: bool = False) -> torch.Tensor:
+        count = len(tokens)
+        extended = {
+            "extend_seq_lens": torch.tensor([count], dtype=torch.int32),
+            "extend_prefix_lens": torch.tensor([start], dtype=torch.int32),
+            "extend_seq_lens_cpu": [count],
+            "extend_prefix_lens_cpu": [start],
+        }
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=tokens,
+            req_pool_indices=torch.tensor([1]),
+            seq_lens=torch.tensor([start + count]),
+            out_cache_loc=table[1, start : start + count].long(),
+            seq_lens_sum=start + count,
+            positions=torch.arange(start, start + count),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            **({} if decode else extended),
+        )
+        capture_mode.is_capture_mode = capture
+        try:
+            with forward_context(ForwardContext(attn_backend=backend)):
+                return model.forward(batch.input_ids, batch.positions, batch).next_token_logits[-1]
+        finally:
+            capture_mode.is_capture_mode = False
+
+    return forward
+
+
+def _cache(definition: Model, numerics: NumericsConfig) -> Any:
+    from sglang.srt.mem_cache import memory_pool
 
     # SGLang's own copy into the cache, which it compiles with nvcc.
     memory_pool.can_use_store_cache = lambda *widths: False  # type: ignore[attr-defined]
-    sizes, count = definition.sizes, len(tokens)
-    of_pool = (SLOTS, 1, torch.bfloat16)
+    sizes = definition.sizes
+    of_pool = (SLOTS, 1, numerics.kv_format.dtype)
     if any(isinstance(own, Latent) for own in sizes.own):
         latent = sizes.of(Latent)
-        pool = memory_pool.MLATokenToKVPool(
+        return memory_pool.MLATokenToKVPool(
             *of_pool, latent.kv_rank, latent.rope_dim, sizes.layers, "cpu", enable_memory_saver=False
         )
-    else:
-        pool = memory_pool.MHATokenToKVPool(
-            *of_pool, sizes.kv_heads, sizes.head_dim, sizes.layers, "cpu", enable_memory_saver=False
-        )
-    backend = object.__new__(TritonAttnBackend)  # its constructor asks for a whole runner
-    backend.token_to_kv_pool = pool
-    backend.forward_metadata = SimpleNamespace(swa_out_cache_loc=None, out_cache_loc_full_physical=None)
-    table = torch.arange(SLOTS, dtype=torch.int32).view(2, -1)
-    backend.req_to_token_pool = SimpleNamespace(req_to_token=table)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=tokens,
-        req_pool_indices=torch.tensor([1]),
-        seq_lens=torch.tensor([count]),
-        out_cache_loc=table[1, :count].long(),
-        seq_lens_sum=count,
-        positions=torch.arange(count),
-        extend_seq_lens=torch.tensor([count], dtype=torch.int32),
-        extend_prefix_lens=torch.tensor([0], dtype=torch.int32),
-        extend_seq_lens_cpu=[count],
-        extend_prefix_lens_cpu=[0],
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+    return memory_pool.MHATokenToKVPool(
+        *of_pool, sizes.kv_heads, sizes.head_dim, sizes.layers, "cpu", enable_memory_saver=False
     )
-    with forward_context(ForwardContext(attn_backend=backend)):
-        return model.forward(batch.input_ids, batch.positions, batch).next_token_logits[0]
+
+
+def _states(definition: Model) -> Any:
+    """A stand-in for the pool of linear attention's states, empty."""
+    own = next((each for each in definition.sizes.own if isinstance(each, GatedDelta)), None)
+    if own is None:
+        return None
+    layers = [
+        SimpleNamespace(
+            conv=[torch.zeros(3, own.channels, own.taps - 1, dtype=torch.bfloat16)],
+            temporal=torch.zeros(3, own.value_heads, own.value_dim, own.key_dim),
+        )
+        for _ in range(definition.sizes.layers)
+    ]
+    return SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: layers[layer]),
+        forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor([1], dtype=torch.int32)),
+    )

@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from fp8rl.diagnose.plan.subject import CONFIGS
+from fp8rl.diagnose.plan.time import OF_LAYER
 from fp8rl.models import read_model
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.config import NumericsConfig
@@ -88,6 +90,48 @@ def test_a_layer_of_128_experts_takes_as_many_launches_as_one_of_few(moe_path: P
     assert found["hooks"] == found["parameters"] == 2
     assert found["ops"] <= 30 and 10 <= found["kernels"] <= 15
     assert found["stacks"] == []
+
+
+def _layers_on_meta(folder: Path, layout: Layout, config: TrainerSection) -> list[list[int]]:
+    """Launches of our kernels of a micro-batch, by the number of layers: in FP8 and in BF16, without and with
+    recomputation."""
+    from fp8rl.trainer.distributed.optimizer import wrap
+    from fp8rl.trainer.megatron.lowering import Lowering
+    from fp8rl.trainer.megatron.model import build_model
+    from fp8rl.trainer.modules.precision import Precision
+
+    torch.cuda.current_device = lambda: torch.device("meta")
+
+    def counted(layers: int, trainer: str, recompute: str) -> int:
+        values = json.loads((folder / "config.json").read_text())
+        path = Path(f"{layers}")
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=trainer)  # type: ignore[arg-type]
+        precision, ours = Precision(numerics, WeightCache(), layers), TrainerSection(recompute=recompute)  # type: ignore[arg-type]
+        model = build_model(read_model(path), ours, layout, precision, Lowering(), 512)
+        experts = [each for name, each in model.named_parameters() if ".experts." in name]
+        wrapped, model.post_process = wrap(model, Lowering(), experts), False
+        tokens = torch.empty(2, 256, dtype=torch.int64, device="meta")
+        for _ in range(2):  # the first one quantizes the weights
+            with interpreted_launches(run_kernels=False) as found:
+                wrapped(tokens, position_ids=None, attention_mask=None).sum().backward()
+        return found.kernels.total()
+
+    with using("triton"):
+        kinds = [(trainer, recompute) for trainer in ("fp8", "bf16") for recompute in ("none", "layer")]
+        return [[counted(layers, *kind) for kind in kinds] for layers in (1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "experts"), [("qwen3_30b_a3b", True), ("qwen3_8b", False)])
+def test_a_layer_launches_what_the_plan_counts(
+    name: str, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (found,) = run_on_ranks(TrainerSection(), tmp_path / "ranks", partial(_layers_on_meta, CONFIGS / name))
+    of_layer = [two - one for one, two in zip(*found, strict=True)]
+    assert of_layer == [sum(OF_LAYER[fp8, experts][:parts]) for fp8 in (True, False) for parts in (1, 2)]
 
 
 def test_hooks_of_a_micro_batch_do_not_grow_with_experts(make_trainer: MakeTrainer) -> None:

@@ -76,6 +76,8 @@ class Plan(Report):
     """Tokens that fit, colocated, and with the trainer alone."""
     largest_with_slack: int
     """Tokens that leave the slack that a real run needs, where the plan is judged."""
+    largest_engine_tp: int
+    """The largest `rollout.tp` that divides the model."""
     sync_bytes: tuple[int, ...]
     """To each engine, and what it would be in BF16."""
     fp8: Mapping[str, StepTime]
@@ -243,6 +245,7 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, efficiency: Efficiency
             name: largest_micro_batch(job, memory[name], gpu.memory) for name in ("colocated", "trainer")
         },
         largest_with_slack=largest_micro_batch(job, memory[decides], gpu.memory, SLACK),
+        largest_engine_tp=max(layouts.engine_widths(job), default=1),
         sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
         fp8=times,
         bf16={corner: step_time(job.in_bf16(), gpu, rates) for corner, rates in corners.items()},

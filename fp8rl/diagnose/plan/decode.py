@@ -14,9 +14,6 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.weight_sync.served import weight_bytes
 
-NODE_S = 2.3e-6
-"""Assumed, not measured: what a kernel of a CUDA graph takes beside its bytes and FLOPs."""
-
 OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
     ("exact", True): (12, 15),
     ("exact", False): (10, 24),
@@ -32,18 +29,15 @@ BESIDE_LAYERS = 14
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode step of an engine. work: seconds of its bytes and FLOPs; kernels: of its graph; weights, cache: bytes
-    read; batch: answers, a token each."""
+    """One decode step of an engine. seconds: with `work`, that of its bytes and FLOPs; kernels: of its graph; weights,
+    cache: bytes read; batch: answers, a token each."""
 
     batch: int
+    seconds: float
     work: float
     kernels: int
     weights: float
     cache: float
-
-    @property
-    def seconds(self) -> float:
-        return self.work + NODE_S * self.kernels
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,7 +64,8 @@ def decode_step(
     fp8 = spec.quantized
     flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))
     attention = batch * shape.attention_flops(context) / ranks / (gpu.bf16 * rates.attention)
-    return Decode(batch, max(memory, flops + attention), decode_kernels(shape, spec, mode), weights, cache)
+    work, kernels = max(memory, flops + attention), decode_kernels(shape, spec, mode)
+    return Decode(batch, work + kernels / rates.nodes, work, kernels, weights, cache)
 
 
 def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:

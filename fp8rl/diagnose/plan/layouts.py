@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fp8rl.diagnose.plan.efficiency import Efficiency
@@ -43,18 +43,15 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
     """The fewest ranks of an engine that take less than half of a GPU; in exact mode, whose engines have one, one."""
     if job.numerics.mode == "exact":
         return 1
-    able = [ranks for ranks in range(1, GPUS_PER_NODE + 1) if divides(job.shape, ranks, job.numerics.blocks_spec)]
+    able = [ranks for ranks in engine_widths(job) if ranks <= GPUS_PER_NODE]
     light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).always < gpu.memory]
     return min(light, default=max(able, default=1))
 
 
-def divides(shape: Shape, ranks: int, spec: QuantSpec) -> bool:
-    """Return whether a model divides over so many ranks of an engine."""
-    try:
-        check_engine_layout(shape, ranks, spec)
-    except UserError:
-        return False
-    return True
+def engine_widths(job: Job) -> list[int]:
+    """The numbers of ranks over which the model divides in an engine, of the divisors of its heads."""
+    heads, spec = job.shape.sizes.heads, job.numerics.blocks_spec
+    return [ranks for ranks in _divisors(heads, heads) if _accepted(check_engine_layout, job.shape, ranks, spec)]
 
 
 def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
@@ -103,11 +100,16 @@ def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> I
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
             for ep in _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]:
                 layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
-                try:
-                    check_layout(shape, layout, spec)
-                except UserError:
-                    continue
-                yield layout
+                if _accepted(check_layout, shape, layout, spec):
+                    yield layout
+
+
+def _accepted(check: Callable[..., None], *values: object) -> bool:
+    try:
+        check(*values)
+    except UserError:
+        return False
+    return True
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -109,6 +109,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if job.engines:
         sent, in_bf16 = (each / 1e9 for each in plan.sync_bytes)
         yield f"a sync sends {sent:.3g} GB to each engine ({in_bf16:.3g} in BF16)"
+        one = ", and on GPUs exact mode runs with 1" if job.numerics.mode == "exact" else ""
+        yield f"this model's largest rollout.tp is {plan.largest_engine_tp}{one}"
     speed = plan.tokens_per_second
     yield f"training processes {speed.low:,.0f} to {speed.high:,.0f} tokens per second and GPU"
     if job.fp8:
@@ -167,7 +169,7 @@ def _times(plan: Plan) -> RenderableType:
 
 
 def _decode(plan: Plan) -> RenderableType:
-    speeds = (f"tokens/s, {plan.job.numerics.rollout}", "tokens/s, bf16")
+    speeds = [f"tokens/s, {plan.job.numerics.mode} {each}" for each in (plan.job.numerics.rollout, "bf16")]
     rows = [
         ("an engine", str(side.batch), str(side.kernels), f"{side.tokens_per_second:,.0f}",
          f"{bf16.tokens_per_second:,.0f}", _gb(side.weights), _gb(side.cache))

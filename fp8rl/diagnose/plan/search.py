@@ -193,11 +193,10 @@ def _engine_ranks(base: Experiment, subject: PlanSubject, gpu: Gpu, no_more: boo
     """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
     if not base.needs_engines:
         return [1]
-    spec, job = base.numerics_config().blocks_spec, job_on(replace(subject, experiment=base), gpu)
+    job = replace(job_on(replace(subject, experiment=base), gpu), kv_tokens=base.rollout.context_length)
     most = 1 if base.numerics.mode == "exact" or (no_more and not is_apart(base, job)) else GPUS_PER_NODE
-    able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape, ranks, spec)]
-    row = base.rollout.context_length
-    alone = {ranks: engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)) for ranks in able}
+    able = [ranks for ranks in layouts.engine_widths(job) if ranks <= most]
+    alone = {ranks: engine_memory(replace(job, engine_tp=ranks)) for ranks in able}
     return [ranks for ranks, memory in alone.items() if layouts.leaves_slack(memory.peak, gpu)]
 
 

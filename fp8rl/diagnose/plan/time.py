@@ -2,7 +2,7 @@
 
 A product takes as long as its FLOPs or its bytes, whichever is more; FP8 adds a pass over each operand that it
 quantizes. Attention is BF16, its backward 2.5 forwards. Between those, what is kept is written, read, and its gradient
-written. The host starts a kernel every 5 us, and a forward and backward are never faster.
+written. The host launches one kernel after the other, and a forward and backward are never faster.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from fp8rl.rl.experiment.budget.memory import LOGIT_BYTES
 from fp8rl.trainer.config import OptimizerSection
 from fp8rl.trainer.state_bytes import layers_of_stage, state_bytes
 
-LAUNCH_S = 5e-6
 OPTIMIZER_BYTES = 30
 """Read and written of one FP32 parameter: gradient, master and two moments read, three written, the weight written."""
 BACKWARD_ATTENTION = 2.5
 PASSES = 3
 """Over the activations that are kept, beside the products: written, read, their gradient written."""
 
+OF_LAYER = {(True, True): (49, 20), (True, False): (41, 14), (False, True): (34, 19), (False, False): (21, 12)}
+"""Launches of our kernels in a layer that is FP8's or not, with experts or dense: of its forward and backward, and of a
+second forward. Counted on the meta device (`tests/trainer/test_launches.py`); other families' are taken as many."""
 _DENSE_KERNELS, _MOE_KERNELS = 15, 20
-"""Launches of a layer's forward beside products of experts: norms, projections, rotation, attention, additions;
-router, top-k, sorting, dispatch and combination. Counted in Megatron's modules; the backward has twice as many."""
+"""The libraries' launches of a layer's forward beside products of experts; the backward has twice as many. Counted in
+Megatron's modules."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,12 @@ def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
     forward = job.shape.attention_flops(job.mean_keys) * share * job.rank_tokens
-    attention = (
-        forward
-        * (1 + (job.layout.recompute in ("attention", "layer")) + BACKWARD_ATTENTION)
-        / (gpu.bf16 * rates.attention)
-    )
+    forwards = 1 + (job.layout.recompute in ("attention", "layer")) + BACKWARD_ATTENTION
+    attention = forward * forwards / (gpu.bf16 * rates.attention)
     kept = sum(job.shape.activations(layer).bf16 for layer in layers) * job.rank_tokens / job.layout.tp
     logits = LOGIT_BYTES * job.shape.sizes.vocab_size * job.rank_tokens if stage == job.layout.pp - 1 else 0.0
     elementwise = PASSES * (kept + logits) / bandwidth
-    launches = LAUNCH_S * (4 / 3 if job.layout.recompute == "layer" else 1.0) * kernels(job, stage)
+    launches = kernels(job, stage) / rates.launches
     transfers = 0.0 if rates.hidden else layer_transfers(job, gpu, rates, layers)
     once = max(products + quantization + attention + elementwise, launches) + transfers
     return StepTime(
@@ -98,20 +97,19 @@ def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     )
 
 
-def kernels(job: Job, stage: int = 0) -> int:
-    """Launches of a micro-batch's forward and backward on a stage, all of a layer's backward being twice its forward.
-
-    TransformerEngine and cuBLAS take a product, and a quantization, of each expert by itself; the shared kernels take
-    all experts at once. FP8 quantizes what comes in, in the forward, and what gradient comes back, in the backward.
-    """
-    sizes, own = job.shape.sizes, job.shape.sizes.experts // job.layout.ep
-    grouped = 1 if job.storage == "kernels" else own
-    total = 0
+def kernels(job: Job, stage: int = 0) -> float:
+    """Launches of a micro-batch's forward and backward on a stage: of our kernels, whose measured time contains
+    torch's launches between them; or of the libraries', which take a product, and a quantization, of each expert by
+    itself."""
+    sizes, own, again = job.shape.sizes, job.shape.sizes.experts // job.layout.ep, job.layout.recompute == "layer"
+    total = 0.0
     for layer in _layers(job, stage):
-        experts = sizes.has_experts(layer)
-        total += 3 * (_DENSE_KERNELS + (_MOE_KERNELS + 2 * grouped if experts else 3))
-        if job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized:
-            total += 2 * (2 + (2 * grouped if experts else 2))
+        experts, fp8 = sizes.has_experts(layer), job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
+        if job.storage == "kernels":
+            total += sum(OF_LAYER[fp8, experts][: 1 + again])
+        else:
+            once = 3 * (_DENSE_KERNELS + (_MOE_KERNELS + 2 * own if experts else 3))
+            total += (4 / 3 if again else 1) * (once + fp8 * 2 * (2 + (2 * own if experts else 2)))
     return total
 
 
@@ -222,12 +220,8 @@ GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 /
 
 def expert_bytes(job: Job, stage: int = 0) -> float:
     """Bytes that a rank sends in a step to other ranks' experts, and back: forward and backward."""
-    return (
-        job.micro_batches
-        * _expert_bytes(job, layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage))
-        * (job.layout.ep - 1)
-        / job.layout.ep
-    )
+    ep = job.layout.ep
+    return job.micro_batches * _expert_bytes(job, _layers(job, stage)) * (ep - 1) / ep
 
 
 def gathered_and_summed_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
@@ -249,9 +243,8 @@ def layer_transfers(job: Job, gpu: Gpu, rates: Rates, layers: range) -> float:
         blocks = 2 * len(layers) - moe
         seconds += 5 * blocks * token * (layout.tp - 1) / layout.tp / (gpu.nvlink * rates.link)
     if layout.cp > 1:  # keys and values, once more in the backward, where queries and their gradient come too
-        gathered = (
-            4.0 * (sizes.heads + (2 + (layout.recompute in ("attention", "layer"))) * sizes.kv_heads) * sizes.head_dim
-        )
+        forwards = 1 + (layout.recompute in ("attention", "layer"))
+        gathered = 4.0 * (sizes.heads + (1 + forwards) * sizes.kv_heads) * sizes.head_dim
         seconds += len(layers) * gathered * job.micro_batch / layout.tp * _per_byte(layout.cp, layout.tp, gpu, rates)
     if layout.ep > 1:  # there and back, forward and backward
         seconds += _expert_bytes(job, layers) * _per_byte(layout.ep, 1, gpu, rates)

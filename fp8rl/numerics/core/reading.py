@@ -206,7 +206,7 @@ def parsed(path: Path, key: str, parse: Callable[[dict[str, Any]], T], remedy: s
         return parse(values)
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         found = f"{type(error).__name__}: {error}"
         raise user_error(
             f"{key}: {path}", found=found, expected="the keys and values that fp8rl writes", remedy=remedy

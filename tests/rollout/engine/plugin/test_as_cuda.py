@@ -1,21 +1,27 @@
-"""The hook table on SGLang's CUDA branches, where other functions stand under the same names, and a forward there."""
+"""Hooks on SGLang's CUDA branches, where other functions stand under the same names, and an engine's paths there."""
 
 import json
+from typing import Any
 
 import pytest
 
 from tests.support.elsewhere import found_elsewhere
 from tests.support.paths import EXAMPLES
 
-HOOKS = """
-import json
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
 from tests.support.as_cuda import pretend
 pretend()
+from tests.support.tiny_model import TinyModel, write_tiny_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.plugin import hooks
 from sglang.srt.layers.moe import topk
 from sglang.srt.utils import is_cuda
+from tests.support.cuda_forward import engine_paths
 tables = {
     f"{mode} {preset} {rollout}": hooks.hooks_for(
         NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), rollout=rollout), True
@@ -25,19 +31,42 @@ tables = {
     for rollout in ("fp8", "bf16")
 }
 every = {hook.path: hook for table in tables.values() for hook in table}
-print(json.dumps({
+hooks_found = {
     "cuda": is_cuda(),
     "hooks": {name: len(table) for name, table in tables.items()},
     "paths": len(every),
     "problems": [problem for hook in every.values() if (problem := hooks._problem(hook))],
     "routers": [topk.biased_grouped_topk.__name__, topk.fused_topk.__name__],
-}))
+}
+examples, made, in_fp8, folder = *map(json.loads, sys.argv[1:4]), Path(sys.argv[4])
+paths = [Path(name) for name in examples]
+for name, sizes in made.items():
+    paths.append(folder / "made" / name)
+    write_tiny_model(paths[-1], TinyModel(**sizes))
+forwards = {path.name: engine_paths(path, folder / "served") for path in paths}
+forwards |= {f"{path.name} fp8": engine_paths(path, folder / "served", "fp8") for path in paths if path.name in in_fp8}
+print(json.dumps({"hooks": hooks_found, "forwards": forwards}))
 """
 
+TRAINED = [f"tiny_{name}" for name in ("qwen3_moe", "glm", "deepseek", "olmoe", "qwen2", "qwen3_5", "qwen3_next")]
+MADE: dict[str, dict[str, Any]] = {
+    "dense": {"experts": 0},
+    "mixtral": {"family": "mixtral", "hidden": 256},
+    "deepseek_without_q_rank": {"family": "deepseek_v3", "q_rank": 0},
+    **{each: {"family": each} for each in ("llama", "mistral", "glm4_moe_lite", "glm_moe_dsa", "qwen3_5_moe_text")},
+}
+IN_FP8 = ["tiny_qwen3_moe", "dense", "tiny_glm", "tiny_deepseek"]
+"""Models whose keys and values are also kept in FP8."""
 
-@pytest.mark.slow
-def test_every_hook_finds_its_target_on_cuda() -> None:
-    found = found_elsewhere(HOOKS)
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    examples = [str(EXAMPLES / "models" / name) for name in TRAINED]
+    return found_elsewhere(SCRIPT, *map(json.dumps, (examples, MADE, IN_FP8)), str(tmp_path_factory.mktemp("as_cuda")))
+
+
+def test_every_hook_finds_its_target_on_cuda(found: Any) -> None:
+    found = found["hooks"]
     assert found["cuda"] and found["problems"] == []
     assert found["paths"] >= 35 and all(
         found["hooks"][f"exact fp8_block_pow2 {each}"] >= 30 for each in ("fp8", "bf16")
@@ -45,26 +74,12 @@ def test_every_hook_finds_its_target_on_cuda() -> None:
     assert found["routers"] == ["biased_grouped_topk_gpu", "fused_topk"], "the functions of a GPU, under their names"
 
 
-FORWARDS = """
-import json, sys
-from pathlib import Path
-from tests.support.as_cuda import called, pretend
-pretend()
-from tests.support.cuda_forward import first_token
-names, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-found = {}
-for name in names:
-    called.clear()
-    token, expected = first_token(Path(name), folder)
-    found[name] = {"called": list(called), "token": token, "expected": expected}
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_a_forward_on_cuda_calls_no_kernel_of_sglangs_packages(tmp_path) -> None:
-    """Of a mixture of Qwen3's, of GLM-4.5 and of a DeepSeek: whatever computes is a hook, and answers as it should."""
-    names = [str(EXAMPLES / f"models/tiny_{name}") for name in ("qwen3_moe", "glm", "deepseek")]
-    found = found_elsewhere(FORWARDS, json.dumps(names), str(tmp_path))
-    assert {name: each["called"] for name, each in found.items()} == {name: [] for name in names}
-    assert all(each["token"] == each["expected"] for each in found.values()), found
+@pytest.mark.parametrize("name", [*TRAINED, *MADE, *(f"{each} fp8" for each in IN_FP8)])
+def test_a_decode_step_on_cuda_has_the_bits_of_a_prefill_and_calls_no_kernel_of_sglangs_packages(
+    name: str, found: Any
+) -> None:
+    """Plain, and in capture mode, where SGLang's modules use a second stream: whatever computes is a hook."""
+    path = found["forwards"][name]
+    assert path["called"] == [] and path["differ"] == [] and path["finite"]
+    if name in ("tiny_qwen3_moe", "tiny_glm", "tiny_deepseek"):
+        assert path["token"] == path["expected"]

@@ -170,7 +170,7 @@ def lm_head(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Any 
 #
 # SGLang has each rank round its part of a sum to BF16 and then adds the parts up. Here the ranks exchange what is not
 # rounded yet, each makes the whole result in the trainer's order, and rank 0 alone hands it to SGLang's sum. The others
-# add -0, which changes nothing, not even the sign of a zero.
+# add -0, which changes no number. SGLang's sum on a GPU may turn +0 into -0; no log-probability depends on that.
 
 
 def _merged(own: Tensor, x: Tensor, low_rank: LowRank | None = None) -> Tensor:
