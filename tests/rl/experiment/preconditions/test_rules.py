@@ -76,7 +76,7 @@ def test_every_example_is_accepted_on_the_machines_that_its_header_names(example
 
 def launched(name: str) -> tuple[list[str], list[Node]]:
     """The words that follow `fp8rl train` in a launch template, and its nodes."""
-    values = yaml.safe_load((ROOT / "launch" / name).read_text())
+    values = yaml.safe_load((ROOT / "examples/launch" / name).read_text())
     if "entrypoint" in values.get("spec", {}):
         node = values["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
         gpus, nodes = int(node["resources"]["limits"]["nvidia.com/gpu"]), 2
