@@ -54,7 +54,9 @@ def end_by_force(why: str, code: int) -> NoReturn:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     ours = [line for line in stack if Path(line.filename).is_relative_to(_ROOT) and ".venv" not in line.filename]
-    at = f", at {Path(ours[-1].filename).relative_to(_ROOT.parent)}:{ours[-1].lineno} in {ours[-1].name}" if ours else ""
+    at = "".join(
+        f", at {Path(each.filename).relative_to(_ROOT.parent)}:{each.lineno} in {each.name}" for each in ours[-1:]
+    )
     os.write(2, f"{why}{at}: killing every process that was started\n".encode())  # a stream may be locked
     psutil.wait_procs(kill_family(os.getpid(), itself=False), timeout=_GONE_SECONDS)
     os._exit(code)
