@@ -10,7 +10,7 @@ LINES = {
     "trainer": 9_841,
     "rollout": 11_012,
     "weight_sync": 1_486,
-    "rl": 16_318,
+    "rl": 16_320,
     "diagnose": 8_909,
     "cli": 1_989,
     "tests": 57_170,
