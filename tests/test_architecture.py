@@ -115,7 +115,7 @@ def test_no_file_outside_the_families_folders_knows_a_family() -> None:
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
     named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)
     broken = {}
-    for path in python_files("fp8rl"):
+    for path in [*python_files("fp8rl"), *python_files("lab")]:
         file, text = str(path.relative_to(ROOT)), path.read_text()
         if path.parent in FAMILY_FOLDERS or path.stem in names & {"latent"}:
             continue
@@ -231,9 +231,9 @@ def imported_modules(source: str) -> list[tuple[int, str]]:
 
 
 def imports_between_files() -> dict[str, set[str]]:
-    """Each module of the product, and the other modules of the product that it imports."""
+    """Each module of the product and of the lab, and the other modules of both that it imports."""
     modules = {}
-    for path in python_files("fp8rl"):
+    for path in [*python_files("fp8rl"), *python_files("lab")]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return {name: imported_files(path.read_text(), modules.keys()) - {name} for name, path in modules.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import SampledFeed, to_groups, to_prompts
 from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.stack import Stack, canary_of, open_pair

@@ -11,9 +11,10 @@ from torch import Tensor
 from fp8rl.numerics import ops
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import MODEL, Lab
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.spoiled import NarrowState
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
+from lab.studies.harness.subjects import MODEL
 from lab.studies.harness.training import QUICK_STEPS, STEPS, TrainedArm, teach
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import MODEL, TRAIN, Lab, random_model
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.products import (
     ROLES,
     Operands,
@@ -33,6 +33,7 @@ from lab.studies.harness.products import (
 from lab.studies.harness.spoiled import with_ops
 from lab.studies.harness.statistics import estimate
 from lab.studies.harness.study import Measurement, Study, TextTable
+from lab.studies.harness.subjects import MODEL, TRAIN, random_model
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer

@@ -16,8 +16,9 @@ from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
 from lab.studies.harness.gradient import gradients, objective, turned, with_advantages
-from lab.studies.harness.lab import MODEL, TRAIN, Lab
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm
+from lab.studies.harness.subjects import MODEL, TRAIN
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer

@@ -22,8 +22,9 @@ from fp8rl.numerics.config import NumericsConfig, RolloutPrecision, TrainerPreci
 from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import TRAIN, Lab, random_model
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from lab.studies.harness.subjects import TRAIN, random_model
 from tests.support.tiny_model import TinyModel
 
 if TYPE_CHECKING:

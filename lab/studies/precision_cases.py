@@ -16,8 +16,9 @@ from fp8rl.trainer.step.batch import TokenBatch
 from lab.studies.harness import figures, live
 from lab.studies.harness.cases import CAPS, CASES, POW2, SequenceMetrics, by_sequence, by_token, cases_of, snapshot
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import MODEL, Lab, random_model, trained
+from lab.studies.harness.lab import Lab, trained
 from lab.studies.harness.study import Measurement, Study, TextTable
+from lab.studies.harness.subjects import MODEL, random_model
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.stack import Stack

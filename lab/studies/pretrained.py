@@ -24,8 +24,9 @@ from lab.studies.harness import breakdown, figures, live
 from lab.studies.harness.cases import CAPS, POW2, by_sequence, by_token, cases_of
 from lab.studies.harness.claims import claims_of
 from lab.studies.harness.gradient import gradients, objective, turned, with_advantages
-from lab.studies.harness.lab import EXAMPLES, MODEL, Lab, random_model
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from lab.studies.harness.subjects import EXAMPLES, MODEL, random_model
 from tests.support.tiny_model import TinyModel
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from fp8rl.numerics.core.files import check_writable, new_directory
 from lab.studies.document.document import write_docs
 from lab.studies.harness import figures, keeping, page
 from lab.studies.harness.claims import digest, judge
-from lab.studies.harness.lab import Lab, check_subjects
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.result import RESULTS, Result, provenance
 from lab.studies.harness.study import NAMES, Study, load
+from lab.studies.harness.subjects import check_subjects
 
 QUICK_SEEDS = 3
 FOLDER = Path("runs/studies")

@@ -15,10 +15,11 @@ from fp8rl.numerics.spec import QuantSpec, TensorSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import TRAIN, Lab, random_model
+from lab.studies.harness.lab import Lab
 from lab.studies.harness.products import Operands, ProductRecorder
 from lab.studies.harness.spoiled import NarrowState, with_ops
 from lab.studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
+from lab.studies.harness.subjects import TRAIN, random_model
 from lab.studies.harness.training import RATE, TrainedArm, teach
 
 CHAINS, QUICK_CHAINS = 32, 8

@@ -16,8 +16,9 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import GradientWire, WeightGather
 from lab.studies.harness import figures, live
 from lab.studies.harness.claims import claims_of
-from lab.studies.harness.lab import MODEL, TRAIN, Lab, on_ranks
+from lab.studies.harness.lab import Lab, on_ranks
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
+from lab.studies.harness.subjects import MODEL, TRAIN
 from lab.studies.harness.training import CHAINS_PER_STEP, RATE, STEPS, TrainedArm, taught
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import PRESETS
 from fp8rl.rl.mismatch.logprobs import token_versions
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError

@@ -17,8 +17,8 @@ from fp8rl.diagnose.audit.sightings import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.engines.canary import Canary
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.engine.actor import Engine
 from fp8rl.rollout.engine.protocol import EngineReport

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import PassResult, Scored

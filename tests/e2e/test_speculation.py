@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.sampling import Truncation
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import SpeculationSection
 from fp8rl.rollout.types import Decoding, SamplingParams, Trajectory

@@ -26,9 +26,9 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection, SpeculationSection
 from fp8rl.rollout.engine.actor import Engine, check_versions

@@ -11,7 +11,7 @@ import torch
 
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.mismatch.logprobs import token_versions
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.engine.actor import sample_groups
 from fp8rl.rollout.engine.server.client import EngineClient

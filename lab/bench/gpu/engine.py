@@ -24,8 +24,8 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.rl.record.metrics_log import read_metrics
+from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rl.run.feed.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_groups
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import Engine

@@ -22,13 +22,13 @@ from fp8rl.numerics.config import NumericsConfig, TrainerPrecision
 from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.base import Outcomes
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rollout.tasks.data.sources import Source, load_problems
 from fp8rl.rollout.tasks.rewards.builtin import integer
 from fp8rl.rollout.types import Problem, prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
-from lab.studies.harness.lab import EXAMPLES, MODEL, TRAIN
+from lab.studies.harness.subjects import EXAMPLES, MODEL, TRAIN
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -17,7 +17,7 @@ from fp8rl.rl.algorithms.sft import SftObjective
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.objective import NonFiniteLossError
 from lab.studies.harness import live
-from lab.studies.harness.lab import HELD_OUT, MODEL, TRAIN
+from lab.studies.harness.subjects import HELD_OUT, MODEL, TRAIN
 
 if TYPE_CHECKING:
     from fp8rl.trainer.distributed.layout import Layout

@@ -8,7 +8,7 @@ from fp8rl.models.adapters import AdapterSection
 from fp8rl.rl.experiment import load_experiment
 from lab.studies.adapters import ARMS, FULL, MERGED, MERGED_SLOW, SLOW, STUDY
 from lab.studies.harness.claims import judge
-from lab.studies.harness.lab import EXAMPLES
+from lab.studies.harness.subjects import EXAMPLES
 
 
 @pytest.mark.parametrize("lost", [0.0, 0.2])

@@ -12,7 +12,7 @@ from fp8rl.rl.experiment import load_experiment
 from lab.studies import benefit
 from lab.studies.benefit import SEEDS, STEPS, STUDY, Job, arms, collapsed, jobs, make, outcome
 from lab.studies.harness.claims import judge
-from lab.studies.harness.lab import EXAMPLES
+from lab.studies.harness.subjects import EXAMPLES
 from lab.studies.run import run_study
 
 

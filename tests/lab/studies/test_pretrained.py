@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from lab.studies import pretrained
 from lab.studies.harness.claims import judge
 from lab.studies.pretrained import PROMPTS, QUESTIONS, STUDY, asked

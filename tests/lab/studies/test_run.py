@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
-from lab.studies.harness import lab as subjects
+from lab.studies.harness import subjects
 from lab.studies.harness.page import for_a_terminal
 from lab.studies.harness.study import NAMES
 from lab.studies.run import FOLDER, run_studies, run_study

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.sampling import canary_seed
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.step.batch import TokenBatch
 

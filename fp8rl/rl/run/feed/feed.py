@@ -18,8 +18,8 @@ from fp8rl.rl.mismatch.drift import tokens_by_age
 from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
 from fp8rl.rl.record.metrics_log import StepClock
+from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rl.run.feed.state import Answered, FeedState

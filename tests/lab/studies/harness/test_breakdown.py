@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from lab.studies.harness.breakdown import AnswerTokens, bins, rank_correlations
 
 LIKELY, UNLIKELY = math.log(0.6), math.log(0.2)

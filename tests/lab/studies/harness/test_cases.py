@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples
+from fp8rl.rl.run.batching import SftExample, batch_from_examples
 from lab.studies.harness.cases import _metrics
 
 

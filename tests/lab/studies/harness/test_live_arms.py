@@ -9,7 +9,8 @@ from lab.studies import gradient_direction, precision_cases
 from lab.studies.failure_modes import facts
 from lab.studies.harness import spoiled
 from lab.studies.harness.gradient import turned
-from lab.studies.harness.lab import MODEL, in_own_process
+from lab.studies.harness.lab import in_own_process
+from lab.studies.harness.subjects import MODEL
 from lab.studies.harness.training import TrainedArm, teach
 from lab.studies.precision_cases import MIXED
 

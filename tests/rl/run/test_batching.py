@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8rl.rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
+from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from fp8rl.rollout.types import Trajectory
 
 
