@@ -14,7 +14,7 @@ GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed
 DOCS_VENV := .venv-docs
-STUBS := $(shell find cpu_stubs/pyproject.toml cpu_stubs/src -name '*.py' -o -name '*.toml' 2> /dev/null)
+STUBS := $(shell find requirements/cpu_stubs/pyproject.toml requirements/cpu_stubs/src -name '*.py' -o -name '*.toml' 2> /dev/null)
 
 # One thread per process: a second one is slower at these sizes, and several processes share the cores.
 export OMP_NUM_THREADS := 1
@@ -28,7 +28,7 @@ help: ## list the targets
 install: $(INSTALLED) ## create or update .venv (PYTHON= chooses the Python 3.11 it is made from)
 
 install-gpu: $(GPU_LIBRARIES) ## create .venv-gpu, the CUDA install (PYTHON= 3.11 or 3.12; compiles TransformerEngine)
-	$(GPU_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(GPU_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . -e ./certify
 
 gpu-libraries: $(GPU_LIBRARIES)
 
@@ -65,8 +65,8 @@ lint: $(INSTALLED) ## ruff check, ruff format --check and mypy
 	$(BIN)/mypy
 
 clean: ## remove caches and build products; environments and runs/ stay
-	rm -rf build dist site cpu_stubs/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf *.egg-info cpu_stubs/src/*.egg-info
+	rm -rf build dist site requirements/cpu_stubs/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf *.egg-info certify/*.egg-info requirements/cpu_stubs/src/*.egg-info
 	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # An install that was cut short leaves its marker, and the next one starts from an empty .venv.
@@ -83,9 +83,9 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml $(STUBS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt || { $(TORCH_HINT); exit 1; }
 	@$(BIN)/python -c 'import torch' || { $(TORCH_HINT); exit 1; }
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./cpu_stubs
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	@rm -rf build cpu_stubs/build $(INSTALLING)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./requirements/cpu_stubs
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . -e ./certify
+	@rm -rf build requirements/cpu_stubs/build $(INSTALLING)
 	@touch $@
 
 # The site needs none of what fp8rl needs: of the package only the extra's own requirements.

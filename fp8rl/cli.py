@@ -18,6 +18,11 @@ from fp8rl.rl.run.forced_end import exit_within
 from fp8rl.rl.run.interrupts import end_on_signal
 from fp8rl.rollout.loopback import reach_loopback
 
+try:
+    from fp8rl_certify.cli import certify
+except ModuleNotFoundError:
+    from fp8rl.commands.diagnosis import certify_elsewhere as certify
+
 _EXIT_SECONDS = 60.0
 """Time between the end of a command and that of its process."""
 
@@ -45,7 +50,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (init, runs.train, runs.demo, runs.submit, runs.report, runs.runs),
     "Before a run": (diagnosis.doctor, diagnosis.warm, diagnosis.plan, diagnosis.preflight, diagnosis.audit),
     "After a run": (diagnosis.attribute, diagnosis.rescore, models.eval, models.serve),
-    "Other tools": (diagnosis.certify, models.convert, runs.study),
+    "Other tools": (certify, models.convert, runs.study),
 }
 """The commands by the heading that `--help` lists them under."""
 

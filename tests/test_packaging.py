@@ -133,9 +133,11 @@ def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
     locked, distributions = gpu_lock(), importlib.metadata.packages_distributions() | CUDA_MODULES
     missing = {
         module
-        for folder in ("fp8rl", "lab")
+        for folder in ("fp8rl", "certify", "lab")
         for path in (ROOT / folder).rglob("*.py")
-        for module in top_level_imports(path.read_text()) - {"fp8rl", "lab", "tests"} - set(sys.stdlib_module_names)
+        for module in top_level_imports(path.read_text())
+        - {"fp8rl", "fp8rl_certify", "lab", "tests"}
+        - set(sys.stdlib_module_names)
         if not {canonicalize_name(name) for name in distributions.get(module, [module])} & locked.keys()
     }
     assert missing == {*TRACKERS.values()} - {"wandb"} | {"verifiers"}, "each is an extra of its own"
@@ -155,7 +157,7 @@ def test_image_has_the_cuda_release_of_its_torch() -> None:
 
 
 def test_image_installs_the_gpu_lock_and_nothing_else_and_runs_doctor_without_root() -> None:
-    assert re.findall(r"pip install (.+)", DOCKERFILE) == ["--no-deps --no-build-isolation -e ."]
+    assert re.findall(r"pip install (.+)", DOCKERFILE) == ["--no-deps --no-build-isolation -e . -e ./certify"]
     assert "make gpu-libraries PYTHON=python3.12" in DOCKERFILE
     make = ["make", "--always-make", "--dry-run", "gpu-libraries"]
     steps = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -175,7 +177,7 @@ def test_image_gets_no_environment_and_no_run() -> None:
 @pytest.mark.slow
 def test_every_import_is_a_declared_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
-    own = {"fp8rl", "lab", "tests"}
+    own = {"fp8rl", "fp8rl_certify", "lab", "tests"}  # certify is installed beside, and its absence is a sentence
     runtime = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     runtime |= {canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"]["gpu"]}
     undeclared = []

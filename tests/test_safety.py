@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 REMOVALS = {
     "fp8rl/diagnose/attribution/attribute.py": {"TemporaryDirectory"},  # operands of one op, in the system's
-    "fp8rl/diagnose/certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
+    "certify/fp8rl_certify/dump/__init__.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
     "fp8rl/commands/init.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
@@ -56,7 +56,7 @@ def test_every_removal_and_renaming_is_in_the_table() -> None:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("fp8rl", "lab/studies"):
+    for folder in ("fp8rl", "certify", "lab/studies"):
         for path in python_files(folder):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
 
@@ -80,7 +80,7 @@ def removal(node: ast.AST) -> str | None:
 
 
 CODE = {
-    "fp8rl/diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
+    "certify/fp8rl_certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
     "fp8rl/__init__.py": {"import_module"},  # names of its table
     "fp8rl/models/cards.py": {"load"},  # YAML of a data set's card, by the safe loader
     "fp8rl/models/architecture.py": {"import_module"},  # files in fp8rl/models/architectures
@@ -138,6 +138,7 @@ def code(node: ast.AST) -> str | None:
 
 
 PRINTS = {
+    "certify/fp8rl_certify/cli.py": "JSON",
     "fp8rl/cli.py": "the version",
     "fp8rl/commands/diagnosis.py": "JSON",
     "fp8rl/commands/models.py": "JSON",

@@ -1,16 +1,14 @@
-"""Commands that diagnose: doctor, plan, preflight and audit before a run, attribute, rescore and certify after it."""
+"""Commands that diagnose: doctor, plan, preflight and audit before a run, attribute and rescore after it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,12 +18,8 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from fp8rl.diagnose.certify.dump.dump_report import DumpReport
     from fp8rl.numerics.config import Mode
 
-_SERVER, _DUMP = "A server", "A dump"
 Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
 
 
@@ -253,109 +247,14 @@ def rescore(
     end(result.reproduced)
 
 
-def certify(
-    context: typer.Context,
-    dump: Annotated[
-        Path | None,
-        typer.Argument(metavar="[DUMP]", help="Token ids and log-probabilities: JSON lines, a run, slime's, verl's."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="For a server, its name of the model; for a dump, the directory of the weights."),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of a running server, e.g. http://127.0.0.1:30000; with /v1, OpenAI's API.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key of the server.", rich_help_panel=_SERVER)
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(min=5.0, help="Limit for all requests; what does not fit is skipped.", rich_help_panel=_SERVER),
-    ] = 300.0,
-    temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=100.0, help="For rows without their own; by default 1.", rich_help_panel=_DUMP),
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
-    top_k: Annotated[int | None, typer.Option(min=-1, max=2**31 - 1, help="Likewise.", rich_help_panel=_DUMP)] = None,
-    min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
-    preset: Annotated[
-        Preset, typer.Option(help="Quantization in which our ops score it, beside BF16.", rich_help_panel=_DUMP)
-    ] = "fp8_block_pow2",
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to score, evenly over the rows.", rich_help_panel=_DUMP)
-    ] = 50_000,
-    page: Annotated[
-        Path | None, typer.Option(help="Path of the page; by default beside the dump.", rich_help_panel=_DUMP)
-    ] = None,
-    as_json: AsJson = False,
+def certify_elsewhere(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[DUMP | --server URL]")] = None,
 ) -> None:
-    """Test whether an engine is exact; or how far a dump's log-probabilities are from the model's, and on which side.
-
-    A server gets the same requests alone, in batches, from the cache, in other chunks, under load. A dump is
-    scored by the model's own code and by our ops.
-
-    Exit code 0: certified, equal or within the floor, 1: not, 2: bad input.
-    """
-    with user_errors(), redirect_stdout(sys.stderr):
-        if (server is None) == (dump is None):
-            raise user_error(
-                "DUMP, --server",
-                found="neither" if dump is None else "both",
-                expected="one of them",
-                remedy="Give a file, or --server URL.",
-            )
-        if server is not None:
-            of_dumps = ["temperature", "top_p", "top_k", "min_p", "preset", "tokens", "page"]
-            refuse_given(context, of_dumps, "--server, as it is for a dump")
-        else:
-            refuse_given(context, ["seconds", "api_key"], "a dump, as it is for a server")
-        with interruptible():
-            if server is not None:
-                from fp8rl.diagnose import certify as servers
-
-                found = servers.certify_server(server, model, api_key, seconds=seconds, say=progress())
-                text, shown, ok = found.to_json(), servers.rendered(found), found.ok
-            else:
-                assert dump is not None
-                sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-                report, shown = _certify_dump(dump, model, sampling, preset, tokens, page)
-                text, ok = report.to_json(), report.ok
-    print(text) if as_json else show(shown, soft_wrap=True)
-    end(ok)
-
-
-def _certify_dump(
-    dump: Path,
-    model: str | None,
-    sampling: Mapping[str, Any],
-    preset: Preset,
-    tokens: int,
-    page: Path | None,
-) -> tuple[DumpReport, RenderableType]:
-    """Certify a dump, write its page, and return the report and its text.
-
-    sampling: settings for rows without their own; None: as the dump has them.
-    """
-    from fp8rl.diagnose.certify import dump as dumps
-    from fp8rl.diagnose.certify.dump.dump_report import rendered, write_page
-    from fp8rl.diagnose.certify.dump.rows import Sampling
-    from fp8rl.models.hub import model_directory
-    from fp8rl.numerics.core.files import check_page, writing
-    from fp8rl.numerics.core.reading import check_path
-
-    check_path(dump, "DUMP")
-    page = page or (dump / "certify.html" if dump.is_dir() else dump.with_suffix(".certify.html"))
-    check_page(page, "--page")
-    said = partial(Sampling.replaced, **sampling)
-    weights = None if model is None else model_directory(model, None, "--model")
-    report = dumps.certify_dump(dump, weights, sampling=said, preset=preset, budget=tokens, say=progress())
-    with writing(page, "--page"):
-        write_page(report, page)
-    progress()(f"page     {page}")
-    return report, rendered(report)
+    """Test an engine, or judge a dump of log-probabilities: a package of its own, which is not installed here."""
+    with user_errors():
+        raise user_error(
+            "fp8rl certify",
+            found="no fp8rl-certify in this environment",
+            expected="this package, which has the command",
+            remedy="Install it: pip install ./certify in a checkout.",
+        )

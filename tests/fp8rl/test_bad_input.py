@@ -14,17 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 import fp8rl.diagnose.attribution
-import fp8rl.diagnose.certify.dump
 import fp8rl.evaluating
 import fp8rl.rl.run.restarts
+import fp8rl_certify.dump
 from fp8rl import Run
 from fp8rl.cli import app
-from fp8rl.diagnose.certify.dump.reading import read_dump
-from fp8rl.diagnose.certify.dump.reference import facts
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.engine.server.server import SGLangServer
+from fp8rl_certify.dump.reading import read_dump
+from fp8rl_certify.dump.reference import facts
 from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
@@ -60,7 +60,7 @@ def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, da
     monkeypatch.setattr(fp8rl.diagnose.attribution, "attribute_offline", _accept)
     monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
     monkeypatch.setattr(SGLangServer, "start", _accept)
-    monkeypatch.setattr(fp8rl.diagnose.certify.dump, "certify_dump", _read_only)
+    monkeypatch.setattr(fp8rl_certify.dump, "certify_dump", _read_only)
     return _anew(experiment, tmp_path / "it")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.diagnose.certify import api, probe
+from fp8rl_certify import api, probe
 
 CHUNK = 128
 NAME = "planted"

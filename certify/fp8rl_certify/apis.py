@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fp8rl.diagnose.certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
-from fp8rl.diagnose.certify.http import Count, Http, Logprob, Name, Refused, Said, Scored, ServerFailed, TokenId
+from fp8rl_certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
+from fp8rl_certify.http import Count, Http, Logprob, Name, Refused, Said, Scored, ServerFailed, TokenId
 
 GENERATE = "/generate"
 

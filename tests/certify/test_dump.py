@@ -22,12 +22,6 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.certify import dump as certifying
-from fp8rl.diagnose.certify.dump import certify_dump
-from fp8rl.diagnose.certify.dump.dump_report import DumpReport, sentence, write_page
-from fp8rl.diagnose.certify.dump.reading import read_dump
-from fp8rl.diagnose.certify.dump.reference import Reference
-from fp8rl.diagnose.certify.dump.rows import Sampling
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.numerics.spec import QuantSpec
@@ -36,6 +30,12 @@ from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
+from fp8rl_certify import dump as certifying
+from fp8rl_certify.dump import certify_dump
+from fp8rl_certify.dump.dump_report import DumpReport, sentence, write_page
+from fp8rl_certify.dump.reading import read_dump
+from fp8rl_certify.dump.reference import Reference
+from fp8rl_certify.dump.rows import Sampling
 from tests.support.batches import random_batch
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import WARM

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import sample_problem
-from fp8rl.diagnose.certify import dump as certifying
-from fp8rl.diagnose.certify.dump import certify_dump
-from fp8rl.diagnose.certify.dump.dump_report import SideReport
+from fp8rl_certify import dump as certifying
+from fp8rl_certify.dump import certify_dump
+from fp8rl_certify.dump.dump_report import SideReport
 from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fp8rl.diagnose.certify.api import Answer
-from fp8rl.diagnose.report import Difference
+from fp8rl_certify.api import Answer
+from fp8rl_certify.report import Difference
 
 _MAX_EXPONENT = 20.0
-"""As in `rl.mismatch.logprobs`."""
+"""The bound of `mismatch/k3_kl` in fp8rl."""
 
 
 @dataclass(frozen=True)

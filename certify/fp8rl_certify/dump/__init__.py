@@ -16,13 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fp8rl.diagnose.certify.dump import reference as theirs
-from fp8rl.diagnose.certify.dump.dump_report import DumpReport, SideReport, Verdict, WorstRow
-from fp8rl.diagnose.certify.dump.explain import LEFT_OUT, Looks, explanations, row_means
-from fp8rl.diagnose.certify.dump.floor import Floor, Side, floors, mean, written
-from fp8rl.diagnose.certify.dump.reading import read_dump
-from fp8rl.diagnose.certify.dump.rows import Dump, DumpRow, Sampling
-from fp8rl.diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat, histogram, parts
 from fp8rl.diagnose.measure import difference, one_rank, one_trainer, score_recorded
 from fp8rl.diagnose.report import Difference
 from fp8rl.models import read_model
@@ -32,6 +25,13 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
+from fp8rl_certify.dump import reference as theirs
+from fp8rl_certify.dump.dump_report import DumpReport, SideReport, Verdict, WorstRow
+from fp8rl_certify.dump.explain import LEFT_OUT, Looks, explanations, row_means
+from fp8rl_certify.dump.floor import Floor, Side, floors, mean, written
+from fp8rl_certify.dump.reading import read_dump
+from fp8rl_certify.dump.rows import Dump, DumpRow, Sampling
+from fp8rl_certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat, histogram, parts
 
 if TYPE_CHECKING:
     from fp8rl.trainer.scorer import Scorer

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8rl.diagnose.attribution.compare import minimize
-from fp8rl.diagnose.certify.dump.floor import OUTLIER, SLOPE, USUAL, Side, floors, mean
-from fp8rl.diagnose.certify.dump.reference import Reference, answer, entropies, logprobs, untruncated
-from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
-from fp8rl.diagnose.certify.dump.tokens import Tokens, flat
 from fp8rl.numerics.sampling import Truncation
+from fp8rl_certify.dump.floor import OUTLIER, SLOPE, USUAL, Side, floors, mean
+from fp8rl_certify.dump.reference import Reference, answer, entropies, logprobs, untruncated
+from fp8rl_certify.dump.rows import DumpRow, Sampling
+from fp8rl_certify.dump.tokens import Tokens, flat
 
 KEPT = 1 << 23
 """Logits that are kept to look for a temperature, at most."""

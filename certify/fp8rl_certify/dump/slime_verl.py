@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.rows import Dump, whole
 from fp8rl.models.checkpoint.writing import open_tensors
 from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl_certify.dump.rows import Dump, whole
 
 REQUIRED = frozenset({"input_ids", "attention_mask", "responses", "rollout_log_probs"})
 _BY_TOKEN = ("rollout_log_probs", "old_log_probs", "response_mask")

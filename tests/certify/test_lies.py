@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
-from fp8rl.diagnose.certify import api, probe
-from fp8rl.diagnose.certify.http import Http
+from fp8rl_certify import api, probe
+from fp8rl_certify.http import Http
 from tests.support.planted_server import Planted, ask_little
 
 LIES = (

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose import measure
-from fp8rl.diagnose.certify import ServerReport, api, certify_server, rendered
-from fp8rl.diagnose.certify.api import Answer
-from fp8rl.diagnose.certify.compare import compare, difference
-from fp8rl.diagnose.certify.http import Http, TimeUp
+from fp8rl_certify import api
+from fp8rl_certify.api import Answer
+from fp8rl_certify.compare import compare, difference
+from fp8rl_certify.http import Http, TimeUp
+from fp8rl_certify.server import ServerReport, certify_server, rendered
 from tests.support.planted_server import NAME, Planted, ask_little, serve
 
 
@@ -39,8 +40,8 @@ def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
 
 @pytest.mark.slow
 def test_a_server_is_certified_without_the_libraries_of_a_run() -> None:
-    libraries = {"ray", "megatron", "mbridge", "sglang", "transformers", "torch"}
-    code = f"import fp8rl.diagnose.certify, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"
+    libraries = {"fp8rl", "ray", "megatron", "mbridge", "sglang", "transformers", "torch"}
+    code = f"import fp8rl_certify.server, sys; print({libraries!r} & {{m.split('.')[0] for m in sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling
 from fp8rl.models.checkpoint.reading import weight_files
 from fp8rl.models.checkpoint.stored import WeightFiles, is_scales
 from fp8rl.numerics.core.errors import UserError, user_error
@@ -22,6 +21,7 @@ from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.ops import narrowed, truncation_floors
 from fp8rl.numerics.sampling import EVERY_TOKEN, Truncation
 from fp8rl.trainer import device
+from fp8rl_certify.dump.rows import DumpRow, Sampling
 
 _BLOCK_FP8 = "fp8"
 Attention = Literal["eager"] | None

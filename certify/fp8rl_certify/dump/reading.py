@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8rl.diagnose.certify.dump import slime_verl
-from fp8rl.diagnose.certify.dump.rows import Dump, Sampling, whole
 from fp8rl.diagnose.subject import open_run
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.reading import LARGEST, check_file, check_path, parse_json, read_bytes, whole_json_lines
@@ -21,6 +19,8 @@ from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.rollouts import RolloutRecord, parse_rollout
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.trainer.checkpoint.files import read_about
+from fp8rl_certify.dump import slime_verl
+from fp8rl_certify.dump.rows import Dump, Sampling, whole
 
 
 def read_dump(path: Path, model: Path | None = None) -> Dump:

@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar
 import httpx
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fp8rl.numerics.core.errors import shown, user_error
-from fp8rl.rollout.deadlines import end
+from fp8rl_certify.errors import shown, user_error
 
 # Types of what a server may say: anything else is a fault of the server, and never a value that is computed with.
 
@@ -150,8 +149,10 @@ class Http:
 
     async def _end(self) -> None:
         """Close connections, and cancel what an interrupt has left behind."""
-        running = asyncio.current_task()
-        await end(*(task for task in asyncio.all_tasks() if task is not running))
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         await self._client.aclose()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp8rl.diagnose.certify.dump.rows import DumpRow, Sampling, Version
 from fp8rl.numerics.core.errors import user_error
+from fp8rl_certify.dump.rows import DumpRow, Sampling, Version
 
 ENGINE, TRAINER = "the engine", "the trainer"
 Side = str

@@ -11,14 +11,15 @@ from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from fp8rl.diagnose.certify.api import Server, Writer
-from fp8rl.diagnose.certify.apis import OpenAI, SGLang
-from fp8rl.diagnose.certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
-from fp8rl.diagnose.certify.probe import Cause, Probe, Way
-from fp8rl.diagnose.report import Report, graded, grid, shown_number
-from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl_certify.api import Server, Writer
+from fp8rl_certify.apis import OpenAI, SGLang
+from fp8rl_certify.errors import UserError, shown, user_error
+from fp8rl_certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
+from fp8rl_certify.probe import Cause, Probe, Way
+from fp8rl_certify.report import Report, shown_number
 
 Verdict = Literal["certified", "broken", "undecided"]
 _STYLES = {"equal": "green", "differs": "bold red", "absent": "dim", "not reached": "yellow"}
@@ -189,7 +190,9 @@ def _connect(http: Http, url: str, model: str | None) -> Server:
 
 def rendered(report: ServerReport) -> RenderableType:
     """Render the verdict, a line for each way, and the first difference of each cause."""
-    rows: list[tuple[RenderableType, ...]] = []
+    table = Table(box=None, pad_edge=False)
+    for index, heading in enumerate(("the same answers", "", "differing", "|d| mean", "max", "cached")):
+        table.add_column(heading, justify="right" if index >= 2 else "left", overflow="fold")
     notes = []
     for way in report.ways:
         outcome = Text(way.outcome, style=_STYLES[way.outcome])
@@ -198,7 +201,7 @@ def rendered(report: ServerReport) -> RenderableType:
             size, share = way.found.size, f"{way.found.differing:,} of {way.found.tokens:,}"
             cached = "" if way.cached is None else f"{way.cached:,}"
             numbers = (share, shown_number(size.mean), shown_number(size.max), cached)
-        rows.append((way.name, outcome, *numbers))
+        table.add_row(way.name, outcome, *numbers)
         if way.why:
             some = "" if way.found is None else f"asked with {way.found.answers} of its prompts, then "
             notes.append(f"{way.name}: {some}{way.why}")
@@ -210,17 +213,17 @@ def rendered(report: ServerReport) -> RenderableType:
             notes.append(f"{way.name}: first at prompt {first.prompt}, token {first.position}: {tokens}, {values}")
     start = "each way began with an empty cache" if report.isolates else "its cache could not be emptied between ways"
     chunk = f"chunks of {report.chunk} tokens" if report.chunk else "it does not say how long its chunks are"
-    verdict, grade = {
-        "certified": ("a row depends on nothing but itself, bit for bit, in every way below", "good"),
-        "broken": (f"answers change with {', '.join(_BREAKS[cause] for cause in report.breaks)}", "bad"),
-        "undecided": ("no difference was found, but not every way was reached", "warning"),
+    verdict, style = {
+        "certified": ("a row depends on nothing but itself, bit for bit, in every way below", "bold green"),
+        "broken": (f"answers change with {', '.join(_BREAKS[cause] for cause in report.breaks)}", "bold red"),
+        "undecided": ("no difference was found, but not every way was reached", "bold yellow"),
     }[report.verdict]
     return Group(
-        graded(f"{report.verdict}: {verdict} ({report.seconds:.0f} s)", grade),  # type: ignore[arg-type]
+        Text(f"{report.verdict}: {verdict} ({report.seconds:.0f} s)", style=style),
         Text(),
         Text(f"{shown(report.model)[1:-1]} at {report.url}, asked by {report.api}'s API"),
         f"{start}; {chunk}",
         Text(),
-        grid(("the same answers", "", "differing", "|d| mean", "max", "cached"), rows, numbers=2),
+        table,
         *([Text(), *map(Text, notes)] if notes else []),
     )

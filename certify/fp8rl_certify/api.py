@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from fp8rl.diagnose.certify.http import Count, Http, Name, Refused, Said, ServerFailed
-from fp8rl.numerics.core.errors import UserError, shown, user_error
+from fp8rl_certify.errors import UserError, shown, user_error
+from fp8rl_certify.http import Count, Http, Name, Refused, Said, ServerFailed
 
 Prompt = str | list[int]
 OTHERS = 5

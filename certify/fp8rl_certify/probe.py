@@ -20,11 +20,11 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from fp8rl.diagnose.certify import api as lengths
-from fp8rl.diagnose.certify.api import SHORTEST_LONG, Answer, Prompt, Server, Writer
-from fp8rl.diagnose.certify.compare import Comparison, compare
-from fp8rl.diagnose.certify.http import Refused, ServerFailed, TimeUp
-from fp8rl.numerics.core.errors import UserError
+from fp8rl_certify import api as lengths
+from fp8rl_certify.api import SHORTEST_LONG, Answer, Prompt, Server, Writer
+from fp8rl_certify.compare import Comparison, compare
+from fp8rl_certify.errors import UserError
+from fp8rl_certify.http import Refused, ServerFailed, TimeUp
 
 TOKENS = 24
 """Length of each answer."""
