@@ -1,7 +1,7 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
 The first twelve rows are those of a map published for DeepSeek-V3; the router, adapters, what travels inside a layer,
-and the engine follow. docs/precision.md has it as a table, and some reasons at length. An audit (`fp8rl audit`)
+and the engine follow. docs/exactness.md has it as a table, and some reasons at length. An audit (`fp8rl audit`)
 compares the plan with what a live trainer and engine are found to do.
 """
 

@@ -168,7 +168,7 @@ def place(source: str, kept: bool = True) -> str:
     if source == PLAN:
         return "[plan](../../docs/plan.md)"
     if source == AUDIT:
-        return "[audit](../../docs/precision.md)"
+        return "[audit](../../docs/exactness.md)"
     return f"[{source}](#{source})" if kept else source
 
 
