@@ -118,7 +118,7 @@ def _text_below(node: ast.ClassDef, field: ast.AnnAssign) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s(?=[A-Z`])", _plain(" ".join(text.split())), maxsplit=1)[0]
+    return re.split(r"(?<=\.)\s(?=[A-Z])", _plain(" ".join(text.split())), maxsplit=1)[0]
 
 
 def _paragraphs(node: ast.ClassDef | ast.FunctionDef) -> str:
