@@ -19,7 +19,7 @@ WEIGHT = "weight"
 
 
 class AdapterSection(Section):
-    """Train low-rank adapters beside the weights, which stay as they are. Null: all weights are trained."""
+    """Train low-rank adapters. The weights stay as they are. Null: all weights are trained."""
 
     rank: int = Field(default=16, ge=1)
     """Rows of each A, and columns of each B."""
