@@ -105,7 +105,7 @@ class NumericsSection(Section):
     preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"] = "fp8_block_pow2"
     """`fp8_block_pow2`: E4M3, power-of-two scales, weights in blocks of 128 × 128, activations and gradients in groups
     of 128. `fp8_block_fp32`: the same with FP32 scales. `ironwood`: a static range of ±224, gradients in E5M2 with a
-    scale per row. `mxfp8`: groups of 32 with E8M0 scales; in native mode, beside a BF16 engine. `bf16`: nothing is
+    scale per row. `mxfp8`: groups of 32 with E8M0 scales; in native mode, only with a BF16 engine. `bf16`: nothing is
     quantized."""
     weight: TensorOverride = TensorOverride()
     """Changes of the preset for weights."""
