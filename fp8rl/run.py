@@ -120,7 +120,7 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """Actions that the run took by itself, such as those of a gate."""
+        """Actions that the run took by itself, such as a gate's action."""
         return _whole(self._files.events, events_found(self._files.events))
 
     @property

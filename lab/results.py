@@ -14,8 +14,8 @@ from fp8rl.rl.report.summary import evaluated_at
 from lab.studies import benefit
 from lab.studies.harness.figures import curve, figure, legend, to_svg
 
-KEPT = Path("docs/results")
-"""A file a run, a line a step; the gradients; and the figures."""
+KEPT, FIGURES = Path("lab/docs/results"), Path("docs/images")
+"""A file a run, a line a step, and the gradients; what is drawn of them."""
 METRICS = (
     "rollout/reward_mean",
     "eval/accuracy",
@@ -96,8 +96,8 @@ def main() -> None:
         keep(run)
     if options.benefit:
         keep_gradients(options.benefit)
-    (KEPT / "curves.svg").write_text(draw_runs())
-    (KEPT / "gradients.svg").write_text(draw_gradients(json.loads(GRADIENTS.read_text())))
+    (FIGURES / "curves.svg").write_text(draw_runs())
+    (FIGURES / "gradients.svg").write_text(draw_gradients(json.loads(GRADIENTS.read_text())))
 
 
 if __name__ == "__main__":

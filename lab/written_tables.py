@@ -1,6 +1,6 @@
-"""Tables that the code writes into files: the precision map into docs/precision.md, the plan into specs that have one.
+"""Tables that the code writes into files: the precision map into docs/exactness.md, the plan into specs that have one.
 
-`python -m lab.written_tables docs/precision.md examples/NAME.yaml ...` makes them anew.
+`python -m lab.written_tables docs/exactness.md examples/NAME.yaml ...` makes them anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.rl.experiment.budget.gpus import gpu_named
 from fp8rl.rl.experiment.budget.memory import PHASES
 
-PAGE = "docs/precision.md"
+PAGE = "docs/exactness.md"
 BEGIN, END = f"<!-- table: python -m lab.written_tables {PAGE} -->", "<!-- end of table -->"
 _SPEC = {
     "activation": "`activation`",
@@ -35,7 +35,7 @@ _TITLE = "# The plan, `fp8rl plan SPEC --gpu {}`: GB on the fullest GPU in each 
 
 
 def with_precision_map(text: str) -> str:
-    """Make the table of docs/precision.md anew, a line per class of tensors; `text` is that of the page."""
+    """Make the table of docs/exactness.md anew, a line per class of tensors; `text` is that of the page."""
     lines = ["| tensors | exact | native | published | why |", "|---|---|---|---|---|"]
     last = ""
     for each in CLASSES:

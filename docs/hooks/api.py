@@ -28,12 +28,13 @@ ONLY = {"Conversation": ("begin", "sample", "tell", "message", "room", "turns")}
 _HEAD = """\
 # Python interface
 
-What `from fp8rl import ...` gives, written from the source by `make pages`. Only these names are kept from
-version to version. [extending.md](extending.md) shows them at work. The sections of `Experiment`, and the settings of
+This page has the names that `from fp8rl import ...` gives. `make pages` writes it from the source. Only these names are
+kept from version to version. [extending.md](extending.md) shows them at work. Each member has its signature and the
+first sentence of its docstring; `help(NAME)` prints the rest. The sections of `Experiment`, and the settings of
 `PolicyGradient`, are keys of a spec: [reference.md](reference.md).
 
-B is the number of rows of a batch, S their length in tokens, N the number of trajectories. A log-probability or a mask
-at index t is that of the token at t.
+B is the number of rows of a batch, S is their length in tokens, and N is the number of trajectories. A log-probability
+or a mask at index t belongs to the token at t.
 """
 
 
@@ -89,8 +90,8 @@ def _member(owner: type, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     waits = "await " if isinstance(node, ast.AsyncFunctionDef) else ""
     is_property = any(ast.unparse(each) == "property" for each in node.decorator_list)
     shown = f"{node.name} -> {_returned(node)}" if is_property else f"{waits}{node.name}{_signature(node)}"
-    said = " ".join((inspect.getdoc(getattr(owner, node.name)) or "").split())  # that of a base, if it has none
-    return f"- `{shown}`" + (f": {_plain(said)}" if said else "")
+    text = _first_sentence(inspect.getdoc(getattr(owner, node.name)) or "")  # a base's docstring, if it has none
+    return f"- `{shown}`" + (f": {text}" if text else "")
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -112,8 +113,12 @@ def _text_below(node: ast.ClassDef, field: ast.AnnAssign) -> str:
     following = node.body[node.body.index(field) + 1 :][:1]
     value: Any = following[0].value if following and isinstance(following[0], ast.Expr) else None
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
-        return _plain(" ".join(value.value.split()))
+        return _first_sentence(value.value)
     return ""
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s(?=[A-Z])", _plain(" ".join(text.split())), maxsplit=1)[0]
 
 
 def _paragraphs(node: ast.ClassDef | ast.FunctionDef) -> str:

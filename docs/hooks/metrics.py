@@ -7,17 +7,17 @@ from fp8rl.rl.record.metrics import FAMILIES, METRICS
 _HEAD = """\
 # Metrics
 
-Every number that a step writes into `metrics.jsonl`. This page is written from the registry
-(`fp8rl/rl/record/metrics.md`) by `make pages`; change it there.
+This page has every number that a step writes into `metrics.jsonl`. `make pages` writes it from the registry
+(`fp8rl/rl/record/metrics.md`); change it there.
 
 d is the trainer's log-probability of a sampled token minus the engine's, and rho = e^d. `mismatch/` compares tokens
-that the trainer's own weights have sampled, `drift/` trained tokens that older weights have sampled. Those of `train/`
-and `critic/` are means over the step's updates. `p50` and `p99` are percentiles by nearest rank; exponents are clamped
-to ±20.
+that the trainer's own weights have sampled. `drift/` compares trained tokens that older weights have sampled. `train/`
+and `critic/` metrics are means over the step's updates. `p50` and `p99` are percentiles by nearest rank. Exponents are
+clamped to ±20.
 
-*Over* is the denominator of a mean or a fraction. A metric that is *late* is known only after the step's decision:
-gates judge it in the next step, and it can withhold no update. *Needs* is what a run must have; a gate on a metric that
-the run does not measure is refused. With (…) a step may lack the metric although all goes as planned.
+*Over* is the denominator of a mean or a fraction. A *late* metric is known only after the step's decision: gates judge
+it in the next step, and it can withhold no update. *Needs* is what a run must have. A gate on a metric that the run
+does not measure is refused. With (…) a step may lack the metric although nothing is wrong.
 """
 
 

@@ -29,15 +29,15 @@ from fp8rl.rl.experiment.experiment import Experiment
 
 _HEAD = """# Every key of a spec
 
-Generated from the sections by `make pages`, like `fp8rl/spec.schema.json`; a test compares both. Editors complete and
-check a spec that begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
+`make pages` generates this page and `fp8rl/spec.schema.json` from the sections. Editors complete and check a spec that
+begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
 
-A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are merged,
-lists are replaced. On the command line `section.key=value` overrides all files. If one of them names another algorithm,
-environment or rejection, settings that differ from their defaults are kept if the new one has them too; a note names
-each key that is dropped. `${section.key}` is replaced by that key's value. A path is relative to the file that it is
-written in, on the command line to the current directory, and may begin with `~`. The error for a misspelt key names the
-nearest valid one. *required* says that there is no default.
+A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier files, mappings are merged,
+and lists are replaced. On the command line `section.key=value` overrides all files. If a file or an override names
+another algorithm, environment or rejection, the new one keeps the settings that it has too, and a note names each key
+that is dropped. `${section.key}` is replaced by that key's value. A path is relative to the file that it is
+written in; on the command line it is relative to the current directory. It may begin with `~`. The error for a misspelt
+key names the nearest valid key. *required* says that there is no default.
 """
 _NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text", types.NoneType: "null"}
 _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
@@ -119,7 +119,7 @@ def rows(
     shown = {} if shown is None else shown
     for name, field in section.model_fields.items():
         key, inner = prefix + (field.alias or name), sections_in(field.annotation)
-        again = "".join(f" Its keys are those of `{shown[each]}`." for each in inner if each in shown)
+        again = "".join(f" It has the keys of `{shown[each]}`." for each in inner if each in shown)
         yield key, field, said[name] + again
         for each in inner:
             if each not in shown:

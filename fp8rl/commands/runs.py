@@ -148,7 +148,7 @@ def study(
     every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, without verdicts.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Repetitions; by default as many as a verdict needs.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Copy results into docs/studies; needs a clean tree.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Copy results into lab/docs; needs a clean tree.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results, with one for each study.")] = Path("runs/studies"),
 ) -> None:
     """Test claims about FP8, and write OUT/NAME with results, tables and figures.

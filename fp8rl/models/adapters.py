@@ -19,7 +19,7 @@ WEIGHT = "weight"
 
 
 class AdapterSection(Section):
-    """Train low-rank adapters beside the weights, which stay as they are. Null: all weights are trained."""
+    """Train low-rank adapters. The weights stay as they are. Null: all weights are trained."""
 
     rank: int = Field(default=16, ge=1)
     """Rows of each A, and columns of each B."""
@@ -33,7 +33,7 @@ class AdapterSection(Section):
     experts: Literal["per_expert", "shared", "none"] = "per_expert"
     """Adapters of the experts' matrices: one for each expert, one for all experts of a layer, or none."""
     mode: Literal["separate", "merged"] = "separate"
-    """`separate`: both sides add the adapter's product to that of the quantized weight, and a sync sends
+    """`separate`: both sides add the adapter's product to the quantized weight's product, and a sync sends
     adapters alone. `merged`: an update is added to the weight before it is quantized, and a sync sends weights."""
 
     start: SpecPath | None = None

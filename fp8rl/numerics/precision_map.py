@@ -1,7 +1,7 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
 The first twelve rows are those of a map published for DeepSeek-V3; the router, adapters, what travels inside a layer,
-and the engine follow. docs/precision.md has it as a table, and some reasons at length. An audit (`fp8rl audit`)
+and the engine follow. docs/exactness.md has it as a table, and some reasons at length. An audit (`fp8rl audit`)
 compares the plan with what a live trainer and engine are found to do.
 """
 
@@ -124,7 +124,7 @@ CLASSES: tuple[TensorClass, ...] = (
         "token embedding and output head",
         _MODULES,
         ("embedding.weight", "weight of the token embedding, as the forward reads it",
-         "bf16", "bf16", "FP8 blocks would lose rare tokens beside frequent ones."),
+         "bf16", "bf16", "In a shared FP8 block, frequent tokens would round rare ones away."),
         ("embedding.output", "what is looked up",
          "bf16", "bf16", "It begins the residual stream."),
         ("head.weight", "weight of the output head, as the forward reads it",
@@ -156,7 +156,7 @@ CLASSES: tuple[TensorClass, ...] = (
         _SPEC,
         ("product.shadow", "weights of projections, MLP and experts, as the optimizer leaves them",
          "bf16|{weight}", "", "BF16, quantized once per update; FP8 where TransformerEngine holds its parameters so."),
-        ("product.cached", "their codes of this update, or what stands for them, kept for all products until the next",
+        ("product.cached", "their codes, or a tensor of the codes' values, kept until the next update",
          "{weight}|{operand}", "", "FP8 where products take FP8; on a CPU, what holds the codes' values."),
         ("product.activation", "activations in products of the forward, and of the weights' gradients",
          "{activation}", "e4m3", "Products are most of the arithmetic."),
@@ -169,9 +169,9 @@ CLASSES: tuple[TensorClass, ...] = (
         ("experts.activation", "tokens in the grouped products of experts",
          "{activation}", "e4m3", "A token's codes do not depend on other tokens of its expert."),
         ("experts.weight", "experts' weights in grouped products",
-         "{weight}", "e4m3", "Blocks begin anew in each expert."),
+         "{weight}", "e4m3", "Each expert has its own blocks."),
         ("experts.gradient", "gradients in the grouped products of experts",
-         "{gradient}", "", "Groups along the tokens begin anew in each expert."),
+         "{gradient}", "", "Each expert has its own groups along the tokens."),
         ("experts.output", "what leaves a layer of experts",
          "bf16", "bf16", "Exact: a token's experts are added before rounding; native: after."),
         product_shadow={"remedy": _MODULES},
@@ -284,7 +284,7 @@ CLASSES: tuple[TensorClass, ...] = (
          "fp32", "", "Stored as FP32 whatever their values, as in checkpoints."),
         ("engine.leftover", "every other weight of the engine: embedding, head, norms, router",
          "bf16", "", "As in the trainer."),
-        ("engine.derived", "what stands in memory for the codes where there are no FP8 products",
+        ("engine.derived", "the tensor of the codes' values, where there are no FP8 products",
          "{dequantized}", "", "It holds the codes' values exactly."),
         ("engine.kv_cache", "keys and values of tokens that were computed",
          "{kv}", "", "The numbers that the trainer's attention sees."),

@@ -67,7 +67,7 @@ class RolloutSection(Section):
     """SGLang server processes. A group goes to the least busy one; one that dies or hangs is replaced."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks of one engine; each rank holds whole experts. In exact mode several ranks run only on CPUs,
-    and both sides sum row-parallel products in as many parts; on GPUs they run only in native mode."""
+    and both sides sum row-parallel products in `tp` parts; on GPUs they run only in native mode."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)
@@ -90,7 +90,7 @@ class RolloutSection(Section):
     """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw from the most probable tokens whose probabilities add up to this; 1 is off. Log-probabilities, entropy and
-    gradients are those of the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
+    gradients belong to the truncated distribution ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
     """Draw from this number of the most probable tokens, and from those as probable as the last of them; -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -98,8 +98,8 @@ class RolloutSection(Section):
     context_length: int = Field(default=1024, ge=1)
     """Longest sequence, prompt and answer together."""
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the KV cache of one engine holds. Null: on a GPU as many as can be in use and fit beside everything
-    else (`fp8rl plan`); on a CPU 32,768, or one row if that is longer."""
+    """Tokens that the KV cache of one engine holds. Null, on a GPU: the tokens that can be in use at once, if they
+    fit (`fp8rl plan`). Null, on a CPU: 32,768, or one row if that is longer."""
     memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The part of a GPU's memory that SGLang may fill with weights and cache; the rest has to be free when it starts,
     for prefills and CUDA graphs. Null leaves SGLang's own, which follows from `chunked_prefill_size` and

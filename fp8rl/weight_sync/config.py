@@ -36,7 +36,7 @@ class SyncSection(Section):
     known tokens are compared with the trainer's before any of its answers is used. Nothing else waits for this. In
     exact mode an engine that differs is replaced."""
     bucket_mib: int = Field(default=256, ge=1)
-    """Size of a send buffer in MiB, of which a few exist; a larger tensor gets its own."""
+    """Size of a send buffer in MiB; there are a few. A larger tensor gets a buffer of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
     """Timeout in seconds of an engine's response to one message of a sync. A connection can break silently while both
     ends wait."""

@@ -2,7 +2,7 @@
 
 A run is `fp8rl train` of the demo's model, M, in a folder of its own; on SmolLM2-135M each seed would take days. The 80
 runs are made in parts: `python -m lab.studies.benefit --hours 2` begins or resumes runs for two hours and lets the last
-ones end. What a run came to is kept as a line of `docs/studies/benefit.jsonl`, so the next part may be made on
+ones end. What a run came to is kept as a line of `lab/docs/studies/benefit.jsonl`, so the next part may be made on
 another machine. `fp8rl study benefit` judges the finished runs, once none is missing.
 """
 
@@ -24,7 +24,7 @@ from lab.studies.harness.lab import Lab, trained
 from lab.studies.harness.study import Measurement, Study, TextTable, with_interval
 
 RUNS = Path("runs/benefit")
-KEPT = Path("docs/studies/benefit.jsonl")
+KEPT = Path("lab/docs/studies/benefit.jsonl")
 STEPS, QUICK_STEPS = 300, 2
 EVALUATED_EVERY = 20
 SEEDS = 5

@@ -24,7 +24,7 @@ from fp8rl.trainer.step.objective import Objective
 
 @dataclass(frozen=True)
 class Needs:
-    """Scores that a batch is given before its first update, beside what the engines say of it. A reference, a critic or
+    """Scores that a batch gets before its first update, in addition to the engines' records. A reference, a critic or
     a teacher is loaded only where one is needed.
     """
 
@@ -94,7 +94,7 @@ class AlgorithmConfig(Section):
         return Needs()
 
     def critic_config(self, trainer: TrainerSection) -> TrainerSection | None:
-        """The trainer section of the critic beside a policy's; None: there is no critic."""
+        """The critic's trainer section; None: there is no critic."""
         return None
 
     def learns(self, step: int) -> bool:
@@ -102,7 +102,7 @@ class AlgorithmConfig(Section):
         return True
 
     def policy_updates(self, steps: int) -> int:
-        """Optimizer steps of the policy in a run of so many steps."""
+        """Optimizer steps of the policy in a run of `steps` steps."""
         return self.updates * sum(self.learns(step) for step in range(1, steps + 1))
 
     def problems_per_step(self, rollout: RolloutSection) -> int:
@@ -114,7 +114,7 @@ class AlgorithmConfig(Section):
         raise UnwrittenMethodError(self, "advantages")
 
     def training_fields(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
-        """The fields of the batch that the objective reads beside the scores, each float32 [B, S]."""
+        """The batch's fields that the objective reads in addition to the scores, each float32 [B, S]."""
         return {"advantages": self.advantages(outcomes, batch)}
 
     def keeps_group(self, rewards: Tensor) -> bool:

@@ -159,8 +159,8 @@ class PolicyGradient(AlgorithmConfig):
     """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
     verl has 3.0."""
     entropy: float = Field(default=0.0, ge=0.0)
-    """Subtracted from the loss of a token per nat of the policy's entropy, so that the policy stays varied. The entropy
-    is that of the tokens which top-p, top-k and min-p leave. 0: no bonus, and the entropy is a metric alone."""
+    """Subtracted from the loss of a token per nat of the policy's entropy, so that the policy stays varied. It is the
+    entropy over the tokens that top-p, top-k and min-p leave. 0: no bonus, and the entropy is only a metric."""
     kl: KlSection = KlSection()
     """Keep the policy near the model that the run started from: by a term of the loss, or a penalty in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
@@ -287,14 +287,14 @@ class PolicyGradient(AlgorithmConfig):
         return advantages
 
     def measured_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """`token_advantages`; metrics beside them go to `outcomes.metrics`."""
+        """`token_advantages`; metrics that it returns go to `outcomes.metrics`."""
         found: Any = self.token_advantages(outcomes, batch)
         advantages, metrics = found if isinstance(found, tuple) else (found, {})
         outcomes.metrics.update((name, float(value)) for name, value in metrics.items())
         return cast(Tensor, advantages)
 
     def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        """The advantage of each token, float32 [B, S]: that of its trajectory. A class of yours may return a pair, of
+        """The advantage of each token, float32 [B, S]: its trajectory's. A class of yours may return a pair, of
         these and of metrics by name, which the row of the step then has.
         """
         return per_token(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)

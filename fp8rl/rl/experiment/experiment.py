@@ -51,7 +51,7 @@ class TeacherSection(Section):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks of one engine, as `rollout.tp`."""
     precision: RolloutPrecision | None = None
-    """`fp8` or `bf16`. Null: that of `numerics.rollout`."""
+    """`fp8` or `bf16`. Null: as `numerics.rollout`."""
     context_length: int | None = Field(default=None, ge=1)
     """Longest sequence of an engine, which scores sequences at least 6 tokens shorter. Null: `rollout.context_length` +
     6."""

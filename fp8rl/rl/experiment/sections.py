@@ -49,7 +49,7 @@ class ClusterSection(Section):
     """The nodes of a Ray cluster that compute. A side without a name may use all of them."""
 
     placement: Literal["pack", "spread"] = "pack"
-    """`pack`: as few nodes as can be, engines beside the trainer. `spread`: evenly over the nodes."""
+    """`pack`: as few nodes as possible, engines on the trainer's nodes. `spread`: evenly over the nodes."""
     trainer_nodes: str | None = Field(default=None, min_length=1)
     """Nodes for the trainer's ranks: an address, a custom resource (`ray start --resources='{"NAME": 1}'`), or a label
     (`key=value`)."""
@@ -105,7 +105,7 @@ class NumericsSection(Section):
     preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"] = "fp8_block_pow2"
     """`fp8_block_pow2`: E4M3, power-of-two scales, weights in blocks of 128 × 128, activations and gradients in groups
     of 128. `fp8_block_fp32`: the same with FP32 scales. `ironwood`: a static range of ±224, gradients in E5M2 with a
-    scale per row. `mxfp8`: groups of 32 with E8M0 scales; in native mode, beside a BF16 engine. `bf16`: nothing is
+    scale per row. `mxfp8`: groups of 32 with E8M0 scales; in native mode, only with a BF16 engine. `bf16`: nothing is
     quantized."""
     weight: TensorOverride = TensorOverride()
     """Changes of the preset for weights."""
@@ -138,7 +138,7 @@ class NumericsSection(Section):
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
     deepgemm: bool | None = None
-    """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is that of the Triton kernels. null: in
+    """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is the Triton kernels'. null: in
     each process that has it and finds equal bits at its start. true: a process without it does not start. false:
     never."""
 
@@ -201,9 +201,9 @@ class DataKeys(Section):
     """Columns of the data; a dot leads into a nested one (`reward_model.ground_truth`)."""
 
     question: str | None = Field(default=None, min_length=1)
-    """Text, or a list of chat messages (`role`, `content`). Null: that of `data.keys`, there `question`."""
+    """Text, or a list of chat messages (`role`, `content`). Null: as in `data.keys`; its default is `question`."""
     answer: str | None = Field(default=None, min_length=1)
-    """The reference: text, or a whole number. Null: that of `data.keys`, there `answer`."""
+    """The reference: text, or a whole number. Null: as in `data.keys`; its default is `answer`."""
 
 
 class DataSource(Section):
@@ -221,11 +221,11 @@ class DataSource(Section):
     split: str | None = Field(default=None, min_length=1)
     """The split, where a data set has several."""
     keys: DataKeys = DataKeys()
-    """Columns, where they are not those of `data.keys`."""
+    """Columns, where they differ from `data.keys`."""
     system_prompt: str | None = None
     """The system prompt instead of `data.system_prompt`; empty: none."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that extend and override those of `data.chat_template`."""
+    """Arguments that extend and override `data.chat_template`."""
 
     @property
     def configuration(self) -> str | None:
@@ -292,8 +292,8 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk."""
     content: Literal["all", "weights"] = "all"
-    """`weights`: without the optimizer, 2 bytes a parameter instead of 14. A run resumed from one starts Adam anew from
-    the BF16 weights, so it differs from an uninterrupted run."""
+    """`weights`: without the optimizer, 2 bytes a parameter instead of 14. A run that resumes from it starts Adam
+    again from the BF16 weights, so it differs from an uninterrupted run."""
 
 
 class EvalSet(DataSource):
@@ -304,7 +304,7 @@ class EvalSet(DataSource):
     subset: str | None = Field(default=None, min_length=1)
     """The configuration, where a data set has several: what other sources call `name`."""
     problems: int | None = Field(default=None, ge=1)
-    """The first so many. Null: `eval.problems` of them, or all there are."""
+    """The number of problems, from the first on. Null: `eval.problems`, or all there are."""
     rewards: RewardsSection | None = None
     """Rewards in place of the run's; the first one decides."""
     samples: int = Field(default=1, ge=1, le=1024)
@@ -312,15 +312,15 @@ class EvalSet(DataSource):
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Sample from the most probable tokens of together so much probability. 1 is off."""
+    """Sample from the most probable tokens whose probabilities add up to this. 1 is off."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
-    """Sample from so many of the most probable tokens, and from those as probable as the last of them. -1 is off."""
+    """Sample from this number of most probable tokens, and from tokens as probable as the last of them. -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Sample from tokens at least so probable as this share of the most probable one. 0 is off."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest answer. Null: `rollout.max_new_tokens`."""
     pass_at: tuple[int, ...] = Field(default=(), strict=False)
-    """Each k of which `pass@k` is wanted: the chance that one of k answers is right, estimated from `samples`."""
+    """The values of k for `pass@k`: the chance that one of k answers is right, estimated from `samples`."""
     right_from: float = 1.0
     """The first reward from which on an answer is right, for `pass@k`."""
 

@@ -42,7 +42,7 @@ class RolloutRecord:
     prompt_ids: list[int]
     """[P], the tokens of the prompt."""
     token_ids: list[int]
-    """[T], the tokens of the answer, those of an environment included."""
+    """[T], the tokens of the answer, including an environment's tokens."""
     rollout_logprobs: list[float]
     """The engine's log-probabilities of the model's tokens; NaN if not finite."""
     train_logprobs: list[float]

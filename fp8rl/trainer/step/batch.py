@@ -87,7 +87,7 @@ UNKNOWN = -1
 class TokenBatch:
     """Right-padded sequences with per-token data. Index t of every [B, S] tensor belongs to the token at t.
 
-    A log-probability at t is that of `tokens[b, t]` given `tokens[b, :t]`; index 0 has none and is never a target.
+    A log-probability at t belongs to `tokens[b, t]` given `tokens[b, :t]`; index 0 has none and is never a target.
 
     Raises:
         ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules of the fields.
@@ -109,7 +109,7 @@ class TokenBatch:
     replay: bool = False
     """The trainer takes the experts of `routes` instead of choosing itself (R3, arXiv 2510.11370)."""
     seeds: Tensor | None = None
-    """int64 [B], the seeds of the rows' draws, for the trainer to repeat those of tokens with a loss; `GREEDY`: not in
+    """int64 [B], the seeds by which the trainer repeats the draws of tokens with a loss; `GREEDY`: not in
     this row. None: in none."""
     truncation: Truncation = EVERY_TOKEN
     """The limits under which the tokens with a loss were drawn; they are scored among the tokens that these leave."""

@@ -1,4 +1,4 @@
-"""`python -m lab.studies.document` writes docs/studies.md anew, from what is kept."""
+"""`python -m lab.studies.document` writes lab/docs/studies.md again, from what is kept."""
 
 from lab.studies.document.document import write_docs
 

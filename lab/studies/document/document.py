@@ -1,4 +1,4 @@
-"""`docs/studies.md`: advice, what did not hold and what did, all 82 claims, and every study.
+"""`lab/docs/studies.md`: advice, what did not hold and what did, all 82 claims, and every study.
 
 `fp8rl study --keep` writes it, and `python -m lab.studies.document` from what is kept already. The advice is prose,
 written by hand from the verdicts (`advice.md`); the tables are made from results.
@@ -23,8 +23,8 @@ HEAD = """# Studies
 
 What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all` and `fp8rl
 audit`, and calculated with the planner of `fp8rl plan`. `fp8rl study --all --keep` writes this page from
-`docs/studies/`, and `python -m lab.studies.document` writes it again without measuring. Claims are numbered as in the
-four documents that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and
+`lab/docs/studies/`, and `python -m lab.studies.document` writes it again without measuring. Claims are numbered as in
+the four documents that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and
 FP32), 003 (unified FP8).
 
 A claim says what is measured, in which direction and by what margin. Claims are data, committed before the full
@@ -40,14 +40,14 @@ which need a GPU.
 All of this was measured on a CPU whose FP8 is emulated and, but for `pretrained`, on tiny models. Nothing is
 extrapolated to larger models, and what only a GPU can show says so. Equal seeds give equal bits on one kind of
 processor. Another kind rounds otherwise: between the two that this was measured on, no verdict turned into its
-opposite, and 7 of 136 became undecided or ceased to be ([log](../lab/docs/log_older.md), 2026-11-23)."""
+opposite, and 7 of 136 became undecided or ceased to be ([log](log_older.md), 2026-11-23)."""
 ADVICE = Path(__file__).parent / "advice.md"
-PAGE = Path("docs/studies.md")
+PAGE = Path("lab/docs/studies.md")
 CHANGED = "**The claims were changed after they were measured.**"
 
 
 def write_docs() -> None:
-    """Write `docs/studies.md` from what is kept."""
+    """Write `lab/docs/studies.md` from what is kept."""
     write_atomically(PAGE, document(kept(), kept_audit()))
 
 

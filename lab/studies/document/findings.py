@@ -3,6 +3,7 @@ kept audit, and what became of each."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -165,9 +166,9 @@ def missing(source: str) -> str:
 def place(source: str, kept: bool = True) -> str:
     """A source as a link to what it found."""
     if source == PLAN:
-        return "[plan](plan.md)"
+        return "[plan](../../docs/plan.md)"
     if source == AUDIT:
-        return "[audit](precision.md)"
+        return "[audit](../../docs/exactness.md)"
     return f"[{source}](#{source})" if kept else source
 
 
@@ -177,6 +178,5 @@ def strong(outcome: str) -> str:
 
 
 def link(path: str) -> str:
-    """A file of the repository, as the page links it."""
-    name = path.rpartition("/")[2]
-    return f"[{name}]({path.removeprefix('docs/') if path.startswith('docs/') else '../' + path})"
+    """A file of the repository, as lab/docs/studies.md links it."""
+    return f"[{posixpath.basename(path)}]({posixpath.relpath(path, 'lab/docs')})"

@@ -1,4 +1,4 @@
-"""`--keep`: results of full runs go into the documentation, from which `docs/studies.md` is written."""
+"""`--keep`: results of full runs go into lab/docs, from which `lab/docs/studies.md` is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lab.studies.harness.study import NAMES, load
 if TYPE_CHECKING:
     from fp8rl.diagnose.audit.audit_report import AuditReport
 
-KEPT = Path("docs/studies")
+KEPT = Path("lab/docs/studies")
 KEPT_AUDIT = KEPT / "audit.json"
 """What `fp8rl audit examples/arithmetic.yaml --json` has printed on a clean checkout."""
 

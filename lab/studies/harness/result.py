@@ -112,7 +112,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 CODE = Path(__file__).resolve().parents[3]
 """The checkout of the code that measures, wherever it is called from."""
-_WRITTEN_HERE = (":(top,exclude)docs/studies", ":(top,exclude)docs/studies.md")
+_WRITTEN_HERE = (":(top,exclude)lab/docs/studies", ":(top,exclude)lab/docs/studies.md")
 """What the studies before this one have written; no study reads it."""
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "numpy", "scipy")
 

@@ -21,7 +21,7 @@ def test_a_fixed_name_is_described_by_its_entry() -> None:
         (
             "rollout/tokens_age_8",
             "tokens",
-            "sampled 8 weight versions before the trainer's; 8 stands for that and more",
+            "sampled 8 weight versions before the trainer's; 8 means 8 or more",
         ),
         ("mismatch/abs_diff_max_pos_256", "nats", "bucket from position 256 of"),
         ("mismatch/tokens_pos_16", "tokens", "buckets begin at 0, 16, 64,"),

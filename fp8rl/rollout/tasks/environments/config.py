@@ -27,9 +27,9 @@ class HarnessSection(Section):
     """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
     key and the problem. It runs in the run's own process."""
     directory: SpecPath | None = None
-    """The working directory of a command. Null: that of the run."""
+    """The working directory of a command. Null: the run's directory."""
     variables: tuple[str, ...] = Field(default=(), strict=False)
-    """Environment variables of the run that a command gets beside the usual ones, by name."""
+    """Environment variables of the run that a command gets in addition to the usual ones, by name."""
     tool_parser: str | None = None
     """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
     override: tuple[
@@ -57,7 +57,7 @@ class HarnessSection(Section):
 
 
 class EnvironmentSection(Section):
-    """The environment that owns the conversation of an answer. A text stands for `function` alone."""
+    """The environment that owns the conversation of an answer. A text is the short form of `function`."""
 
     shorthand: ClassVar[str] = "function"
 

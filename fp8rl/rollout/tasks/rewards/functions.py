@@ -33,7 +33,7 @@ class RewardSection(Section):
     """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
     `path/to/file.py:name`."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
-    """The name in metrics, `rollout/reward/NAME`. Null: that of the function."""
+    """The name in metrics, `rollout/reward/NAME`. Null: the function's name."""
     weight: float = 1.0
     """The factor of its number in the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)
@@ -59,7 +59,7 @@ class RewardSection(Section):
 
 
 class RewardsSection(Section):
-    """The reward of an answer: the weighted sum of these functions. A list stands for `functions` alone.
+    """The reward of an answer: the weighted sum of these functions. A list is the short form of `functions`.
 
     Evaluation goes by the first one, unweighted.
     """

@@ -77,6 +77,7 @@ def test_a_claims_verdicts_by_hand() -> None:
     assert said["002-17"].verdict == (
         "**contradicted**: its own report (plan); no audit is kept yet; undecided (all 2) (failure_modes)"
     )
-    assert said["002-17"].where == "[plan](plan.md), [audit](precision.md), [failure_modes](#failure_modes)"
+    pages = "[plan](../../docs/plan.md), [audit](../../docs/exactness.md)"
+    assert said["002-17"].where == f"{pages}, [failure_modes](#failure_modes)"
     assert said["003-2"].verdict.startswith("`fp8rl study model_scale` has no kept result yet; waiting for a GPU")
     assert said["003-3"].verdict.startswith("waiting for a GPU: ")
