@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from fp8rl.rl.experiment.budget.gpus import GPUS
 from lab.bench import runner
 from lab.bench.gpu import bits, launch, products, sync
 from lab.bench.gpu.__main__ import main, measure_all
+from lab.bench.gpu.fifteen.fat import only
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part, measure
 from lab.bench.journal import Journal, Report, read
@@ -261,6 +263,27 @@ def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_mach
     assert read(path).rows == {"gemms": [{"row": 12}], "sync": [{"row": 11}]}
     say("sync", "H200", 13)
     assert read(path).rows == {"sync": [{"row": 13}]} and read(path).machine["device"] == "H200"
+
+
+def test_a_library_is_cut_to_the_code_of_one_architecture() -> None:
+    """A fat binary of three entries between other bytes, and one without the architecture."""
+
+    def entry(architecture: int, code: bytes) -> bytes:
+        return (
+            struct.pack("<HHIQ", 2, 0x101, 64, len(code)).ljust(28, b"-")
+            + struct.pack("<I", architecture).ljust(36, b"-")
+            + code
+        )
+
+    def fat(*entries: bytes) -> bytes:
+        body = b"".join(entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+    others, mine = (entry(80, b"old" * 9), entry(100, b"new" * 9)), entry(90, b"mine" * 5)
+    library = b"head" + fat(others[0], mine, others[1]) + b"between" + fat(others[0]) + b"tail"
+    cut = only(library, {90})
+    kept = fat(mine).ljust(len(fat(others[0], mine, others[1])), b"\0")
+    assert cut == b"head" + kept + b"between" + fat(others[0]) + b"tail" and len(cut) == len(library)
 
 
 def test_what_a_machine_lacks_is_named(tmp_path: Path) -> None:
