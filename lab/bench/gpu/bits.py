@@ -22,6 +22,8 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     libraries: dict[str, Product] = {"torch._scaled_mm": scaled_mm}
     if importlib.util.find_spec("deep_gemm") is None:
         done.leave_out("DeepGEMM", "not installed: deep_gemm (the package sgl-deep-gemm)")
+    elif watch.device.type == "cpu":
+        done.leave_out("DeepGEMM", "it needs a GPU")
     else:
         libraries["DeepGEMM"] = deepgemm_library().dense
     compare(done, sizes, watch, libraries)

@@ -159,6 +159,9 @@ def deepgemm(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     if importlib.util.find_spec("deep_gemm") is None:
         done.leave_out("DeepGEMM", "not installed: deep_gemm (the package sgl-deep-gemm)")
         return
+    if watch.device.type == "cpu":
+        done.leave_out("DeepGEMM", "it needs a GPU")
+        return
     compare(done, sizes, watch, deepgemm_library())
 
 

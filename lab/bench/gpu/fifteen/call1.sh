@@ -4,7 +4,9 @@
 LONGEST=340
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh" 1 "$@"
 python3 -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.is_available() and torch.cuda.get_device_name())'
-python3 -c 'import transformer_engine.pytorch as te; print("TransformerEngine", te.__file__)' 2>> "$OUT/parts.log" || say "TransformerEngine does not load: native sides are left out"
+python3 -c 'import torch, transformer_engine.pytorch as te; print("TransformerEngine", te.__file__)' 2>> "$OUT/parts.log" || say "TransformerEngine does not load: native sides are left out"
+# Where it is installed, Megatron takes its optimizer, which needs a GPU.
+[ -n "$REHEARSE" ] && rm -rf "$ROOM"/site/transformer_engine*
 # DeepGEMM's kernels are compiled by nvcc, for each shape, while the first parts take one of the cores.
 warm=
 if [ -z "$REHEARSE" ]; then

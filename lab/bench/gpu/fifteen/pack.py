@@ -64,7 +64,8 @@ LEFT_OUT = re.compile(
     r"\.(a|map|pyi|jar|ipynb)$|(^|/)tests?/|\.data/(headers|data)/|/licenses/|^(?!transformer_engine).*/RECORD$"
     r"|^ray/(jars|rllib|cpp|dashboard/client|llm|serve|train|tune)/|^wandb/bin/"
     r"|^sgl_kernel/(sm100/|flash_ops|flashmla_ops|spatial_ops|infllm_ops)|^transformer_engine/jax/"
-    r"|^sglang/(multimodal_gen|test|benchmark|eval)/"
+    r"|^sglang/(multimodal_gen|test|benchmark|eval|srt/rust_extensions)/"
+    r"|^tvm_ffi/(3rdparty|src|lib/libtvm_ffi_testing|include)|_cu12\.abi3\.so$"
 )
 CALLS = {1: ("te", "deepgemm", "trainer", "kernels"), 2: ("engine", "ray", "trainer", "kernels")}
 """The archives that each carries."""
@@ -73,7 +74,7 @@ HOMES = {
     "te": ("transformer_engine", "transformer_engine_torch", "transformer_engine_cu13", "nvdlfw_inspect"),
     "deepgemm": ("deep_gemm",),
     "trainer": ("megatron", "mbridge", "transformers", "tokenizers", "pydantic", "pydantic_core", "annotated_types",
-                "typing_inspection", "omegaconf", "antlr4", "fp8rl", "importlib_metadata"),
+                "typing_inspection", "omegaconf", "antlr4", "fp8rl", "importlib_metadata", "tvm_ffi"),
 }  # fmt: skip
 """Top-level folders of the archives; all others are in `engine`."""
 
@@ -192,7 +193,7 @@ def members_of(site: Path) -> dict[str, list[Path]]:
 
 def pack(target: Path, members: Iterable[Path]) -> None:
     part = target.with_suffix(".part")
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 7}]
     with lzma.open(part, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for member in members:
             archive.add(member, member.name)
