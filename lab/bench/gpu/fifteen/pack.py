@@ -55,17 +55,26 @@ UNCALLED = {
     *("soundfile", "zstandard", "cryptography", "gymnasium", "farama-notifications", "xgrammar", "plotly", "cwevals"),
     *("ipython", "matplotlib-inline", "ipython-pygments-lexers", "prompt-toolkit", "traitlets", "wcwidth"),
 }
-STAND_INS = {
-    *("flashinfer", "flash_attn", "tilelang", "quack", "humming", "deep_ep"),
-    *("xgrammar", "IPython", "soundfile", "plotly"),
+STAND_INS = {"flashinfer", "flash_attn", "tilelang", "quack", "humming", "deep_ep", "xgrammar", "soundfile"}
+CALLED = {
+    "plotly/offline.py": "def get_plotlyjs():\n    return ''\n",  # the charts of a page that stays on the machine
+    "IPython/__init__.py": "def get_ipython():\n    return None\n",
+    "IPython/display.py": "HTML = display = None\n",
 }
+"""Stand-ins of which a call is answered."""
 PLATFORMS = [f"manylinux_2_{glibc}_x86_64" for glibc in (39, 36, 35, 34, 31, 28, 27, 26, 24, 17, 5)]
+MODELS = (
+    *("auto", "clip", "glm4v", "glm4v_moe", "glmasr", "llama", "llama4", "llava", "mistral3", "mllama", "parakeet"),
+    *("pixtral", "qwen2", "qwen2_5_vl", "qwen2_audio", "siglip", "vitdet", "whisper", "qwen3", "qwen3_moe"),
+)
+"""Of transformers: those whose modules SGLang's server, Megatron and mbridge import."""
 LEFT_OUT = re.compile(
     r"\.(a|map|pyi|jar|ipynb)$|(^|/)tests?/|\.data/(headers|data)/|/licenses/|^(?!transformer_engine).*/RECORD$"
     r"|^ray/(jars|rllib|cpp|dashboard/client|llm|serve|train|tune)/|^wandb/bin/"
     r"|^sgl_kernel/(sm100/|flash_ops|flashmla_ops|spatial_ops|infllm_ops)|^transformer_engine/jax/"
     r"|^sglang/(multimodal_gen|test|benchmark|eval|srt/rust_extensions)/"
     r"|^tvm_ffi/(3rdparty|src|lib/libtvm_ffi_testing|include)|_cu12\.abi3\.so$"
+    rf"|^transformers/models/(?!({'|'.join(MODELS)})/)[^/]+/(modeling|modular|convert)_"
 )
 CALLS = {1: ("te", "deepgemm", "trainer", "kernels"), 2: ("engine", "ray", "trainer", "kernels")}
 """The archives that each carries."""
@@ -193,7 +202,7 @@ def members_of(site: Path) -> dict[str, list[Path]]:
 
 def pack(target: Path, members: Iterable[Path]) -> None:
     part = target.with_suffix(".part")
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 7}]
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 7, "dict_size": 64 << 20}]
     with lzma.open(part, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for member in members:
             archive.add(member, member.name)
@@ -216,6 +225,9 @@ def lay_out(folder: Path, packed: Path) -> bool:
         (carried / "stand_ins").mkdir(parents=True)
         put = f"\n\nput({sorted(STAND_INS)}, refuse)\n"
         (carried / "stand_ins" / "sitecustomize.py").write_text(Path(stand_ins.__file__).read_text() + put)
+        for name, text in CALLED.items():
+            (carried / "stand_ins" / name).parent.mkdir(exist_ok=True)
+            (carried / "stand_ins" / name).write_text(text)
         sizes = {}
         for name in names:
             if (archive := packed / f"{name}.tar.xz").exists():
