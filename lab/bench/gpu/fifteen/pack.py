@@ -202,7 +202,7 @@ def members_of(site: Path) -> dict[str, list[Path]]:
 
 def pack(target: Path, members: Iterable[Path]) -> None:
     part = target.with_suffix(".part")
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 7, "dict_size": 64 << 20}]
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     with lzma.open(part, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for member in members:
             archive.add(member, member.name)
