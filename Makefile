@@ -14,13 +14,17 @@ GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed
 DOCS_VENV := .venv-docs
+# A lent machine's Python with its torch and Triton, and what its two calls carry (lab/bench/gpu/fifteen).
+GPU_PYTHON ?= python3.12
+IMAGE_VENV := .venv-image
+CARRIED := .fifteen
 STUBS := $(shell find requirements/cpu_stubs/pyproject.toml requirements/cpu_stubs/src -name '*.py' -o -name '*.toml' 2> /dev/null)
 
 # One thread per process: a second one is slower at these sizes, and several processes share the cores.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu gpu-libraries demo real test test-fast bench pages docs lint clean
+.PHONY: help install install-gpu gpu-libraries demo real test test-fast bench rehearse-gpu pages docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +53,11 @@ test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
 
 bench: $(INSTALLED) ## measure speed side by side, into lab/bench/results.json and a table
 	$(BIN)/python -m lab.bench
+
+rehearse-gpu: $(INSTALLED) $(IMAGE_VENV)/.installed ## pack and rehearse a quarter of an hour of a GPU (GPU_PYTHON= 3.12, BINDING= TE's wheel)
+	$(BIN)/python -m lab.bench.gpu.fifteen.pack $(CARRIED) --python $(CURDIR)/$(IMAGE_VENV)/bin/python $(addprefix --binding ,$(BINDING))
+	$(IMAGE_VENV)/bin/python lab/bench/gpu/fifteen/rehearse.py $(CARRIED) > lab/bench/gpu/record/rehearsal.md; \
+	    code=$$?; cat lab/bench/gpu/record/rehearsal.md; exit $$code
 
 pages: $(INSTALLED) ## write the pages that are generated from the code, and the schema of a spec
 	$(BIN)/python docs/hooks/reference.py > docs/reference.md
@@ -94,6 +103,13 @@ $(DOCS_VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	    > $(DOCS_VENV)/requirements.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet -r $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+# Triton 3.6's interpreter asks an array of one number for an integer, which numpy 2.5 refuses. No GPU interprets.
+$(IMAGE_VENV)/.installed: lab/bench/gpu/fifteen/image.txt
+	$(GPU_PYTHON) -m venv --clear $(IMAGE_VENV)
+	$(IMAGE_VENV)/bin/python -m pip install --quiet --no-cache-dir --no-deps -r $<
+	sed -i 's/int(self.handle.data)/int(self.handle.data.item())/' $(IMAGE_VENV)/lib/python*/site-packages/triton/runtime/interpreter.py
 	@touch $@
 
 # TransformerEngine's kernels come compiled; what binds them to torch is C++, built against the CUDA headers that came with

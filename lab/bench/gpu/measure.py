@@ -68,6 +68,8 @@ class Sizes:
     rows: int
     attended: tuple[tuple[int, int], ...]
     """Rows, and keys of each, of a decode step's attention."""
+    multiplied: tuple[int, ...]
+    """Rows of the products whose bits are compared: batches of decode graphs, prefills, micro-batches."""
     served: Layers
     """The real engine serves it, in `prompts` times `answers` of `new_tokens`."""
     prompts: int
@@ -106,6 +108,7 @@ class Sizes:
             vocabulary=151_936,
             rows=256,
             attended=((256, 1024), (32, 32_768)),
+            multiplied=(1, 8, 64, 256, 4096, 2, 4, 16, 32, 128, 512, 1024, 2048, 8192, *range(12, 256, 12), 1000, 4092),
             served=replace(qwen, layers=2, vocab=151_936),  # with the trainer's optimizer beside it in 80 GiB
             prompts=32,
             answers=8,
@@ -132,6 +135,7 @@ class Sizes:
             vocabulary=300,
             rows=3,
             attended=((3, 130),),
+            multiplied=(1, 5),
             served=replace(small, layers=2, vocab=128),
             prompts=4,
             answers=2,
@@ -195,6 +199,8 @@ class Measured:
 
 _BUSY_CYCLES = 4_000_000
 """Of a GPU's clock, two milliseconds."""
+_SHORT_S, _GRAPHED = 100e-6, 50
+"""A call that takes less is measured in a CUDA graph of so many calls, too."""
 
 
 class Stopwatch:
@@ -218,7 +224,7 @@ class Stopwatch:
         cold = torch.empty(256 << 20, dtype=torch.uint8, device=self.device)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for begin, end in events:
-            cold.zero_()
+            cold.amax()  # read, not written: what was written would go to memory while the call runs
             if with_host:
                 torch.cuda.synchronize()
             else:
@@ -228,6 +234,42 @@ class Stopwatch:
             end.record()
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+    def host_seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
+        """Median time after which a call has returned, its kernels launched and not waited for."""
+        run()
+        times = []
+        for _ in range(repeats if self.device.type == "cuda" else 1):
+            self._wait()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        self._wait()
+        return statistics.median(times)
+
+    def graphed_seconds(self, run: Callable[[], object], calls: int = _GRAPHED) -> float:
+        """Time of one call in a CUDA graph of so many. What it reads is in the L2 cache, as far as that holds it."""
+        if self.device.type == "cpu":
+            return self.seconds(run)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        return self.seconds(graph.replay, repeats=5) / calls
+
+    def times(self, run: Callable[[], object]) -> dict[str, float]:
+        """A call in columns: its kernels with a cold L2 cache, then what `beside` finds."""
+        cold = self.seconds(run)
+        return {"us": cold * 1e6, **self.beside(run, cold)}
+
+    def beside(self, run: Callable[[], object], cold: float) -> dict[str, float]:
+        """The host's time of a call whose kernels took `cold` seconds; of short ones also their time in a graph."""
+        found = {"us of the host": self.host_seconds(run) * 1e6}
+        return found if cold >= _SHORT_S else found | {"us in a graph, L2 warm": self.graphed_seconds(run) * 1e6}
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def side_by_side(
         self, sides: Mapping[str, Callable[[], object]], rounds: int = 5, with_host: bool = False

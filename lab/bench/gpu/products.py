@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,10 @@ def quantizers(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             "SwiGLU + rows": (lambda x=wide: swiglu_quantize(x, ROWS), 5 + 4 / 128),
         }
         for name, (run, size) in kernels.items():
-            seconds = watch.seconds(run)
-            rate = size * tokens * features / seconds
+            times = watch.times(run)
+            rate = size * tokens * features / times["us"] * 1e6
             what = {"kernel": name, "tokens": tokens, "features": features}
-            done.row(what, {"GB/s": rate / 1e9, "of copy": rate / bandwidth})
+            done.row(what, {"GB/s": rate / 1e9, "of copy": rate / bandwidth, **times})
     slowest = min(done.rows, key=lambda row: row["of copy"])
     parts = {"copy (GB/s)": bandwidth / 1e9}
     done.result(Result("quantizers / copy bandwidth (slowest)", slowest["of copy"], 0.85, True, parts))
@@ -69,7 +69,7 @@ def gemms(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
             native = _scaled_mm(rows, codes, done)
             if native is not None:
                 sides["FP8 torch._scaled_mm"] = native
-            _record(done, shape.name, tokens, 2.0 * tokens * shape.n * shape.k, watch.side_by_side(sides, 3))
+            _record(done, shape.name, tokens, 2.0 * tokens * shape.n * shape.k, sides, watch)
     _judge(done, "FP8 block GEMM / cuBLAS BF16, exact", "FP8", 1.15)
     if any("FP8 torch._scaled_mm" in row for row in done.rows):
         _judge(done, "FP8 block GEMM / cuBLAS BF16, native (torch._scaled_mm)", "FP8 torch._scaled_mm", 1.4)
@@ -99,28 +99,33 @@ def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
                 )
             else:
                 done.leave_out("BF16 grouped product", "torch._grouped_mm needs a GPU and a torch that has it")
-            flops = 2.0 * len(x) * shape.n * shape.k
-            _record(done, shape.name, tokens, flops, watch.side_by_side(sides, 3))
+            _record(done, shape.name, tokens, 2.0 * len(x) * shape.n * shape.k, sides, watch)
         del weight, codes
 
 
 def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callable[[], torch.Tensor] | None:
     """torch's product with 1x128 and 128x128 scales, where this torch and GPU have it."""
-    scales = a.scale_inv.t().contiguous().t(), b.scale_inv.t()
-
-    def run() -> torch.Tensor:
-        return torch._scaled_mm(a.data, b.data.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
-
     try:
-        run()
+        scaled_mm(a, b)
     except (RuntimeError, ValueError, NotImplementedError) as error:  # a yardstick that not every torch offers
         done.leave_out("torch._scaled_mm with block scales", str(error).splitlines()[0][:200])
         return None
-    return run
+    return lambda: scaled_mm(a, b)
 
 
-def _record(done: Measured, name: str, tokens: int, flops: float, seconds: dict[str, float]) -> None:
+def scaled_mm(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    """a [T, K] @ b [N, K]^T by torch, which takes the scales of a column of groups side by side."""
+    scales = {"scale_a": a.scale_inv.t().contiguous().t(), "scale_b": b.scale_inv.t()}
+    return torch._scaled_mm(a.data, b.data.t(), out_dtype=torch.bfloat16, **scales)
+
+
+def _record(
+    done: Measured, name: str, tokens: int, flops: float, sides: Mapping[str, Callable[[], Any]], watch: Stopwatch
+) -> None:
+    seconds = watch.side_by_side(sides, 3)
     rates = {side: flops / value / 1e12 for side, value in seconds.items()}
+    for side, run in sides.items():
+        rates |= {f"{side}, {column}": value for column, value in watch.beside(run, seconds[side]).items()}
     done.row({"product": name, "tokens": tokens}, rates)
 
 
@@ -132,11 +137,14 @@ def _judge(done: Measured, name: str, side: str, bar: float) -> None:
     done.result(Result(f"{name}: {slowest['product']}", slowest[side] / slowest["BF16 cuBLAS"], bar, True, parts))
 
 
+Product = Callable[[QuantizedTensor, QuantizedTensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Library:
     """Products of a library, in BF16."""
 
-    dense: Callable[[QuantizedTensor, QuantizedTensor], Tensor]
+    dense: Product
     """a [T, K] @ b [N, K]^T."""
     grouped: Callable[[QuantizedTensor, QuantizedTensor, Tensor], Tensor]
     """Rows a [T, K] with matrices b [E, N, K], by each row's expert int32 [T]."""
@@ -151,7 +159,10 @@ def deepgemm(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     if importlib.util.find_spec("deep_gemm") is None:
         done.leave_out("DeepGEMM", "not installed: deep_gemm (the package sgl-deep-gemm)")
         return
-    compare(done, sizes, watch, _deepgemm())
+    if watch.device.type == "cpu":
+        done.leave_out("DeepGEMM", "it needs a GPU")
+        return
+    compare(done, sizes, watch, deepgemm_library())
 
 
 def compare(done: Measured, sizes: Sizes, watch: Stopwatch, library: Library) -> None:
@@ -189,12 +200,13 @@ def _compare(
     ours, theirs = (side().view(torch.int16) for side in sides.values())
     count = int((ours != theirs).sum())
     done.row({"checked": name, "tokens": rows, "numbers": ours.numel(), "that differ": count})
-    _record(done, name, rows, 2.0 * rows * size, watch.side_by_side(sides, 3))
+    _record(done, name, rows, 2.0 * rows * size, sides, watch)
     return count
 
 
-def _deepgemm() -> Library:
-    import deep_gemm  # compiles a kernel for each shape when it is first called
+def deepgemm_library() -> Library:
+    """DeepGEMM's, whose kernels are compiled for each shape when it is first called."""
+    import deep_gemm
 
     def dense(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         out = torch.empty(len(a.data), len(b.data), dtype=torch.bfloat16, device=a.data.device)

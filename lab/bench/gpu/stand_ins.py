@@ -44,7 +44,10 @@ def put(packages: Collection[str], when_called: Callable[[str], object]) -> None
             if name.startswith("__"):
                 raise AttributeError(name)
             if name[0].isupper() and not name.isupper():  # a class, which may be inherited from
-                return type(name, (StandIn,), {"__init__": lambda self, *args, **kwargs: StandIn.__init__(self, name)})
+                made = {"__init__": lambda self, *args, **kwargs: StandIn.__init__(self, name)}
+                # A field of a pydantic model may be one.
+                made["__get_pydantic_core_schema__"] = classmethod(lambda *_: {"type": "any"})
+                return type(name, (StandIn,), made)
             return StandIn(f"{self.__name__}.{name}")
 
     class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -35,8 +35,8 @@ def _draw(done: Measured, watch: Stopwatch, logits: Tensor, bandwidth: float) ->
     with using("torch"):
         expected = ops.draw(*(each[:FEW] for each in (logits, temperatures, seeds, positions)))
     done.equal("drawn tokens that are not the definition's", int((drawn[:FEW] != expected).sum()), tokens=len(expected))
-    seconds = watch.seconds(lambda: ops.draw(logits, temperatures, seeds, positions))
-    _row(done, "draw", rows, logits.shape[1], logits.nbytes, seconds, bandwidth)
+    times = watch.times(lambda: ops.draw(logits, temperatures, seeds, positions))
+    _row(done, "draw", rows, logits.shape[1], logits.nbytes, times, bandwidth)
 
 
 def _logprobs(done: Measured, watch: Stopwatch, logits: Tensor, bandwidth: float) -> None:
@@ -49,14 +49,14 @@ def _logprobs(done: Measured, watch: Stopwatch, logits: Tensor, bandwidth: float
     exact = (logits[:FEW].double() / torch.tensor(TEMPERATURE).double()).log_softmax(-1)
     error = (found[:FEW].double() - exact.gather(1, tokens[:FEW, None]).squeeze(1)).abs().max().item()
     done.bound("log-probabilities: largest error to float64", error, WITHIN, rows=len(alone))
-    seconds = watch.seconds(lambda: ops.token_logprobs(logits, tokens, TEMPERATURE))
-    _row(done, "log-probabilities", rows, vocabulary, logits.nbytes, seconds, bandwidth)
+    times = watch.times(lambda: ops.token_logprobs(logits, tokens, TEMPERATURE))
+    _row(done, "log-probabilities", rows, vocabulary, logits.nbytes, times, bandwidth)
     with torch.enable_grad():
         leaf = logits.requires_grad_()
         total = ops.token_logprobs(leaf, tokens, TEMPERATURE)[0].sum()
-        seconds = watch.seconds(lambda: torch.autograd.grad(total, leaf, retain_graph=True))
+        times = watch.times(lambda: torch.autograd.grad(total, leaf, retain_graph=True))
     logits.requires_grad_(False)
-    _row(done, "their gradient", rows, vocabulary, 2 * logits.nbytes, seconds, bandwidth)
+    _row(done, "their gradient", rows, vocabulary, 2 * logits.nbytes, times, bandwidth)
 
 
 def _attention(done: Measured, watch: Stopwatch, rows: int, keys: int, bandwidth: float) -> None:
@@ -79,8 +79,7 @@ def _attention(done: Measured, watch: Stopwatch, rows: int, keys: int, bandwidth
     done.equal(f"attention over {keys:,} keys: paged, contiguous, and alone, numbers that differ", different, rows=few)
     error, bound = _error(found[:few], q[:few], k, v)
     done.bound(f"attention over {keys:,} keys: largest error to float64 / its bound", error / bound, 1.0, rows=few)
-    seconds = watch.seconds(decode)
-    _row(done, "paged attention, decode", rows, keys, caches.nbytes, seconds, bandwidth)
+    _row(done, "paged attention, decode", rows, keys, caches.nbytes, watch.times(decode), bandwidth)
 
 
 def _error(found: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float]:
@@ -99,7 +98,7 @@ def _error(found: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float
     return worst
 
 
-def _row(done: Measured, op: str, rows: int, length: int, size: int, seconds: float, bandwidth: float) -> None:
+def _row(done: Measured, op: str, rows: int, length: int, size: int, times: dict[str, float], bandwidth: float) -> None:
     """size: the bytes that must be read and written."""
-    what = {"op": op, "rows": rows, "vocabulary or keys": length, "GB": size / 1e9}
-    done.row(what, {"us": seconds * 1e6, "GB/s": size / seconds / 1e9, "of copy": size / seconds / bandwidth})
+    what, rate = {"op": op, "rows": rows, "vocabulary or keys": length, "GB": size / 1e9}, size / times["us"] * 1e6
+    done.row(what, {**times, "GB/s": rate / 1e9, "of copy": rate / bandwidth})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,15 @@ import psutil
 import pytest
 import torch
 
+from fp8rl.diagnose.plan.efficiency import measured
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm
 from fp8rl.numerics.kernels.products.tiles import make_tiles
+from fp8rl.rl.experiment.budget.gpus import GPUS
 from lab.bench import runner
-from lab.bench.gpu import products, sync
+from lab.bench.gpu import bits, launch, products, sync
 from lab.bench.gpu.__main__ import main, measure_all
+from lab.bench.gpu.fifteen.fat import only
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part, measure
 from lab.bench.journal import Journal, Report, read
@@ -45,6 +50,8 @@ EQUAL = {
         "gradients of a tree in two runs, numbers that differ": {},
     },
     "deepgemm": {},
+    "bits": {},
+    "launch": {},
     "quantizers": {},
     "gemms": {},
     "grouped": {},
@@ -118,11 +125,18 @@ def test_a_stopwatch_counts_kernels_alone_or_with_the_host(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e3))
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(zero_=lambda: gpu.launch(90)))
+    # The cache is cleaned by what reads alone: lines that were written would be on their way while the call runs.
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(amax=lambda: gpu.launch(90)))
     watch = Stopwatch("cuda")
     assert watch.seconds(call) == pytest.approx(40e-6)
     assert watch.seconds(call, with_host=True) == pytest.approx(120e-6)
     assert watch.side_by_side({"one": call}, with_host=True) == {"one": pytest.approx(120e-6)}
+
+    monkeypatch.setattr(time, "perf_counter", lambda: gpu.host / 1e6)
+    assert watch.host_seconds(call) == pytest.approx(100e-6)
+    monkeypatch.setattr(watch, "graphed_seconds", lambda run: 30e-6)
+    assert watch.times(call) == pytest.approx({"us": 40, "us of the host": 100, "us in a graph, L2 warm": 30})
+    assert watch.beside(call, 100e-6) == pytest.approx({"us of the host": 100}), "long enough to be timed alone"
 
 
 def test_a_side_that_fails_is_left_out_and_the_others_are_judged(tmp_path: Path) -> None:
@@ -153,6 +167,49 @@ def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path)
         assert (dense.value > 0) == different and experts.value == 0
         checked = [row for row in done.rows if "checked" in row]
         assert [row["numbers"] for row in checked] == [16 * 128, 3 * 128 * 128]
+
+
+@pytest.mark.slow
+def test_a_product_whose_rows_depend_on_their_number_is_told_from_one_that_is_ours(tmp_path: Path) -> None:
+    def refuses_one(a: Any, b: Any) -> torch.Tensor:
+        if len(a.data) == 1:
+            raise RuntimeError("no kernel for one row")
+        return gemm(a, b, torch.bfloat16) * (1.5 if len(a.data) < 5 else 1)
+
+    done = Measured(tmp_path, lambda line: None)
+    sizes = replace(Sizes.tiny(), multiplied=(5, 1, 2))
+    bits.compare(done, sizes, Stopwatch("cpu"), {"same": lambda a, b: gemm(a, b, torch.bfloat16), "other": refuses_one})
+    found = {(row["library"], row["rows"]): (row["not ours"], row["not as among most"]) for row in done.rows}
+    assert found.pop(("other", 2)) > (0, 0)
+    assert found == dict.fromkeys([("same", 5), ("same", 1), ("same", 2), ("other", 5)], (0, 0))
+    assert done.left_out == {"other, 1 rows": "no kernel for one row"}
+
+
+@pytest.mark.slow
+def test_a_plan_reads_the_report_of_today_and_those_that_are_kept(tmp_path: Path) -> None:
+    class Watch(Stopwatch):
+        """Of a machine with whose times these tests can count."""
+
+        def seconds(self, run: Callable[[], object], repeats: int = 20, with_host: bool = False) -> float:
+            return 1e-3
+
+        def host_seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
+            return 50e-6
+
+        def graphed_seconds(self, run: Callable[[], object], calls: int = 50) -> float:
+            return 4e-6 + 1e-6 / calls
+
+    sizes = replace(Sizes.tiny(), tokens=(4096,))
+    for name, run in (("gemms", products.gemms), ("launch", launch.run)):
+        journal = Journal(tmp_path / "gpu.jsonl", name)
+        journal.say({"begin": {"device": "H200", "date": "", "versions": {}}, "shows": name})
+        run(Measured(tmp_path, journal.say), sizes, Watch("cpu"))
+    read(tmp_path / "gpu.jsonl").write(tmp_path / "gpu.json")
+    rates = measured(tmp_path / "gpu.json", "exact", GPUS["h200"]).slow
+    assert rates.fp8_dense == pytest.approx(2.0 * 4096 * 128 * 256 / 1e-3 / 1979e12)
+    assert (rates.launches, rates.nodes) == pytest.approx((1 / 50e-6, 1 / 4e-6))
+    kept = list(Path("lab/bench/gpu/record").glob("*.json"))
+    assert kept and all(measured(path, "exact", GPUS["h100"]).slow.launches > 0 for path in kept)
 
 
 @pytest.mark.slow
@@ -206,6 +263,27 @@ def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_mach
     assert read(path).rows == {"gemms": [{"row": 12}], "sync": [{"row": 11}]}
     say("sync", "H200", 13)
     assert read(path).rows == {"sync": [{"row": 13}]} and read(path).machine["device"] == "H200"
+
+
+def test_a_library_is_cut_to_the_code_of_one_architecture() -> None:
+    """A fat binary of three entries between other bytes, and one without the architecture."""
+
+    def entry(architecture: int, code: bytes) -> bytes:
+        return (
+            struct.pack("<HHIQ", 2, 0x101, 64, len(code)).ljust(28, b"-")
+            + struct.pack("<I", architecture).ljust(36, b"-")
+            + code
+        )
+
+    def fat(*entries: bytes) -> bytes:
+        body = b"".join(entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+    others, mine = (entry(80, b"old" * 9), entry(100, b"new" * 9)), entry(90, b"mine" * 5)
+    library = b"head" + fat(others[0], mine, others[1]) + b"between" + fat(others[0]) + b"tail"
+    cut = only(library, {90})
+    kept = fat(mine).ljust(len(fat(others[0], mine, others[1])), b"\0")
+    assert cut == b"head" + kept + b"between" + fat(others[0]) + b"tail" and len(cut) == len(library)
 
 
 def test_what_a_machine_lacks_is_named(tmp_path: Path) -> None:
