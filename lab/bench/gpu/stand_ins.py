@@ -1,6 +1,6 @@
 """Stand-ins for packages that SGLang imports on CUDA, where they are not installed.
 
-It needs nothing but Python: `carry` packs it as the `sitecustomize` of a machine.
+It needs nothing but Python: `fifteen.pack` packs it as the `sitecustomize` of a machine.
 """
 
 from __future__ import annotations
