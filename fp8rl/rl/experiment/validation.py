@@ -13,12 +13,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8rl.models import load_architecture
-from fp8rl.numerics.core.errors import UserError, check_rules, shown, user_error
+from fp8rl.numerics.core.errors import UserError, raise_first, shown, user_error
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.gate_rules import check_gates
+from fp8rl.rl.experiment.gate_rules import gate_refusals
 from fp8rl.rl.experiment.removed import refusal_of_removed
-from fp8rl.rl.experiment.rules import RULES
+from fp8rl.rl.experiment.rules import refusals
 from fp8rl.rollout.tasks.named_functions import check_importable
 
 _LONGEST_NUMBER = 1024
@@ -60,8 +60,8 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
         return experiment
     algorithm = experiment.algorithm.resolved(experiment.rollout)
     experiment = experiment.model_copy(update={"algorithm": algorithm})
-    check_rules(RULES, experiment)
-    check_gates(experiment)
+    raise_first(refusals(experiment))
+    raise_first(gate_refusals(experiment))
     return experiment
 
 

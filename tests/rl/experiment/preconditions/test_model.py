@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
-from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from tests.support.preconditions import edit_config, merged, refusal
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -103,73 +102,12 @@ def test_a_config_without_a_dimension_is_refused(values, model, key, value):
     assert key in refusal(values)
 
 
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", 192), ("head_dim", 96), ("moe_intermediate_size", 96)])
-def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, key, value):
-    edit_config(model, **{key: value})
-    text = refusal(values)
-    assert key in text and str(value) in text and "multiple of 128" in text
-    for one_side in ({"trainer": "bf16"}, {"rollout": "bf16"}):
-        assert key in refusal(values, numerics=one_side)
-    bf16 = parse_experiment(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}))
-    check_model_layout(read_model(model).shape, bf16)
-
-
-@pytest.mark.parametrize("choice", ["record", "replay"])
-def test_routing_replay_of_a_dense_model_is_refused(values, models, choice):
-    numerics = {"router_replay": choice}
-    check(parse_experiment(merged(values, numerics=numerics)))
-    text = refusal(values, model={"path": str(models / "dense")}, numerics=numerics)
-    assert text.startswith("numerics.router_replay") and choice in text and "expected off" in text
-
-
-def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
-    dense = {"path": str(models / "dense")}
-    text = refusal(values, model=dense, trainer={"tp": 2})
-    assert "intermediate_size" in text and "192" in text
-    check(parse_experiment(merged(values, trainer={"tp": 2})))  # experts are not split, 4 heads of 128 are
-
-
-@pytest.mark.parametrize(
-    ("trainer", "key", "reason"),
-    [
-        ({"pp": 3}, "trainer.pp", "num_hidden_layers"),
-        ({"tp": 3}, "trainer.tp", "num_attention_heads = 4"),
-        ({"tp": 4}, "trainer.tp", "num_key_value_heads = 2"),
-        ({"ep": 3, "dp": 3}, "trainer.ep", "num_experts = 8"),
-        ({"ep": 2}, "trainer.ep", "tp * dp * cp = 1 * 1 * 1"),
-        ({"ep": 4, "tp": 2}, "trainer.ep", "tp * dp * cp = 2 * 1 * 1"),
-        ({"gradient_wire": "e4m3"}, "trainer.gradient_wire", "found 'e4m3 with trainer.dp=1', expected fp32"),
-    ],
-)
-def test_layouts_that_do_not_divide_the_model_are_refused(values, trainer, key, reason):
-    text = refusal(values, trainer=trainer)
-    assert text.startswith(key) and reason in text
-
-
-def test_some_layer_must_be_left_to_quantize(values):
-    """The model has two."""
-    check(parse_experiment(merged(values, numerics={"last_layers_bf16": 1})))
-    text = refusal(values, numerics={"first_layers_bf16": 1, "last_layers_bf16": 1})
-    assert text.startswith("numerics.first_layers_bf16 + numerics.last_layers_bf16: found 2, expected less than")
-    off = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
-    check(parse_experiment(merged(values, numerics={"first_layers_bf16": 2, **off})))
-
-
-@pytest.mark.parametrize("trainer", [{"ep": 2, "dp": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "dp": 2}, {"dp": 3}])
-def test_layouts_that_divide_the_model_pass(values, trainer):
-    check(parse_experiment(merged(values, trainer=trainer)))
-
-
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
     native = {"mode": "native", "activation": {"granularity": "tensor"}}
     check(parse_experiment(merged(values, numerics=native)))
     monkeypatch.setattr("fp8rl.rl.experiment.preconditions.target.has_transformer_engine", lambda: True)
     assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
     check(parse_experiment(merged(values, numerics={"mode": "native"})))
-
-
-def test_experts_of_a_dense_model_are_refused(values, models):
-    assert "dense" in refusal(values, model={"path": str(models / "dense")}, trainer={"ep": 2, "dp": 2})
 
 
 @pytest.mark.parametrize(
@@ -227,20 +165,6 @@ def test_weights_that_are_not_finite_are_refused(values, model, value):
     save_file(weights, model / "model.safetensors")
     text = refusal(values)
     assert text.startswith(f"model.path: {name}: found '1 of ") and "NaN or infinite" in text
-
-
-def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
-    assert refusal(values, trainer={"packing": True}, numerics={"mode": "native"}).startswith("trainer.packing: found")
-    check(parse_experiment(merged(values, trainer={"packing": True})))
-    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.target.has_transformer_engine", lambda: True)
-    check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))
-
-
-@pytest.mark.parametrize("other", [{"numerics": {"mode": "native"}}, {"trainer": {"cp": 2}}])
-def test_rows_share_prefixes_in_exact_mode_on_ranks_with_whole_rows(values, other):
-    text = refusal(values, **merged({"trainer": {"prefix_sharing": True}}, **other))
-    assert text.startswith("trainer.prefix_sharing: found 'true with") and "Set trainer.prefix_sharing=false" in text
-    check(parse_experiment(merged(values, trainer={"prefix_sharing": True})))
 
 
 @pytest.fixture
