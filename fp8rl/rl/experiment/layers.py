@@ -101,7 +101,7 @@ def _types(annotation: Any) -> set[Any]:
 def _spelled_out(value: Any, kind: type[Section] | None, listed: bool) -> Any:
     """A value that stands for a section, as the mapping that it stands for."""
     alone = (str,) if listed else (str, list)
-    if kind is None or not kind.shorthand or not isinstance(value, alone) or str(value).startswith("${"):
+    if kind is None or not kind.shorthand or not isinstance(value, alone):
         return value
     return {kind.shorthand: value}
 
@@ -114,7 +114,7 @@ def _of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[
     member = MEMBERS[key]
     before = settings.get(member.selector)
     found = {part: value for part, value in settings.items() if part != member.selector}
-    if not found or not isinstance(name, str) or name == before or name.startswith("${"):
+    if not found or not isinstance(name, str) or name == before:
         return settings
     try:
         if ":" in name:

@@ -8,24 +8,22 @@ import numbers
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
+from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.layers import Say, merged, types_of
 from fp8rl.rl.experiment.removed import without_removed
-from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
+from fp8rl.rl.experiment.validation import named_architecture, parse_experiment
 from fp8rl.rollout.tasks.named_functions import check_importable
 
 _HERE = Path("(a mapping)")
@@ -54,8 +52,7 @@ def load_experiment(
         UserError: the file cannot be read, or a key or value is wrong.
     """
     if isinstance(spec, Experiment):
-        resolved: dict[str, Any] = uninterpolated(spec.to_dict())
-        spec = resolved
+        spec = spec.to_dict()
     if isinstance(spec, Mapping):
         return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
     check_path(spec, "spec")
@@ -74,7 +71,7 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, sa
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
     for override in overrides:
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
-    values = _interpolated(values, path)
+    _check_texts(values, path)
     if isinstance(name := _algorithm_name(values), str):
         check_importable(name, "algorithm.name")
     return parse_experiment(values)
@@ -99,9 +96,9 @@ def read_resolved(path: str | Path) -> Experiment:
     Raises:
         UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
-    values = _interpolated(_read_yaml(Path(path)), Path(path))
+    values = without_removed(_read_yaml(Path(path)))
     try:
-        return parse_experiment(without_removed(values), imports=False)
+        return parse_experiment(values, imports=False)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -164,7 +161,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):
-        return uninterpolated(value.model_dump(mode="json"))
+        return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numbers.Integral):
@@ -235,35 +232,13 @@ def _algorithm_name(values: dict[str, Any]) -> Any:
     return algorithm.get("name") if isinstance(algorithm, dict) else None
 
 
-_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*(\$\{[^}]*:)")
-"""An even number of backslashes before `${` escapes one another, and not it."""
+_INTERPOLATION = re.compile(r"\$\{[a-z_][\w.]*[}:]")
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner)
-    elif isinstance(value, str):
-        yield value
-
-
-def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values with `${section.key}` replaced by what stands there, and `\\${` by `${`; resolvers such as
-    `${oc.env:...}` are refused."""
-    check_plain(values)
-    resolver = next(filter(None, map(_RESOLVER.search, _texts_in(values))), None)
-    if resolver:
-        raise user_error(
-            f"spec {path}",
-            found=resolver[1],
-            expected="interpolation of keys only, such as ${run.name}",
-            remedy="Write the value itself.",
-        )
-    try:
-        return OmegaConf.to_container(OmegaConf.create(values), resolve=True, throw_on_missing=True)
-    except RecursionError as error:
-        raise UserError(f"spec {path}: found an interpolation that leads back to itself. Write the value.") from error
-    except OmegaConfBaseException as error:
-        raise UserError(f"spec {path}: {' '.join(str(error).split())}. Correct the interpolation.") from error
+def _check_texts(value: Any, path: Path) -> None:
+    """Raise `UserError` for a text with `${section.key}`, which stood for that key's value once."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_texts(inner, path)
+    if isinstance(value, str) and (found := _INTERPOLATION.search(value)):
+        expected = "the value itself: specs no longer replace a key by another key's value"
+        raise user_error(f"spec {path}", found=found[0], expected=expected, remedy="Write the value.")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
@@ -115,10 +113,8 @@ def test_defaults_that_form_a_cycle_are_refused(write):
         ("1: {a: 2}", "mapping"),
         ("defaults: 3", "list of file names"),
         ("defaults: absent.yaml", "found 'absent.yaml', expected an existing YAML file, relative to this one"),
-        ("run: {name: '${oc.env:HOME}'}", "interpolation of keys only"),
-        ("run: {name: '${run.absent}'}", "interpolation"),
-        ("model: ${nope}", "interpolation"),
-        ("run: ${oc.env:NOPE}", "interpolation of keys only"),
+        ("run: {name: '${oc.env:HOME}'}", r"spec .*: found '\${oc.env:', expected the value itself.* Write the value"),
+        ("gates: [{metric: '${run.name}x'}]", r"found '\${run.name}', expected the value itself"),
     ],
 )
 def test_broken_files_are_refused(write, text, expected):
@@ -252,10 +248,9 @@ def test_overrides_of_the_wrong_shape_are_the_users_error(write, override):
         load_experiment(write("s.yaml", BASE), [override])
 
 
-def test_keys_interpolate_and_lists_are_replaced_by_overrides(write):
-    write("s.yaml", BASE + "    tracking: {wandb: {project: '${run.name}-x'}}\n")
+def test_lists_are_replaced_by_overrides(write):
+    write("s.yaml", BASE)
     spec = load_experiment("s.yaml", ["gates=[{metric: eval/accuracy, below: 0.5, for_steps: 2}]"])
-    assert spec.tracking.wandb.project == "base-x"
     assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("eval/accuracy", None, 0.5, 2)]
 
 
@@ -365,31 +360,6 @@ def test_resolved_spec_round_trips(write):
     assert again == spec and parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
     assert again.trainer.adam_eps == 1e-8 and again.numerics.overrides() == {"weight": {"scale": "fp32"}}
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
-
-
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(st.text("\\${}a.: 'é", min_size=1, max_size=12))
-def test_texts_that_look_like_interpolations_stay_what_they_are(tmp_path_factory, text):
-    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
-    spec = parse_experiment({**MINIMAL, "data": {"train": "/t", "system_prompt": text}})
-    path.write_text(spec.to_yaml())
-    assert read_resolved(path) == spec
-    assert (
-        load_experiment(spec).data.system_prompt
-        == text
-        == load_experiment({"data": spec.data, "model": spec.model}).data.system_prompt
-    )
-
-
-def test_an_escaped_interpolation_is_text_in_the_run_too(write):
-    spec = load_experiment(
-        write("s.yaml", BASE), [r"data.system_prompt=\${run.name} \${oc.env:HOME} ${run.name} \\${run.name}"]
-    )
-    assert spec.data.system_prompt == r"${run.name} ${oc.env:HOME} base \base"
-    assert read_resolved(write("resolved.yaml", spec.to_yaml())) == spec
-    with pytest.raises(UserError, match=r"found '\$\{oc.env:'"):
-        load_experiment(write("s.yaml", BASE), [r"data.system_prompt=\\${oc.env:HOME}"])
 
 
 @pytest.mark.parametrize(
