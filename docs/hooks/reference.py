@@ -34,10 +34,9 @@ check a spec that begins with `# yaml-language-server: $schema=PATH/spec.schema.
 
 A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are merged,
 lists are replaced. On the command line `section.key=value` overrides all files. If one of them names another algorithm,
-environment or rejection, settings that differ from their defaults are kept if the new one has them too; a note names
-each key that is dropped. A path is relative to the file that it is written in, on the command line to the current
-directory, and may begin with `~`. The error for a misspelt key names the nearest valid one. *required* says that there
-is no default.
+environment or rejection, the settings of the former one go; a note names them. A path is relative to the file that it
+is written in, on the command line to the current directory, and may begin with `~`. The error for a misspelt key names
+the nearest valid one. *required* says that there is no default.
 """
 _NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text", types.NoneType: "null"}
 _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}

@@ -21,7 +21,7 @@ from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.layers import Say, merged, types_of
+from fp8rl.rl.experiment.layers import MEMBERS, Say, merged, types_of
 from fp8rl.rl.experiment.removed import without_removed
 from fp8rl.rl.experiment.validation import named_architecture, parse_experiment
 from fp8rl.rollout.tasks.named_functions import check_importable
@@ -43,8 +43,8 @@ def load_experiment(
     """Read, inherit, override and validate a spec: a YAML file, what one would say as a mapping, or an experiment.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
-    Mappings are merged and lists are replaced. Where a layer names another `algorithm`, the settings of the one before
-    stay that it has too; `say` is told of those that go, and of all else that a layer leaves out without naming it.
+    Mappings are merged and lists are replaced. Where a layer names another algorithm, environment or rejection, the
+    settings of the former one go, as those of a data source do with its path; `say` is told which.
     A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
     is left out, to the current directory; so it is in a mapping. All come out absolute.
 
@@ -69,7 +69,8 @@ def compose_experiment(
 
 def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, say: Say) -> Experiment:
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
-    for override in overrides:
+    names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # settings behind a name are of what it names
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
     _check_texts(values, path)
     if isinstance(name := _algorithm_name(values), str):
