@@ -145,7 +145,6 @@ PRINTS = {
     "fp8rl/numerics/kernels/precompile.py": "JSON",
     "fp8rl/rl/run/cluster/submission.py": "what was made printable",
     "fp8rl/rl/run/kernels.py": "JSON",
-    "fp8rl/rollout/tasks/environments/verifiers.py": "JSON",
     "fp8rl/rollout/tasks/environments/supervisor.py": "JSON",
     "fp8rl/rollout/tasks/named_functions.py": "a line of ours",
     "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
