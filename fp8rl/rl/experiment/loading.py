@@ -24,7 +24,6 @@ from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.layers import MEMBERS, Say, merged, types_of
 from fp8rl.rl.experiment.removed import without_removed
 from fp8rl.rl.experiment.validation import named_architecture, parse_experiment
-from fp8rl.rollout.tasks.named_functions import check_importable
 
 _HERE = Path("(a mapping)")
 """Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""
@@ -73,8 +72,6 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, sa
     for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
     _check_texts(values, path)
-    if isinstance(name := _algorithm_name(values), str):
-        check_importable(name, "algorithm.name")
     return parse_experiment(values)
 
 
@@ -226,11 +223,6 @@ def _parse_override(override: str) -> dict[str, Any]:
     read: Any = functools.reduce(dict.__getitem__, key.split("."), found)
     taken = types if text_alone else {*types, dict, list, NoneType}
     return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
-
-
-def _algorithm_name(values: dict[str, Any]) -> Any:
-    algorithm = values.get("algorithm")
-    return algorithm.get("name") if isinstance(algorithm, dict) else None
 
 
 _INTERPOLATION = re.compile(r"\$\{[a-z_][\w.]*[}:]")

@@ -19,7 +19,6 @@ from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import gate_refusals
 from fp8rl.rl.experiment.removed import refusal_of_removed
 from fp8rl.rl.experiment.rules import refusals
-from fp8rl.rollout.tasks.named_functions import check_importable
 
 _LONGEST_NUMBER = 1024
 """Bits."""
@@ -27,16 +26,6 @@ _LONGEST_KEY = 160
 """Characters that a message has of one; none of ours has so many."""
 _LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
 """How like a misspelt key another one is (`difflib`), beside it and in another section, to be what was meant."""
-
-
-def load_own_architecture(file: str, key: str = "model.architecture") -> None:
-    """Load the architecture of a user's file, once another process has come through importing it.
-
-    Raises:
-        UserError: naming `key`, as `check_importable` and `load_architecture` do.
-    """
-    check_importable(f"{file}:ARCHITECTURE", key)
-    load_architecture(file, key)
 
 
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
@@ -50,7 +39,7 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
     """
     check_plain(values)
     if imports and (file := named_architecture(values)) is not None:
-        load_own_architecture(file)  # whose module kinds a scope may name
+        load_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The model directories of the policy and its teacher, which knows the same tokens, and a user's own algorithm."""
+"""The model directories of the policy and its teacher, which knows the same tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from fp8rl.models import Model, ModelSizes, load_architecture
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, raise_first, user_error
-from fp8rl.numerics.core.process import time_limit
 from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.core.section import RELATIVE
-from fp8rl.rl.algorithms import ALGORITHMS
-from fp8rl.rl.algorithms.base import UnwrittenMethodError
-from fp8rl.rl.algorithms.dry_run import dry_run
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
@@ -125,32 +121,6 @@ def _no_room(teacher: TeacherSection, sizes: ModelSizes, asked: int, length: int
         expected = f"at least the context length of its engines, {length}"
         remedy = "Raise teacher.max_total_tokens or lower rollout.context_length."
         yield user_error("teacher.max_total_tokens", teacher.max_total_tokens, expected, remedy)
-
-
-# An algorithm of a user's: a step of it is taken over made-up answers before a run starts.
-
-STEP_SECONDS = 20.0
-"""Seconds of patience for what takes a hundredth of one."""
-
-
-def check_algorithm(experiment: Experiment) -> None:
-    """Raise `UserError` if a user's algorithm does not come through a step; ours do, as tests hold."""
-    algorithm = experiment.algorithm
-    if type(algorithm) in ALGORITHMS.values():
-        return
-    try:
-        with time_limit(STEP_SECONDS):
-            dry_run(algorithm, min(experiment.rollout.group_size, 3))
-    except UnwrittenMethodError as error:
-        remedy = "Write it so; docs/api.md has all signatures."
-        raise user_error("algorithm.name", found=error.found, expected=error.expected, remedy=remedy) from error
-    except Exception as error:  # whatever a user's code may raise
-        raise user_error(
-            "algorithm.name",
-            found=algorithm.name,
-            expected=f"an algorithm that can compute a step; this one raises {type(error).__name__}: {error}",
-            remedy="Correct it; docs/extending.md says what an algorithm is.",
-        ) from error
 
 
 def unused_rates(experiment: Experiment) -> Iterator[str]:
