@@ -70,36 +70,23 @@ def test_a_model_directory_with_a_missing_file_is_refused(values, model, file, e
     assert expected in refusal(values)
 
 
-def test_a_missing_model_directory_is_refused(values, tmp_path):
-    text = refusal(values, model={"path": str(tmp_path / "absent")})
-    assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
-    assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
-
-
-def test_broken_model_files_are_refused(values, model):
+def test_broken_model_files_are_refused(values, model, tmp_path):
+    for index, said in (
+        ({"weight_map": {"a": "model-00001.safetensors"}}, "model-00001.safetensors"),
+        ([], "model.safetensors.index.json"),
+        ({"weight_map": 1}, "model.safetensors.index.json"),
+    ):
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert said in refusal(values)
+    (model / "model.safetensors.index.json").unlink()
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "whole safetensors file" in refusal(values)
     (model / "config.json").write_text("{")
     assert "valid JSON" in refusal(values)
-
-
-def test_a_missing_shard_is_refused(values, model):
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
-    assert "model-00001.safetensors" in refusal(values)
-
-
-@pytest.mark.parametrize("architectures", [["PhiForCausalLM"], [], None])
-def test_an_unsupported_architecture_is_refused(values, model, architectures):
-    edit_config(model, architectures=architectures)
-    text = refusal(values)
-    assert "architectures" in text and "Qwen3MoeForCausalLM" in text
-
-
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", None), ("num_hidden_layers", "2"), ("vocab_size", 0)])
-def test_a_config_without_a_dimension_is_refused(values, model, key, value):
-    edit_config(model, **{key: value})
-    assert key in refusal(values)
+    text = refusal(values, model={"path": str(tmp_path / "absent")})
+    assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
+    assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
 
 
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
@@ -113,6 +100,12 @@ def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_wou
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("architectures", ["PhiForCausalLM"]),
+        ("architectures", []),
+        ("architectures", None),
+        ("hidden_size", None),
+        ("num_hidden_layers", "2"),
+        ("vocab_size", 0),
         ("quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
         ("attention_bias", True),
         ("use_sliding_window", True),
@@ -127,7 +120,7 @@ def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_wou
 def test_what_the_trainer_would_refuse_is_refused_before(values, model, key, value):
     edit_config(model, **{key: value})
     text = refusal(values)
-    assert text.startswith(f"model.path: {key}") and "found " in text
+    assert text.startswith("model.path") and key in text and "found " in text
 
 
 def test_rows_of_which_an_indexer_would_choose_keys_are_refused(values, tmp_path):
@@ -149,12 +142,6 @@ def test_quantized_weights_are_refused_even_if_the_config_hides_them(values, mod
     assert name in text and "F8_E4M3" in text and "BF16 checkpoint" in text
     save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
     check(parse_experiment(values))
-
-
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 1}', "{"])
-def test_a_broken_weight_index_is_refused(values, model, index):
-    (model / "model.safetensors.index.json").write_text(index)
-    assert "model.safetensors.index.json" in refusal(values)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
