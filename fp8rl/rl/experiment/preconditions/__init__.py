@@ -16,6 +16,7 @@ from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.gates import check_gate_names
 from fp8rl.rl.experiment.preconditions.model import (
+    check_algorithm,
     check_architecture,
     check_teacher,
     read_model,
@@ -39,6 +40,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     Raises:
         UserError: the first thing that stands in the way.
     """
+    check_algorithm(experiment.algorithm)
     check_gate_names(experiment)
     for remark in unused_rates(experiment):
         say(remark)

@@ -13,6 +13,8 @@ from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.core.section import RELATIVE
+from fp8rl.rl.algorithms.base import AlgorithmConfig, UnwrittenMethodError
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
@@ -121,6 +123,17 @@ def _no_room(teacher: TeacherSection, sizes: ModelSizes, asked: int, length: int
         expected = f"at least the context length of its engines, {length}"
         remedy = "Raise teacher.max_total_tokens or lower rollout.context_length."
         yield user_error("teacher.max_total_tokens", teacher.max_total_tokens, expected, remedy)
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Raise `UserError` if a user's algorithm has no advantages, or writes them under another name."""
+    kind, methods = type(algorithm), ("training_fields", "token_advantages", "trajectory_advantages")
+    if isinstance(algorithm, PolicyGradient) and all(
+        getattr(kind, method) is getattr(PolicyGradient, method) for method in methods
+    ):
+        error = UnwrittenMethodError(algorithm, methods[-1])
+        remedy = "Write it so; docs/api.md has all signatures."
+        raise user_error("algorithm.name", error.found, error.expected, remedy) from error
 
 
 def unused_rates(experiment: Experiment) -> Iterator[str]:
