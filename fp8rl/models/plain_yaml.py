@@ -21,9 +21,12 @@ class _Loader(yaml.CSafeLoader):
     """Reads 1e-3 as a number and a date as text, and refuses a key that a mapping has twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value if key.tag == _TEXT]
-        if twice := next((key for number, key in enumerate(keys) if key in keys[:number]), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the duplicate key {twice}", node.start_mark)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == _TEXT and key.value in seen:
+                problem = f"found duplicate key {key.value}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
