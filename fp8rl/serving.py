@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8rl.diagnose.subject import Served
+from fp8rl.models import load_architecture
 from fp8rl.models.architecture import Model
 from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.peft import read_adapter
@@ -27,7 +28,6 @@ from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-from fp8rl.rl.experiment.validation import load_own_architecture
 from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.kernels import warm_once
@@ -176,7 +176,7 @@ def _directory(model: Path, architecture: Path | None) -> Path:
     """Return the directory of a model or of a hub's name, once a user's file that has its architecture is loaded."""
     check_path(model, "MODEL")
     if architecture is not None:
-        load_own_architecture(str(architecture), "--architecture")
+        load_architecture(str(architecture), "--architecture")
     return model_directory(str(model), None, "MODEL")
 
 

@@ -140,7 +140,7 @@ def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
         - set(sys.stdlib_module_names)
         if not {canonicalize_name(name) for name in distributions.get(module, [module])} & locked.keys()
     }
-    assert missing == {*TRACKERS.values()} - {"wandb"} | {"verifiers"}, "each is an extra of its own"
+    assert missing == {*TRACKERS.values()} - {"wandb"}, "each is an extra of its own"
     assert missing <= PROJECT["optional-dependencies"].keys()
 
 

@@ -82,6 +82,7 @@ def removal(node: ast.AST) -> str | None:
 CODE = {
     "certify/fp8rl_certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
     "fp8rl/__init__.py": {"import_module"},  # names of its table
+    "fp8rl/models/plain_yaml.py": {"load"},  # by the safe loader
     "fp8rl/models/cards.py": {"load"},  # YAML of a data set's card, by the safe loader
     "fp8rl/models/architecture.py": {"import_module"},  # files in fp8rl/models/architectures
     "fp8rl/numerics/backend/probe.py": {"import_module"},  # files in fp8rl/numerics/ops
@@ -146,9 +147,7 @@ PRINTS = {
     "fp8rl/numerics/kernels/precompile.py": "JSON",
     "fp8rl/rl/run/cluster/submission.py": "what was made printable",
     "fp8rl/rl/run/kernels.py": "JSON",
-    "fp8rl/rollout/tasks/environments/verifiers.py": "JSON",
     "fp8rl/rollout/tasks/environments/supervisor.py": "JSON",
-    "fp8rl/rollout/tasks/named_functions.py": "a line of ours",
     "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
     "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",

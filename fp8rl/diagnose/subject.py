@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fp8rl.models import load_architecture
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Model, check_scope
 from fp8rl.models.checkpoint.peft import read_config
@@ -21,7 +22,6 @@ from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.experiment.sections import NumericsSection
-from fp8rl.rl.experiment.validation import load_own_architecture
 from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
@@ -119,7 +119,7 @@ def load_architecture_of(experiment: Experiment) -> None:
         UserError: it cannot be imported, or the scope names no module kind that it or another architecture has.
     """
     if experiment.model.architecture is not None:
-        load_own_architecture(experiment.model.architecture)
+        load_architecture(experiment.model.architecture)
     check_scope(experiment.numerics_config().spec)
 
 
@@ -200,7 +200,7 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
         subject = model_directory(str(subject), None, _KEY)
         _refuse_converted(subject)
         if architecture is not None:
-            load_own_architecture(architecture, "--architecture")
+            load_architecture(architecture, "--architecture")
         sizes = check_model(subject).sizes
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})

@@ -6,8 +6,6 @@ import re
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 DEEPEST = 50
 """Lists and mappings in one another: no spec nests so many, and libyaml builds them on a stack that ends with the
@@ -19,24 +17,45 @@ _OF_OLD = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][\d_]*(:[0-5]?\d)+|[-+]?\d[\d_]*(
 """Numbers that YAML 1.1 reads otherwise than anybody: 010 is 8, and 12:30 is 750."""
 
 
+class _Loader(yaml.CSafeLoader):
+    """Reads 1e-3 as a number and a date as text, and refuses a key that a mapping has twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == _TEXT and key.value in seen:
+                problem = f"found duplicate key {key.value}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
 def parse_yaml(text: str) -> Any:
     """Return the value that a YAML text stands for. Raises ValueError: what is wrong with it, and where."""
     check_yaml(text)
     try:
-        return OmegaConf.to_container(OmegaConf.create(text))
-    except AssertionError:  # it asserts a mapping or a list
-        raise ValueError("a number, a date or the like") from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(_problem(error)) from error
 
 
 def parse_override(text: str) -> dict[str, Any]:
     """Return the mapping that `key.sub=value` stands for. Raises ValueError, as `parse_yaml` does."""
-    check_yaml(text.partition("=")[2])
-    try:
-        found: dict[str, Any] = OmegaConf.to_container(OmegaConf.from_dotlist([text]))  # type: ignore[assignment]
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ValueError(_problem(error)) from error
+    key, _, value = text.partition("=")
+    found = parse_yaml(value)
+    for part in reversed(key.split(".")):
+        found = {part: found}
     return found
 
 

@@ -23,6 +23,7 @@ from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rollout.tasks.environments.functions import load_environment
 from fp8rl.rollout.tasks.rewards.functions import load_function
 from tests.support.conversations import EOS, Stage
+from tests.support.dry_run import dry_run
 from tests.support.paths import EXAMPLES, ROOT
 
 OWN = """
@@ -62,7 +63,7 @@ def test_the_documented_algorithm_is_the_example_and_learns_as_it_says() -> None
     assert algorithm.name == f"{EXAMPLES / 'median.py'}:Median" and "median of the group" in experiment.formula
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 1, 0, 0, 1])
     assert algorithm.trajectory_advantages(rewards, groups).tolist() == [0.0, -0.5, -1.0, 2.0, 0.5]
-    check_algorithm(experiment)
+    dry_run(experiment.algorithm, 3)
     again = parse_experiment(yaml.safe_load(experiment.to_yaml())).algorithm
     assert again.model_dump() == algorithm.model_dump() and "quantile" in again.model_dump()
 
@@ -92,12 +93,10 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         ("import nowhere", "", "a module that can be imported; this one ends in ModuleNotFoundError"),
         (OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
         (OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
-        (OWN.replace("rewards - ", "1 / 0 * "), "", "this one raises ZeroDivisionError"),
-        (OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
         (
             "from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass",
             "",
-            "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor. Write",
+            "own.py:Own', expected def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor",
         ),
         (OWN.replace("trajectory_adv", "trajectory_av"), "", "Own with def trajectory_avantages', expected def"),
         (
@@ -120,8 +119,6 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
             "import",
             "key",
             "value",
-            "raises",
-            "not-finite",
             "no-advantages",
             "misspelt",
         ),
@@ -129,15 +126,13 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
     ],
 )
 def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
-    tmp_path: Path, text: str, override: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: str, override: str, expected: str
 ) -> None:
     (tmp_path / "own.py").write_text(text)
-    if "PolicyGradient" in text:  # it can be imported, which takes a process seconds to find out
-        for asks in ("loading", "layers"):
-            monkeypatch.setattr(f"fp8rl.rl.experiment.{asks}.check_importable", lambda *_: None)
     overrides = [f"algorithm.name={tmp_path / 'own.py'}:Own", override]
-    with pytest.raises(UserError, match="algorithm") as error:
-        check_algorithm(load_experiment(EXAMPLES / "arithmetic.yaml", [each for each in overrides if each]))
+    with pytest.raises(UserError, match="^algorithm") as error:
+        spec = load_experiment(EXAMPLES / "arithmetic.yaml", [each for each in overrides if each])
+        check_algorithm(spec.algorithm)
     assert expected in str(error.value)
 
 

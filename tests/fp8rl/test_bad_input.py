@@ -324,13 +324,12 @@ def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
     ("code", "command"),
     [
         ("sys.exit(0)", ["train", "it/spec.yaml", "model.architecture={}"]),
-        ("os._exit(0)", ["plan", "it/model", "model.architecture={}"]),
-        ("os._exit(0)", ["serve", "it/model", "--architecture", "{}"]),
-        ("os._exit(0)", ["convert", "it/model", "new", "--architecture", "{}"]),
+        ("sys.exit(0)", ["plan", "it/model", "model.architecture={}"]),
+        ("sys.exit(0)", ["serve", "it/model", "--architecture", "{}"]),
+        ("sys.exit(0)", ["convert", "it/model", "new", "--architecture", "{}"]),
         ("sys.exit(0)", ["train", "it/spec.yaml", "rewards=[{{function: {}:name}}]"]),
         ("sys.exit(0)", ["train", "it/spec.yaml", "environment.function={}:name"]),
-        ("import fp8rl\nclass name(fp8rl.PolicyGradient):\n    def mini_batches(self, groups): sys.exit(0)",
-         ["train", "it/spec.yaml", "algorithm.name={}:name"]),
+        ("sys.exit(0)", ["train", "it/spec.yaml", "algorithm.name={}:name"]),
     ],
 )  # fmt: skip
 def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, code: str, command: list[str]) -> None:

@@ -1,12 +1,18 @@
-"""Does as a refusal says: each way out that a remedy names, as overrides of the spec that was refused."""
+"""Does as a refusal says: each way out that a remedy names, as overrides of the spec that was refused. Finds the rules
+that have refused."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 from fp8rl.models.plain_yaml import parse_override
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.layers import merged
 from tests.support.experiments import VALUES
@@ -27,21 +33,48 @@ def mended(remedy: str, overrides: Sequence[str]) -> Iterator[list[str]]:
 
 def overridden(overrides: Sequence[str]) -> Experiment:
     """The defaults with these overrides of the command line."""
-    return parse_experiment(_values(overrides))
-
-
-def unchecked(overrides: Sequence[str]) -> Experiment:
-    """The same, whose sections are validated and not held against each other."""
-    spec = Experiment.model_validate(_values(overrides))
-    return spec.model_copy(update={"algorithm": spec.algorithm.resolved(spec.rollout)})
-
-
-def _values(overrides: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {**VALUES, "algorithm": {"name": "grpo"}}
     for override in overrides:
         values = merged(values, parse_override(override), lambda text: None)
-    return values
+    return parse_experiment(values)
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0]
+
+
+def rules_of(*modules: ModuleType) -> set[str]:
+    """The rules of modules, each a `yield` of a refusal, as `file:line`."""
+    return {f"{file}:{line}" for file, lines in _yields(modules).items() for line in lines}
+
+
+def broken(call: Callable[[], object], *modules: ModuleType) -> set[str]:
+    """The rules of modules that refuse while something is called that raises a refusal."""
+    yields, seen = _yields(modules), set()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        file = frame.f_code.co_filename
+        seen.update(f"{file}:{line}" for line, end in yields.get(file, {}).items() if line <= frame.f_lineno <= end)
+        return trace if file in yields else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except UserError:
+        pass
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+def _yields(modules: Sequence[ModuleType]) -> dict[str, dict[int, int]]:
+    files = [str(module.__file__) for module in modules]
+    return {
+        file: {
+            node.lineno: node.end_lineno or node.lineno
+            for node in ast.walk(ast.parse(Path(file).read_text()))
+            if isinstance(node, ast.Yield) and isinstance(node.value, ast.Call)
+        }
+        for file in files
+    }

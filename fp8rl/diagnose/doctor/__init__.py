@@ -24,7 +24,7 @@ from fp8rl.numerics.backend.implementation import (
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.preconditions.rules import ALLOCATOR
+from fp8rl.rl.experiment.preconditions.rules import shared_memory_refusals
 from fp8rl.rl.experiment.preconditions.target import Target
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.arguments import server_arguments
@@ -154,7 +154,7 @@ def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
 
 def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
     target = Target(machine.torch_sees, _has_te(machine), expandable_segments=machine.expandable_segments)
-    yield from (Remark.refusal(error) for rule in ALLOCATOR if (error := rule.refusal(target)) is not None)
+    yield from map(Remark.refusal, shared_memory_refusals(target))
     if not machine.gpus or machine.torch_sees:
         return
     found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8rl.models import read_shape
+from fp8rl.models import load_architecture, read_shape
 from fp8rl.models.hub import model_directory
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
@@ -16,7 +16,6 @@ from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.rl.experiment.budget.job import Job, job_of, teacher_bytes
 from fp8rl.rl.experiment.loading import architecture_of, compose_experiment
-from fp8rl.rl.experiment.validation import load_own_architecture
 from fp8rl.trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -71,7 +70,7 @@ def read_plan_subject(subject: str | None, overrides: Sequence[str] = ()) -> Pla
         raise _unknown("SPEC|MODEL", subject, path.name, "a YAML spec, a Hugging Face directory")
     directory = CONFIGS / packaged if packaged else path
     if (architecture := architecture_of(overrides)) is not None:
-        load_own_architecture(architecture)
+        load_architecture(architecture)
     shape = read_shape(directory, "MODEL")
     length = min(LONGEST, shape.sizes.max_positions)
     values = {

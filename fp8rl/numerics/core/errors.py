@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-S = TypeVar("S")
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -20,7 +16,7 @@ class UserError(ValueError):
     key = found = expected = remedy = ""
 
 
-def user_error(key: str, *, found: object, expected: str, remedy: str) -> UserError:
+def user_error(key: str, found: object, expected: str, remedy: str) -> UserError:
     """Return the error for `key`: `found` is the value found (strings are quoted), `remedy` an imperative sentence."""
     error = UserError(f"{key}: found {shown(found)}, expected {expected}. {remedy}")
     error.key, error.found, error.expected, error.remedy = key, shown(found), expected, remedy
@@ -42,33 +38,7 @@ def listed(names: Iterable[object], between: str = ", ", limit: int = 400) -> st
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-@dataclass(frozen=True)
-class Rule(Generic[S]):
-    """Something that a spec may not say, as a row of a table. Each text is given, or made from the subject that breaks
-    the rule: an experiment, or a model in a layout."""
-
-    key: str | Callable[[S], str]
-    when: Callable[[S], object]
-    """It is true of a subject that breaks the rule."""
-    found: object | Callable[[S], object]
-    expected: str | Callable[[S], str]
-    remedy: str | Callable[[S], str]
-
-    def refusal(self, subject: S) -> UserError | None:
-        """Return the error of a subject that breaks the rule; None if it keeps it."""
-        if not self.when(subject):
-            return None
-        return user_error(
-            self.key(subject) if callable(self.key) else self.key,
-            found=self.found(subject) if callable(self.found) else self.found,
-            expected=self.expected(subject) if callable(self.expected) else self.expected,
-            remedy=self.remedy(subject) if callable(self.remedy) else self.remedy,
-        )
-
-
-def check_rules(rules: Iterable[Rule[S]], subject: S) -> None:
-    """Raise `UserError` for the first rule that the subject breaks; those behind it may rely on it."""
-    for rule in rules:
-        refusal = rule.refusal(subject)
-        if refusal is not None:
-            raise refusal
+def raise_first(refusals: Iterable[UserError]) -> None:
+    """Raise the first refusal of a generator of rules, if there is one. A rule may rely on the rules before it."""
+    for refusal in refusals:
+        raise refusal

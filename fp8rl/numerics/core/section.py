@@ -59,7 +59,7 @@ class Section(BaseModel):
     def located(cls, values: Any, directory: Path) -> Any:
         """Return the values of this section with its relative paths, which start from `directory`, made absolute.
 
-        A value of the wrong type is left to the validation, and `${...}` until the files below have defined it.
+        A value of the wrong type is left to the validation.
         """
         if isinstance(values, Mapping):
             fields = cls.model_fields
@@ -122,7 +122,7 @@ def located_as(kind: Any, value: Any, directory: Path) -> Any:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         marks = [mark for mark in parts[1:] if isinstance(mark, Located)]
-        if marks and isinstance(value, str) and not value.startswith("${"):
+        if marks and isinstance(value, str):
             return marks[0].absolute(value, directory)
         return located_as(parts[0], value, directory)
     if origin is tuple and isinstance(value, list):

@@ -9,7 +9,7 @@ that is another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol, Self, cast
@@ -203,10 +203,43 @@ class PolicyGradient(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        for is_broken, refusal in _RULES:
-            if is_broken(self):
-                raise ValueError(refusal(self))
+        if (refusal := self._contradiction) is not None:
+            raise ValueError(refusal)
         return self
+
+    @property
+    def _contradiction(self) -> str | None:
+        """What is said of the first settings that do not go together; None: they all do."""
+        rejection = self.rejection
+        if self.ratio == "bypass" and self._rejects:
+            found = f"rejection {rejection.name}" if rejection else f"veto={self.veto:g}"
+            return (
+                f"found {found} with ratio=bypass, expected none: with the engine's log-probabilities as the old ones "
+                "no token is rejected. Set algorithm.ratio=recompute"
+            )
+        if rejection is not None and rejection.name == "icepop" and self.tis_level == "sequence":
+            return (
+                "found tis_level=sequence with rejection icepop, expected token, as icepop weighs each token by its "
+                "own ratio. Set algorithm.tis_level=token, or another rejection"
+            )
+        if self.loss_length is not None and self.loss_aggregation != "seq_mean_token_sum_norm":
+            return (
+                f"found loss_length={self.loss_length} with loss_aggregation={self.loss_aggregation}, expected "
+                "seq_mean_token_sum_norm, which alone divides by it. Remove algorithm.loss_length"
+            )
+        if self.ratio == "on_policy" and self.updates > 1:
+            return (
+                f"found updates_per_batch={self.updates_per_batch} and epochs={self.epochs} with ratio=on_policy, "
+                "expected 1 and 1, because in later updates the policy is no longer the one that sampled. Set "
+                "algorithm.ratio=recompute"
+            )
+        if self.kl.reward.coefficient and not self.token_rewards:
+            return (
+                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it compares "
+                "whole answers, and has no rewards per token to subtract the penalty from. Set "
+                "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
+            )
+        return None
 
     @property
     def loss_summary(self) -> str:
@@ -340,48 +373,6 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def _rejects(self) -> bool:
         return self.rejection is not None or self.veto is not None
-
-
-_RULES: tuple[tuple[Callable[[PolicyGradient], object], Callable[[PolicyGradient], str]], ...] = (
-    (
-        lambda a: a.ratio == "bypass" and a._rejects,
-        lambda a: (
-            f"found {f'rejection {a.rejection.name}' if a.rejection else f'veto={a.veto:g}'} with ratio=bypass, "
-            "expected none: with the engine's log-probabilities as the old ones no token is rejected. Set "
-            "algorithm.ratio=recompute"
-        ),
-    ),
-    (
-        lambda a: a.rejection is not None and a.rejection.name == "icepop" and a.tis_level == "sequence",
-        lambda a: (
-            "found tis_level=sequence with rejection icepop, expected token, as icepop weighs each token by its own "
-            "ratio. Set algorithm.tis_level=token, or another rejection"
-        ),
-    ),
-    (
-        lambda a: a.loss_length is not None and a.loss_aggregation != "seq_mean_token_sum_norm",
-        lambda a: (
-            f"found loss_length={a.loss_length} with loss_aggregation={a.loss_aggregation}, expected "
-            "seq_mean_token_sum_norm, which alone divides by it. Remove algorithm.loss_length"
-        ),
-    ),
-    (
-        lambda a: a.ratio == "on_policy" and a.updates > 1,
-        lambda a: (
-            f"found updates_per_batch={a.updates_per_batch} and epochs={a.epochs} with ratio=on_policy, expected 1 and "
-            "1, because in later updates the policy is no longer the one that sampled. Set algorithm.ratio=recompute"
-        ),
-    ),
-    (
-        lambda a: a.kl.reward.coefficient and not a.token_rewards,
-        lambda a: (
-            f"found kl.reward.coefficient={a.kl.reward.coefficient:g} with {a.name}, expected 0: it compares whole "
-            "answers, and has no rewards per token to subtract the penalty from. Set "
-            "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
-        ),
-    ),
-)
-"""Settings that do not go together: when, and what is said of it."""
 
 
 def _split(groups: list[int], count: int) -> list[set[int]]:

@@ -6,7 +6,6 @@ distances are: a model that is trained further differs in all of them.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import os
@@ -61,7 +60,7 @@ def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
         yield f"eval.sets.{index}", own.path, _below(own.path)
     yield "model.path", experiment.model.path, _of_a_model(experiment.model.directory)
     if (file := experiment.model.architecture) is not None:
-        yield "model.architecture", file, _with_neighbours(Path(file))
+        yield "model.architecture", file, _below(file)
     if experiment.teacher is not None:
         yield "teacher.path", experiment.teacher.path, _of_a_model(experiment.teacher.directory)
     yield "algorithm.name", experiment.algorithm.name, _sources(experiment.algorithm.name)
@@ -104,14 +103,12 @@ def _of_a_model(path: str | Path) -> Iterator[Path]:
 
 
 def _sources(name: str) -> Iterator[Path]:
-    """The files of Python of a user's function or class; none of ours, which has no colon in its name."""
+    """The file of a user's function or class; none of ours, which has no colon in its name."""
     module, colon, _ = name.rpartition(":")
-    if not colon:
-        return
-    if module.endswith(".py"):
-        yield from _with_neighbours(Path(module))
-    elif (file := _module_file(module, [os.getcwd(), *sys.path])) is not None:
-        yield from _with_neighbours(file)
+    if colon:
+        file = Path(module) if module.endswith(".py") else _module_file(module, [os.getcwd(), *sys.path])
+        if file is not None and file.is_file():
+            yield file.absolute()
 
 
 def _programs(harness: HarnessSection) -> Iterator[Path]:
@@ -123,41 +120,7 @@ def _programs(harness: HarnessSection) -> Iterator[Path]:
             with open_regular(file) as opened:
                 compiled = opened.read(len(_COMPILED)) == _COMPILED
             if not compiled:
-                yield from _with_neighbours(file) if file.suffix == ".py" else (file,)
-
-
-def _with_neighbours(file: Path) -> Iterator[Path]:
-    """The file, the modules of its directory and its package that it imports by name, and what these import."""
-    root = file.absolute().parent
-    while (root / "__init__.py").is_file():
-        root = root.parent
-    found: set[Path] = set()
-    waiting = [file.absolute()]
-    while waiting:
-        if (file := waiting.pop()) not in found and file.is_file():
-            found.add(file)
-            yield file
-            waiting += _imported(file, root)
-
-
-def _imported(file: Path, root: Path) -> Iterator[Path]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # of another Python, which a harness may run
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            places, names = [file.parent, root], [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            places = [file.parents[node.level - 1]] if node.level else [file.parent, root]
-            base = node.module or ""
-            names = [base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)]
-        else:
-            continue
-        for name in filter(None, names):
-            for place in places:
-                if (module := _module_file(name, [str(place)])) is not None:
-                    yield module
+                yield file
 
 
 def _module_file(name: str, places: list[str]) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,15 +159,4 @@ class Experiment(Section):
 
     def to_yaml(self) -> str:
         """Everything written out below what it minimises; `read_resolved` gives an equal object."""
-        return f"# {self.formula}\n" + yaml.safe_dump(
-            uninterpolated(self.to_dict()), sort_keys=False, allow_unicode=True
-        )
-
-
-def uninterpolated(value: Any) -> Any:
-    """Escape each `${` in the texts of resolved values, where a file's would be replaced by another key's value."""
-    if isinstance(value, dict):
-        return {key: uninterpolated(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [uninterpolated(inner) for inner in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+        return f"# {self.formula}\n" + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)

@@ -8,24 +8,22 @@ import numbers
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fp8rl.models.plain_yaml import comment_behind, parse_override, parse_yaml
 from fp8rl.numerics.core.errors import UserError, shown, user_error
 from fp8rl.numerics.core.reading import at_home, check_path, read_text
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
-from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
-from fp8rl.rl.experiment.layers import Say, merged, types_of
-from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
-from fp8rl.rollout.tasks.named_functions import check_importable
+from fp8rl.rl.experiment.experiment import Experiment
+from fp8rl.rl.experiment.layers import MEMBERS, Say, merged, types_of
+from fp8rl.rl.experiment.removed import without_removed
+from fp8rl.rl.experiment.validation import named_architecture, parse_experiment
 
 _HERE = Path("(a mapping)")
 """Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""
@@ -44,8 +42,8 @@ def load_experiment(
     """Read, inherit, override and validate a spec: a YAML file, what one would say as a mapping, or an experiment.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
-    Mappings are merged and lists are replaced. Where a layer names another `algorithm`, the settings of the one before
-    stay that it has too; `say` is told of those that go, and of all else that a layer leaves out without naming it.
+    Mappings are merged and lists are replaced. Where a layer names another algorithm, environment or rejection, the
+    settings of the former one go, as those of a data source do with its path; `say` is told which.
     A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
     is left out, to the current directory; so it is in a mapping. All come out absolute.
 
@@ -53,8 +51,7 @@ def load_experiment(
         UserError: the file cannot be read, or a key or value is wrong.
     """
     if isinstance(spec, Experiment):
-        resolved: dict[str, Any] = uninterpolated(spec.to_dict())
-        spec = resolved
+        spec = spec.to_dict()
     if isinstance(spec, Mapping):
         return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
     check_path(spec, "spec")
@@ -71,11 +68,10 @@ def compose_experiment(
 
 def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, say: Say) -> Experiment:
     values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
-    for override in overrides:
+    names = {f"{section}.{key}" for section, key in MEMBERS.items()}  # settings behind a name are of what it names
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0] not in names):
         values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
-    values = _interpolated(values, path)
-    if isinstance(name := _algorithm_name(values), str):
-        check_importable(name, "algorithm.name")
+    _check_texts(values, path)
     return parse_experiment(values)
 
 
@@ -89,7 +85,8 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 
 
 def read_resolved(path: str | Path) -> Experiment:
-    """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides.
+    """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides; removed keys are
+    left out.
 
     No code is imported that it names, and no architecture: the run may be somebody else's. What computes with its model
     loads that by itself.
@@ -97,7 +94,7 @@ def read_resolved(path: str | Path) -> Experiment:
     Raises:
         UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
-    values = _interpolated(_read_yaml(Path(path)), Path(path))
+    values = without_removed(_read_yaml(Path(path)))
     try:
         return parse_experiment(values, imports=False)
     except UserError as error:
@@ -162,7 +159,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Section):
-        return uninterpolated(value.model_dump(mode="json"))
+        return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numbers.Integral):
@@ -228,40 +225,13 @@ def _parse_override(override: str) -> dict[str, Any]:
     return parse_override(quoted) if str in types and type(read) not in taken else found  # 12345 and no are such texts
 
 
-def _algorithm_name(values: dict[str, Any]) -> Any:
-    algorithm = values.get("algorithm")
-    return algorithm.get("name") if isinstance(algorithm, dict) else None
+_INTERPOLATION = re.compile(r"\$\{[a-z_][\w.]*[}:]")
 
 
-_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*(\$\{[^}]*:)")
-"""An even number of backslashes before `${` escapes one another, and not it."""
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner)
-    elif isinstance(value, str):
-        yield value
-
-
-def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values with `${section.key}` replaced by what stands there, and `\\${` by `${`; resolvers such as
-    `${oc.env:...}` are refused."""
-    check_plain(values)
-    resolver = next(filter(None, map(_RESOLVER.search, _texts_in(values))), None)
-    if resolver:
-        raise user_error(
-            f"spec {path}",
-            found=resolver[1],
-            expected="interpolation of keys only, such as ${run.name}",
-            remedy="Write the value itself.",
-        )
-    try:
-        return OmegaConf.to_container(OmegaConf.create(values), resolve=True, throw_on_missing=True)
-    except RecursionError as error:
-        raise UserError(f"spec {path}: found an interpolation that leads back to itself. Write the value.") from error
-    except OmegaConfBaseException as error:
-        raise UserError(f"spec {path}: {' '.join(str(error).split())}. Correct the interpolation.") from error
+def _check_texts(value: Any, path: Path) -> None:
+    """Raise `UserError` for a text with `${section.key}`, which stood for that key's value once."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_texts(inner, path)
+    if isinstance(value, str) and (found := _INTERPOLATION.search(value)):
+        expected = "the value itself: specs no longer replace a key by another key's value"
+        raise user_error(f"spec {path}", found=found[0], expected=expected, remedy="Write the value.")

@@ -13,12 +13,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8rl.models import load_architecture
-from fp8rl.numerics.core.errors import UserError, check_rules, shown, user_error
+from fp8rl.numerics.core.errors import UserError, raise_first, shown, user_error
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rl.experiment.gate_rules import check_gates
-from fp8rl.rl.experiment.rules import RULES
-from fp8rl.rollout.tasks.named_functions import check_importable
+from fp8rl.rl.experiment.gate_rules import gate_refusals
+from fp8rl.rl.experiment.removed import refusal_of_removed
+from fp8rl.rl.experiment.rules import refusals
 
 _LONGEST_NUMBER = 1024
 """Bits."""
@@ -26,16 +26,6 @@ _LONGEST_KEY = 160
 """Characters that a message has of one; none of ours has so many."""
 _LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
 """How like a misspelt key another one is (`difflib`), beside it and in another section, to be what was meant."""
-
-
-def load_own_architecture(file: str, key: str = "model.architecture") -> None:
-    """Load the architecture of a user's file, once another process has come through importing it.
-
-    Raises:
-        UserError: naming `key`, as `check_importable` and `load_architecture` do.
-    """
-    check_importable(f"{file}:ARCHITECTURE", key)
-    load_architecture(file, key)
 
 
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
@@ -49,7 +39,7 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
     """
     check_plain(values)
     if imports and (file := named_architecture(values)) is not None:
-        load_own_architecture(file)  # whose module kinds a scope may name
+        load_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
     except ValidationError as error:
@@ -59,8 +49,8 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
         return experiment
     algorithm = experiment.algorithm.resolved(experiment.rollout)
     experiment = experiment.model_copy(update={"algorithm": algorithm})
-    check_rules(RULES, experiment)
-    check_gates(experiment)
+    raise_first(refusals(experiment))
+    raise_first(gate_refusals(experiment))
     return experiment
 
 
@@ -127,7 +117,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return _unknown_key(key, found, values)
+        return refusal_of_removed(key, shown(found, 60)) or _unknown_key(key, found, values)
     if kind == "missing":
         section = Experiment.model_fields[key].annotation if key in Experiment.model_fields else None
         needed = next((n for one in _models_in(section) for n, f in one.model_fields.items() if f.is_required()), "")

@@ -1,32 +1,20 @@
-"""Users' functions and classes, found by the names in a spec, and imported.
-
-A module may do anything while it is imported: hang, end the process, interrupt it. `check_importable` therefore imports
-it first in a process of its own.
-"""
+"""Users' functions and classes, found by the names in a spec, and imported."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
 import math
 import os
-import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from numbers import Real
 from typing import Any
 
 from fp8rl.numerics.core.code import module_of_file
 from fp8rl.numerics.core.errors import UserError, user_error
-
-IMPORT_SECONDS = 60.0
-"""Seconds in which a large library is imported on a busy machine with cold caches."""
-_FOUND = "fp8rl found it"
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
@@ -94,33 +82,6 @@ def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signa
         ) from error
 
 
-@functools.cache
-def check_importable(name: str, key: str) -> None:
-    """Import what `name` stands for, and look at its signature, in another process with a timeout. What came through
-    once is not tried again.
-
-    Raises:
-        UserError: naming `key`: the process did not come through. A wrong name is left to `named_object`.
-    """
-    if ":" not in name:
-        return
-    command = [sys.executable, "-P", "-m", "fp8rl.rollout.tasks.named_functions", name]
-    nowhere = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=IMPORT_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise _not_imported(name, key, f"this one takes more than {IMPORT_SECONDS:g} s") from error
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
-    if said.splitlines()[-1:] != [_FOUND.encode()]:
-        why = f"this one ends the process that imports it, with exit code {process.returncode}"
-        raise _not_imported(name, key, why)
-
-
 def _not_imported(name: str, key: str, why: str) -> UserError:
     return user_error(
         key,
@@ -173,16 +134,3 @@ def _number(value: Any) -> float:
     if not is_finite(number):
         raise ReturnError(f"found {number}, expected a finite number in FP32")
     return number
-
-
-def main() -> None:
-    """Import what the first argument names, and say so on a line of its own when it is done."""
-    try:
-        inspect.signature(named_object(sys.argv[1], "", {}))
-    except Exception:
-        pass  # which the asking process meets itself, and explains
-    print(f"\n{_FOUND}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

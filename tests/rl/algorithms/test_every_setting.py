@@ -8,8 +8,8 @@ import pytest
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.algorithms.base import AlgorithmConfig
-from fp8rl.rl.algorithms.dry_run import CUT, dry_run
 from fp8rl.rl.experiment import parse_experiment
+from tests.support.dry_run import CUT, dry_run
 
 SETTINGS: dict[str, list[Any]] = {
     "name": [],

@@ -19,23 +19,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "eval/held_out.jsonl": "{}\n",
         "eval/extra.jsonl": "{}\n",
         "reward.py": "import words\ndef right(answer): return words.count(answer)",
-        "words.py": "from deeper import part\n",
-        "deeper/__init__.py": "",
-        "deeper/part.py": "LIMIT = 3",
+        "words.py": "",
         "strict.py": "def strict(answer): return 0",
         "package/__init__.py": "",
-        "package/play.py": "from .rules import RULES\nfrom package import more",
-        "package/rules.py": "RULES = 1",
-        "package/more.py": "",
-        "agents/agent.py": "import tools",
-        "agents/tools.py": "",
+        "package/play.py": "",
+        "agents/agent.py": "",
         "agents/agent.sh": "echo",
         "agents/runner.py": "",
         "model/config.json": "{}",
         "model/chat_template.jinja": "{{ messages }}",
         "model/model.safetensors": "weights",
         "teacher/model.safetensors": "weights",
-        "bystander.py": "",
         "table/.cache/lock": "",
         "model/README.md": "",
     }.items():
@@ -73,11 +67,7 @@ HARNESS = {
         ("eval/extra.jsonl", "eval.sets.0"),
         ("strict.py", "eval.sets.0.rewards.functions.0.function"),
         ("reward.py", "rewards.functions.0.function"),
-        ("words.py", "rewards.functions.0.function"),
-        ("deeper/part.py", "rewards.functions.0.function"),
         ("package/play.py", "environment.function"),
-        ("package/rules.py", "environment.function"),
-        ("package/more.py", "environment.function"),
         ("model/config.json", "model.path"),
         ("model/chat_template.jinja", "model.path"),
         ("model/model.safetensors", "model.path"),
@@ -87,7 +77,7 @@ def test_other_contents_of_a_file_are_other_contents_of_the_key_that_names_it(ho
     assert changed(experiment, lambda: (home / file).write_text("import os  # other\n")) == [key]
 
 
-@pytest.mark.parametrize("file", ["agents/agent.sh", "agents/agent.py", "agents/tools.py", "agents/runner.py"])
+@pytest.mark.parametrize("file", ["agents/agent.sh", "agents/agent.py", "agents/runner.py"])
 def test_the_files_of_a_harness_program_count(home: Path, file: str) -> None:
     with_harness = lambda: experiment(environment=HARNESS)  # noqa: E731
     assert changed(with_harness, lambda: (home / file).write_text("1")) == ["environment.harness.command"]
@@ -99,7 +89,7 @@ def test_files_that_come_go_or_are_renamed_in_a_directory_of_data_count(home: Pa
     assert changed(experiment, (home / "table/b").unlink) == ["data.train.1"]
 
 
-@pytest.mark.parametrize("file", ["bystander.py", "table/.cache/lock", "table/cache-1.arrow", "model/README.md"])
+@pytest.mark.parametrize("file", ["words.py", "table/.cache/lock", "table/cache-1.arrow", "model/README.md"])
 def test_what_a_run_does_not_read_does_not_count(home: Path, file: str) -> None:
     assert changed(experiment, lambda: (home / file).write_text("other")) == []
 

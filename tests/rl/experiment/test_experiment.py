@@ -5,16 +5,15 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.experiment import load_experiment, parse_experiment, read_resolved
-from tests.support.paths import EXAMPLES
+from fp8rl.rl.experiment.removed import REMOVED
 
 MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}
 
@@ -42,27 +41,32 @@ BASE = """
 """
 
 
+BF16 = "{preset: bf16, trainer: bf16, rollout: bf16}"
+
+
 def message(values: dict) -> str:
     with pytest.raises(UserError) as error:
         parse_experiment({**MINIMAL, **values})
     return str(error.value)
 
 
-def test_a_section_that_is_missing_is_named_by_the_key_that_it_needs() -> None:
+def test_sections_that_are_missing_are_named_by_the_keys_that_they_need() -> None:
     with pytest.raises(UserError) as error:
         parse_experiment({"run": {"name": "x"}})
     keys = [line.split(": ")[0] for line in str(error.value).splitlines()]
     assert keys == ["model.path", "data.train"]
 
 
-def test_a_key_that_is_written_out_is_known_by_its_initials() -> None:
-    for key, meant in (("learning_rate", "lr"), ("tensor_parallel", "tp")):
-        assert f"Did you mean trainer.{meant}? " in message({"trainer": {key: 1}})
-
-
-def test_a_wrong_entry_of_a_list_gives_one_message() -> None:
-    assert "\n" not in message({"rewards": [{"function": "integer", "wieght": 1}]})
-    assert "expected a list of at least 1. " in message({"rewards": []})
+def test_a_removed_key_is_refused_in_a_sentence_and_left_out_of_an_old_run(write, monkeypatch) -> None:
+    monkeypatch.setitem(REMOVED, "rollout.gone", "Set rollout.engines.")
+    said = "rollout.gone: found {'a': 1}, expected nothing: this key has gone, see CHANGELOG.md. Set rollout.engines."
+    assert message({"rollout": {"gone": {"a": 1}}}) == said
+    path = write("s.yaml", BASE)
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_experiment(path, ["rollout.gone.a=1"])
+    spec = load_experiment(path)
+    old = write("old.yaml", spec.to_yaml().replace("\nrollout:", "\nrollout:\n  gone: {a: 1}"))
+    assert "gone" in old.read_text() and read_resolved(old) == spec
 
 
 def test_file_inherits_merges_and_overrides_win(write):
@@ -102,10 +106,8 @@ def test_defaults_that_form_a_cycle_are_refused(write):
         ("1: {a: 2}", "mapping"),
         ("defaults: 3", "list of file names"),
         ("defaults: absent.yaml", "found 'absent.yaml', expected an existing YAML file, relative to this one"),
-        ("run: {name: '${oc.env:HOME}'}", "interpolation of keys only"),
-        ("run: {name: '${run.absent}'}", "interpolation"),
-        ("model: ${nope}", "interpolation"),
-        ("run: ${oc.env:NOPE}", "interpolation of keys only"),
+        ("run: {name: '${oc.env:HOME}'}", r"spec .*: found '\${oc.env:', expected the value itself.* Write the value"),
+        ("gates: [{metric: '${run.name}x'}]", r"found '\${run.name}', expected the value itself"),
     ],
 )
 def test_broken_files_are_refused(write, text, expected):
@@ -131,13 +133,17 @@ def test_malformed_overrides_are_refused(write, override):
         "run.seed=0x" + "f" * 5000,
         "data.system_prompt=\udc80",
         'data.system_prompt="\\udc80"',
-        "environment.kwargs={a: [" + "9" * 5000 + "]}",
-        "environment.kwargs={a: 0x" + "f" * 5000 + "}",
+        "environment.kwargs={a: [0x" + "f" * 5000 + "]}",
         "data.train=" + "x" * 300,
+        "trainer=3",
+        "gates=3",
+        "run.name.x=3",
+        "run.name=[a",
+        "trainer.lr.x=1",
     ],
-    ids=["digits", "hexadecimal", "surrogate", "escape", "inside", "hexadecimal-inside", "part-of-a-path"],
+    ids=lambda text: text[:20].encode("ascii", "replace").decode(),
 )
-def test_text_and_numbers_that_no_file_could_say_again_are_refused(write, override):
+def test_what_no_key_can_mean_is_the_users_error(write, override):
     with pytest.raises(UserError, match="found .*expected"):
         load_experiment(write("s.yaml", BASE), [override])
 
@@ -165,13 +171,6 @@ def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(write, value, comme
 def test_values_of_overrides_that_yaml_reads_to_their_end(write, value):
     expected = yaml.safe_load(value)
     assert load_experiment(write("s.yaml", BASE), [f"data.system_prompt={value}"]).data.system_prompt == expected
-
-
-@pytest.mark.parametrize(
-    "override", ["gates=[ ]", "data.chat_template={a: {b: [1, '# x']}} ", "data.chat_template= {a: }"]
-)
-def test_brackets_of_overrides_are_read_to_their_end(write, override):
-    load_experiment(write("s.yaml", BASE), [override])
 
 
 @pytest.mark.parametrize("text", ["12345", "1e5", "no", "on", "010", "0x10", "1_000", "2024-01-02", "true", "null"])
@@ -233,16 +232,9 @@ def test_a_text_in_a_file_that_yaml_reads_as_another_value_is_told_to_be_quoted(
             load_experiment(path)
 
 
-@pytest.mark.parametrize("override", ["trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"])
-def test_overrides_of_the_wrong_shape_are_the_users_error(write, override):
-    with pytest.raises(UserError, match=override.partition("=")[0].partition(".")[0]):
-        load_experiment(write("s.yaml", BASE), [override])
-
-
-def test_keys_interpolate_and_lists_are_replaced_by_overrides(write):
-    write("s.yaml", BASE + "    tracking: {wandb: {project: '${run.name}-x'}}\n")
+def test_lists_are_replaced_by_overrides(write):
+    write("s.yaml", BASE)
     spec = load_experiment("s.yaml", ["gates=[{metric: eval/accuracy, below: 0.5, for_steps: 2}]"])
-    assert spec.tracking.wandb.project == "base-x"
     assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("eval/accuracy", None, 0.5, 2)]
 
 
@@ -320,177 +312,128 @@ def test_data_may_be_a_path_a_source_or_several(write, tmp_path):
     assert load_experiment(path, ["data.train=five"]).data.train[0].path == str(tmp_path / "five")
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({"data": {"train": []}}, "data.train: found []"),
-        ({"data": {"train": ["/t", {"path": "/u", "weight": 0.0}]}}, "data.train.1.weight: found 0.0"),
-        ({"data": {"train": {"path": "/t", "split": 3}}}, "data.train.0.split: found 3"),
-        ({"data": {"train": 3}}, "data.train"),
-        ({"data": {"train": {"path": "/t", "weigth": 2.0}}}, "Did you mean data.train.weight?"),
-        ({"data": {"train": "/t", "keys": {"anser": "gold"}}}, "Did you mean data.keys.answer?"),
-        ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4}]}}, "a temperature above 0"),
-        (
-            {"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [1, 8]}]}},
-            "found pass_at 8 with samples=4",
-        ),
-        ({"eval": {"sets": [{"name": "a", "path": "/t", "min_p": 0.1}]}}, "found min_p=0.1 with temperature=0"),
-        ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
-        ({"eval": {"sets": [{"name": "a/b", "path": "/t"}]}}, "eval.sets.0.name: found 'a/b'"),
-    ],
-)
-def test_sources_and_sets_that_cannot_be_meant_are_refused(section, expected):
-    assert expected in message(section)
-
-
 def test_resolved_spec_round_trips(write):
     spec = load_experiment(
         write("s.yaml", BASE),
-        ["numerics.weight.scale=fp32", "trainer.adam_eps=1e-8", "algorithm={name: sft}", "gates=[]"],
+        [
+            *("numerics.weight.scale=fp32", "trainer.adam_eps=1e-8", "algorithm={name: sft}", "gates=[]"),
+            *("numerics.last_layers_bf16=2", "numerics.scope=[experts.gate_proj,experts.up_proj]"),
+            "numerics.rollout=bf16",
+        ],
     )
     again = read_resolved(write("resolved.yaml", spec.to_yaml()))
     assert again == spec and parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
-    assert again.trainer.adam_eps == 1e-8 and again.numerics.overrides() == {"weight": {"scale": "fp32"}}
+    assert again.trainer.adam_eps == 1e-8 and again.numerics.overrides()["weight"] == {"scale": "fp32"}
     assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(st.text("\\${}a.: 'é", min_size=1, max_size=12))
-def test_texts_that_look_like_interpolations_stay_what_they_are(tmp_path_factory, text):
-    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
-    spec = parse_experiment({**MINIMAL, "data": {"train": "/t", "system_prompt": text}})
-    path.write_text(spec.to_yaml())
-    assert read_resolved(path) == spec
-    assert (
-        load_experiment(spec).data.system_prompt
-        == text
-        == load_experiment({"data": spec.data, "model": spec.model}).data.system_prompt
-    )
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"data": {"train": []}}, "data.train: found []"),
+    ({"data": {"train": ["/t", {"path": "/u", "weight": 0.0}]}}, "data.train.1.weight: found 0.0"),
+    ({"data": {"train": {"path": "/t", "split": 3}}}, "data.train.0.split: found 3"),
+    ({"data": {"train": {"path": ""}}}, "data.train.0.path: found '', expected at least 1 character. Correct it"),
+    ({"data": {"train": 3}}, "data.train"),
+    ({"data": {"train": {"path": "/t", "weigth": 2.0}}}, "Did you mean data.train.weight?"),
+    ({"data": {"train": "/t", "keys": {"anser": "gold"}}}, "Did you mean data.keys.answer?"),
+    ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4}]}}, "a temperature above 0"),
+    (
+        {"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [1, 8]}]}},
+        "found pass_at 8 with samples=4",
+    ),
+    ({"eval": {"sets": [{"name": "a", "path": "/t", "min_p": 0.1}]}}, "found min_p=0.1 with temperature=0"),
+    ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
+    ({"eval": {"sets": [{"name": "a/b", "path": "/t"}]}}, "eval.sets.0.name: found 'a/b'"),
+    ({"rewards": [{"function": "integer", "wieght": 1}]}, "Did you mean rewards.functions.weight?"),
+    ({"rewards": []}, "expected a list of at least 1. "),
+    ({"trainr": {}}, "trainr: found an unknown key with value {}, expected one of run, "),
+    ({"trainer": {"learning_rate": 1}}, "Did you mean trainer.lr? "),
+    ({"trainer": {"tensor_parallel": 1}}, "Did you mean trainer.tp? "),
+    ({"rollout": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),
+    ({"trainer": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),
+    ({"rollout": {"lr": 1}}, "Did you mean trainer.lr? "),
+    ({"steps": 3}, "Did you mean run.steps? "),
+    ({"tracking": {"wandb": {"projet": "x"}}}, "Did you mean tracking.wandb.project? "),
+    ({"algorithm": {"name": "grpo", "clip_hi": 1}}, "Did you mean algorithm.clip_high? "),
+    ({"algorithm": {"name": "sft", "batchsize": 1}}, "Did you mean algorithm.batch_size? "),
+    ({"numerics": {"weight": {"scales": "fp32"}}}, "Did you mean numerics.weight.scale? "),
+    ({"gates": [{"metric": "train/loss", "above": 1.0, "abov": 1.0}]}, "Did you mean gates.above? "),
+    ({"trainer": {"fnord": 1}}, "hung_after_s. Correct or remove trainer.fnord."),
+    (
+        {"algorithm": {"name": "sft", "clip_low": 0.2}},
+        "expected one of the keys of sft: name, batch_size. That key belongs to cispo, dapo,",
+    ),
+    (
+        {"algorithm": {"name": "grpo", "critic": {"lr": 1e-3}}},
+        "That key belongs to ppo. Correct or remove algorithm.cr",
+    ),
+    ({"run": {"steps": 0}}, "run.steps: found 0, expected a number greater than or equal to 1"),
+    ({"run": {"steps": True}}, "run.steps: found True, expected a valid integer"),
+    ({"run": {"steps": "3"}}, "valid integer"),
+    ({"run": {"name": "../x"}}, "text that matches"),
+    ({"trainer": {"lr": float("nan")}}, "finite number"),
+    ({"trainer": {"lr": 1e-5, "min_lr": 1e-4}}, "trainer: found min_lr=0.0001, expected at most lr=1e-05"),
+    ({"trainer": {"decay": "exponential"}}, "'linear'"),
+    ({"trainer": {"recompute": "all"}}, "'none', 'attention', 'experts' or 'layer'"),
+    ({"trainer": {"head_chunk_tokens": 0}}, "greater than or equal to 1"),
+    ({"rollout": {"top_p": 1.2}}, "less than or equal to 1"),
+    ({"rollout": {"top_k": -3}}, "-1"),
+    ({"rollout": {"top_k": 1}}, "2 or more, or -1 for all"),
+    ({"rollout": {"temperature": 0.0}}, "greater than 0"),
+    ({"numerics": {"preset": "int4"}}, "fp8_block_pow2"),
+    ({"numerics": {"preset": "bf16"}}, "numerics.trainer=bf16"),
+    ({"numerics": {"mode": "fast"}}, "'exact' or 'native'"),
+    ({"numerics": {"last_layers_bf16": -1}}, "numerics.last_layers_bf16"),
+    ({"numerics": {"weight": {"fixed": 0}}}, "greater than 0"),
+    ({"numerics": {"gradient": {"rounding": "up"}}}, "'nearest' or 'stochastic'"),
+    ({"numerics": {"preset": "mxfp8", "mode": "native"}}, "set numerics.rollout to bf16"),
+    ({"numerics": {"router_replay": "on"}}, "'off', 'record' or 'replay'"),
+    ({"numerics": {"weight": {"scale": "decimal"}}}, "numerics.weight.scale: found 'decimal', expected 'fp32', 'pow2'"),
+    ({"numerics": {"weight": {"format": "bf16"}}}, "quantize both or neither"),
+    ({"numerics": {"weight": {"format": "e5m2"}}}, "e4m3 in block"),
+    ({"numerics": {"weight": {"granularity": "channel"}}}, "e4m3 in block"),
+    ({"numerics": {"activation": {"granularity": "tensor"}}}, "token_group or channel"),
+    ({"numerics": {"scope": ["q_proj", "k_proj", "v_proj"]}}, "the engine quantizes"),
+    ({"numerics": {"scope": ["q_proj"], "rollout": "bf16"}}, "name all of them or none"),
+    ({"numerics": {"scope": ["router"], "rollout": "bf16"}}, "'router'"),
+    ({"numerics": {"scope": [], "rollout": "bf16"}}, "quantizes nothing"),
+    ({"numerics": {"kv": "fp8", "mode": "native"}}, "numerics.kv: found 'fp8' in native mode"),
+    ({"numerics": {"kv": "fp8", "key_scale": 3}}, "numerics.key_scale: found 3"),
+    ({"algorithm": {"name": "none"}}, " or ".join(map(repr, sorted(ALGORITHMS)))),
+    ({"algorithm": {"name": "gsop"}}, "Did you mean gspo? Set it in"),
+    ({"algorithm": {"name": "grpo", "tis_cap": 0.5}}, "greater than or equal to 1"),
+    (
+        {"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}},
+        "algorithm.kl.loss.estimator: found k1, expected k2 or k3",
+    ),
+    (
+        {"algorithm": {"name": "rloo", "kl": {"reward": {"coefficient": 0.1}}}},
+        "algorithm: found kl.reward.coefficient=0.1 with rloo, expected 0",
+    ),
+    ({"sync": {"transport": "rdma"}}, "'disk'"),
+    ({"tracking": {"wandb": {"mode": "on"}}}, "'offline'"),
+    ({"checkpoint": None}, "a mapping"),
+    ({"gates": {}}, "a list"),
+    ({"gates": [{"metric": "mismatch/k3_kl"}]}, "exactly one of above and below"),
+    ({"gates": [{"metric": "mismatch/k3_kl", "above": 1.0, "below": 0.0}]}, "exactly one of above and below"),
+    ({"gates": [{"metric": "mismatch/tis_clipfraq", "above": 1.0}]}, "Did you mean mismatch/tis_clipfrac?"),
+    ({"gates": [{"metric": "eval/acc", "above": 1.0}]}, "gates.0.metric: found 'eval/acc'"),
+]
 
 
-def test_an_escaped_interpolation_is_text_in_the_run_too(write):
-    spec = load_experiment(
-        write("s.yaml", BASE), [r"data.system_prompt=\${run.name} \${oc.env:HOME} ${run.name} \\${run.name}"]
-    )
-    assert spec.data.system_prompt == r"${run.name} ${oc.env:HOME} base \base"
-    assert read_resolved(write("resolved.yaml", spec.to_yaml())) == spec
-    with pytest.raises(UserError, match=r"found '\$\{oc.env:'"):
-        load_experiment(write("s.yaml", BASE), [r"data.system_prompt=\\${oc.env:HOME}"])
-
-
-@pytest.mark.parametrize(
-    ("values", "key", "nearest"),
-    [
-        ({"trainr": {}}, "trainr", "trainer"),
-        ({"rollout": {"warmup_step": 1}}, "rollout.warmup_step", "trainer.warmup_steps"),
-        ({"trainer": {"warmup_step": 1}}, "trainer.warmup_step", "trainer.warmup_steps"),
-        ({"rollout": {"lr": 1}}, "rollout.lr", "trainer.lr"),
-        ({"steps": 3}, "steps", "run.steps"),
-        ({"trainer": {"steps": 3}}, "trainer.steps", "run.steps"),
-        ({"tracking": {"wandb": {"projet": "x"}}}, "tracking.wandb.projet", "tracking.wandb.project"),
-        ({"algorithm": {"name": "grpo", "clip_hi": 1}}, "algorithm.clip_hi", "algorithm.clip_high"),
-        ({"algorithm": {"name": "sft", "batchsize": 1}}, "algorithm.batchsize", "algorithm.batch_size"),
-        ({"numerics": {"weight": {"scales": "fp32"}}}, "numerics.weight.scales", "numerics.weight.scale"),
-        ({"gates": [{"metric": "a/b", "abov": 1.0}]}, "gates.0.abov", "gates.above"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest_one(values, key, nearest):
-    lines = [line for line in message(values).splitlines() if line.startswith(f"{key}: ")]
-    assert len(lines) == 1 and f"Did you mean {nearest}" in lines[0]
-
-
-def test_a_length_is_expected_in_words():
-    text = message({"data": {"train": {"path": ""}}})
-    assert "data.train.0.path: found '', expected at least 1 character. Correct it" in text
-
-
-def test_a_key_that_is_like_no_other_is_refused_without_a_suggestion():
-    for section in ({"trainer": {"fnord": 1}}, {"fnord": 1}, {"algorithm": {"name": "grpo", "fnord": 1}}):
-        assert "fnord: found an unknown key" in message(section) and "Did you mean" not in message(section)
-
-
-def test_keys_of_another_algorithm_are_refused_with_its_name():
-    text = message({"algorithm": {"name": "sft", "clip_low": 0.2}})
-    assert "algorithm.clip_low: found" in text and "expected one of the keys of sft: name, batch_size. " in text
-    assert "That key belongs to cispo, dapo," in text and "Did you mean" not in text
-    text = message({"algorithm": {"name": "grpo", "critic": {"lr": 1e-3}}})
-    assert "That key belongs to ppo. Correct or remove algorithm.critic." in text
-
-
-@pytest.mark.parametrize(
-    ("section", "values", "expected"),
-    [
-        ("run", {"steps": 0}, "greater than or equal to 1"),
-        ("run", {"steps": True}, "valid integer"),
-        ("run", {"steps": "3"}, "valid integer"),
-        ("run", {"name": "../x"}, "text that matches"),
-        ("trainer", {"lr": float("nan")}, "finite number"),
-        ("trainer", {"lr": -1e-4}, "greater than 0"),
-        ("trainer", {"tp": 1.5}, "valid integer"),
-        ("trainer", {"decay": "exponential"}, "'linear'"),
-        ("trainer", {"recompute": "all"}, "'none', 'attention', 'experts' or 'layer'"),
-        ("trainer", {"head_chunk_tokens": 0}, "greater than or equal to 1"),
-        ("trainer", {"head_chunk_tokens": -4}, "greater than or equal to 1"),
-        ("rollout", {"top_p": 1.2}, "less than or equal to 1"),
-        ("rollout", {"top_p": 0.0}, "greater than 0"),
-        ("rollout", {"top_k": -3}, "-1"),
-        ("rollout", {"top_k": 0}, "2 or more, or -1 for all"),
-        ("rollout", {"top_k": 1}, "2 or more, or -1 for all"),
-        ("rollout", {"temperature": 0.0}, "greater than 0"),
-        ("rollout", {"port": 80}, "greater than or equal to 1024"),
-        ("numerics", {"preset": "int4"}, "fp8_block_pow2"),
-        ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
-        ("numerics", {"weight": {"fixed": 0}}, "greater than 0"),
-        ("numerics", {"gradient": {"rounding": "up"}}, "'nearest' or 'stochastic'"),
-        ("numerics", {"preset": "mxfp8", "mode": "native"}, "set numerics.rollout to bf16"),
-        ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
-        ("algorithm", {"name": "none"}, " or ".join(map(repr, sorted(ALGORITHMS)))),
-        ("algorithm", {"name": "gsop"}, "Did you mean gspo? Set it in"),
-        ("algorithm", {"name": "grpo", "tis_cap": 0.5}, "greater than or equal to 1"),
-        ("sync", {"transport": "rdma"}, "'disk'"),
-        ("tracking", {"wandb": {"mode": "on"}}, "'offline'"),
-        ("checkpoint", None, "a mapping"),
-        ("gates", {}, "a list"),
-    ],
-)
-def test_a_value_of_the_wrong_type_or_range_is_explained(section, values, expected):
-    text = message({section: values})
-    assert text.startswith(section) and "found " in text and expected in text and len(text.splitlines()) == 1
+@pytest.mark.parametrize(("values", "expected"), REFUSED)
+def test_a_spec_that_cannot_be_meant_is_refused_in_one_line(values, expected):
+    text = message(values)
+    assert text.startswith(next(iter(values))) and expected in text and "\n" not in text
+    assert text.endswith((".", "?")) and not text.endswith("..")
 
 
 def test_every_wrong_key_gets_its_own_line():
     assert len(message({"run": {"steps": 0, "sede": 1}, "sync": {"bucket_mib": 0}}).splitlines()) == 3
 
 
-@pytest.mark.parametrize("bounds", [{}, {"above": 1.0, "below": 0.0}])
-def test_a_gate_needs_exactly_one_bound(bounds):
-    assert "exactly one of above and below" in message({"gates": [{"metric": "mismatch/k3_kl", **bounds}]})
-
-
-def test_fp8_without_an_fp8_preset_is_refused():
-    assert "numerics.trainer=bf16" in message({"numerics": {"preset": "bf16"}})
-    off = parse_experiment({**MINIMAL, "numerics": {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}})
-    assert not off.numerics.quantizes
-
-
 def test_a_spec_cannot_be_changed():
-    spec = parse_experiment(MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
-        spec.run.steps = 3
-
-
-def test_the_examples_hold_the_recipe():
-    grpo = load_experiment(EXAMPLES / "arithmetic.yaml")
-    assert (grpo.run.steps, grpo.trainer.lr, grpo.rollout.max_new_tokens) == (60, 1e-4, 20)
-    assert (grpo.rollout.prompts_per_step, grpo.rollout.group_size) == (32, 8)
-    contrast = load_experiment(EXAMPLES / "arithmetic_bf16_trainer.yaml")
-    assert contrast.numerics.trainer == "bf16" and contrast.numerics.rollout == "fp8"
-    assert contrast.trainer == grpo.trainer and contrast.algorithm == grpo.algorithm
-    sft = load_experiment(EXAMPLES / "arithmetic_sft.yaml")
-    assert (sft.run.steps, sft.algorithm.batch_size, sft.trainer.lr) == (1750, 64, 1e-3)
-    assert (sft.trainer.warmup_steps, sft.trainer.decay, sft.trainer.decay_steps) == (50, "linear", 600)
-    assert sft.numerics == grpo.numerics and sft.eval.problems == 0
+        parse_experiment(MINIMAL).run.steps = 3
 
 
 def test_numerics_follow_the_spec():
@@ -501,66 +444,14 @@ def test_numerics_follow_the_spec():
     assert config.spec.digest() != plain.spec.digest()
     assert config.spec.weight.scale != plain.spec.weight.scale
     assert config.spec.activation == plain.spec.activation
+    assert not parse_experiment({**MINIMAL, "numerics": yaml.safe_load(BF16)}).numerics.quantizes
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"weight": {"scale": "decimal"}}, "numerics.weight.scale: found 'decimal', expected 'fp32', 'pow2' or 'e8m0'"),
-        ({"weight": {"format": "bf16"}}, "quantize both or neither"),
-        ({"weight": {"format": "e5m2"}}, "e4m3 in block"),
-        ({"weight": {"granularity": "channel"}}, "e4m3 in block"),
-        ({"activation": {"granularity": "tensor"}}, "token_group or channel"),
-        ({"scope": ["q_proj", "k_proj", "v_proj"]}, "the engine quantizes"),
-        ({"scope": ["q_proj"], "rollout": "bf16"}, "name all of them or none"),
-        ({"scope": ["router"], "rollout": "bf16"}, "'router'"),
-        ({"scope": [], "rollout": "bf16"}, "quantizes nothing"),
-        ({"scope": "q_proj"}, "a list"),
-        ({"kv": "fp8", "mode": "native"}, "numerics.kv: found 'fp8' in native mode"),
-        ({"kv": "fp8", "key_scale": 3}, "numerics.key_scale: found 3"),
-        ({"k_splits": 0}, "numerics.k_splits"),
-    ],
-)
-def test_an_impossible_numerics_override_is_refused(values, expected):
-    text = message({"numerics": values})
-    assert text.startswith("numerics") and expected in text and not text.startswith("numerics: numerics")
-    assert text.endswith(".") and not text.endswith("..")
-
-
-def test_a_scope_reaches_the_trainer_and_round_trips(write):
-    path = write("s.yaml", BASE)
-    spec = load_experiment(path, ["numerics.scope=[experts.gate_proj,experts.up_proj]", "numerics.rollout=bf16"])
-    quant = spec.numerics_config().trainer_spec
+def test_a_scope_and_bf16_layers_reach_both_sides():
+    scope = {"scope": ["experts.gate_proj", "experts.up_proj"], "rollout": "bf16"}
+    quant = parse_experiment({**MINIMAL, "numerics": scope}).numerics_config().trainer_spec
     assert quant.quantizes("experts.up_proj") and not quant.quantizes("experts.down_proj")
-    assert parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
-
-
-def test_bf16_layers_reach_both_sides_and_round_trip(write):
-    spec = load_experiment(write("s.yaml", BASE), ["numerics.first_layers_bf16=1", "numerics.last_layers_bf16=2"])
-    numerics = spec.numerics_config()
+    layers = {"first_layers_bf16": 1, "last_layers_bf16": 2}
+    numerics = parse_experiment({**MINIMAL, "numerics": layers}).numerics_config()
     in_bf16 = [layer for layer in range(8) if not numerics.spec.of_layer(layer, 8).quantized]
     assert numerics.trainer_spec == numerics.rollout_spec and in_bf16 == [0, 6, 7]
-    assert parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
-    assert "numerics.last_layers_bf16" in message({"numerics": {"last_layers_bf16": -1}})
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("mismatch/tis_clipfraq", "mismatch/tis_clipfrac"), ("eval/acc", "eval/accuracy"), ("loss", "train/loss")],
-)
-def test_a_gate_on_an_unknown_metric_is_refused_with_the_nearest_one(name, nearest):
-    text = message({"gates": [{"metric": "train/loss", "above": 1.0}, {"metric": name, "above": 1.0}]})
-    assert text.startswith(f"gates.1.metric: found '{name}'") and text.endswith(f"Did you mean {nearest}?")
-
-
-def test_a_learning_rate_that_decays_upward_is_refused():
-    text = message({"trainer": {"lr": 1e-5, "min_lr": 1e-4}})
-    assert text.startswith("trainer: found min_lr=0.0001, expected at most lr=1e-05")
-    assert parse_experiment({**MINIMAL, "trainer": {"lr": 1e-4, "min_lr": 1e-4}}).trainer.min_lr == 1e-4
-
-
-def test_a_term_that_teaches_nothing_is_explained():
-    said = message({"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}})
-    assert said.startswith("algorithm.kl.loss.estimator: found k1, expected k2 or k3") and "\n" not in said
-    said = message({"algorithm": {"name": "rloo", "kl": {"reward": {"coefficient": 0.1}}}})
-    assert said.startswith("algorithm: found kl.reward.coefficient=0.1 with rloo, expected 0") and "\n" not in said

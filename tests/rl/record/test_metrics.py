@@ -1,9 +1,10 @@
 import pytest
 
 from docs.hooks.metrics import page
-from fp8rl.rl.experiment.gate_rules import CONDITIONS
+from fp8rl.rl.experiment.gate_rules import conditions
 from fp8rl.rl.record.metrics import FAMILIES, METRICS, Metric, describe, metric, nearest_metric
 from fp8rl.rl.report.charts import SECTIONS
+from tests.support.experiments import experiment
 from tests.support.paths import ROOT
 
 
@@ -95,7 +96,7 @@ def test_every_curve_belongs_to_a_chart() -> None:
 
 
 def test_every_need_has_its_condition() -> None:
-    assert CONDITIONS.keys() == {need for described in every_metric() for need in described.needs}
+    assert conditions(experiment()).keys() == {need for described in every_metric() for need in described.needs}
 
 
 def every_metric() -> list[Metric]:

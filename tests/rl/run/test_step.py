@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fp8rl.rl.algorithms import Algorithm
 from fp8rl.rl.algorithms.base import Needs, Outcomes
-from fp8rl.rl.algorithms.dry_run import dry_run
 from fp8rl.rl.algorithms.parts.surrogates import Surrogate
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.guard.scored_batch import ScoredBatch
@@ -30,6 +29,7 @@ from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import NonFiniteLossError, PassResult
 from tests.support.batches import random_batch
+from tests.support.dry_run import dry_run
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,23 +16,15 @@ from fp8rl.models.families import gated_delta, latent, mlp
 from fp8rl.models.families.gated_delta import GatedDelta
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import Mode
-from fp8rl.numerics.core.errors import UserError, check_rules
+from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.trainer.config import TrainerSection
-from fp8rl.trainer.megatron.model_checks import (
-    ENGINE_RULES,
-    LAYOUT_RULES,
-    ROW_RULES,
-    SPLIT_RULES,
-    TRAINING_RULES,
-    Rows,
-    Split,
-    TrainedModel,
-    check_engine_layout,
-    check_layout,
-)
+from fp8rl.trainer.megatron import model_checks
+from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
 from tests.support.definitions import SIZES, shape_of
+from tests.support.remedies import broken, rules_of
 
+Check = Callable[[], None]
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MOE = dataclasses.replace(
     SIZES, layers=6, hidden_size=512, heads=8, kv_heads=4, ffn_size=0, experts=8, expert_size=256, vocab_size=4096
@@ -58,94 +52,86 @@ LINEAR = dataclasses.replace(
     MOE, own=(GatedDelta(layers=(0,), key_heads=2, value_heads=8, key_dim=128, value_dim=64, taps=4, joined=True),)
 )
 OLMOE = dataclasses.replace(MOE, head_norms="together")
-TENSOR = SPEC.override({"weight": {"granularity": "tensor"}})
-FP32 = QuantSpec.preset("fp8_block_fp32")
 
 
-def split(sizes: ModelSizes = MOE, tp: int = 1, spec: QuantSpec = SPEC) -> Split:
-    return Split(shape_of(sizes), tp, spec, "trainer.tp")
+def split(sizes: ModelSizes = MOE, tp: int = 1, spec: QuantSpec = SPEC) -> Check:
+    return partial(check_layout, shape_of(sizes), TrainerSection(tp=tp), spec)
 
 
-def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> TrainedModel:
+def engine(sizes: ModelSizes = MOE, tp: int = 1) -> Check:
+    return partial(check_engine_layout, shape_of(sizes), tp, SPEC)
+
+
+def trained(sizes: ModelSizes = MOE, spec: QuantSpec = SPEC, **config: Any) -> Check:
     shape = Shape(sizes, (latent.FAMILY, mlp.MOE)) if sizes is LATENT else shape_of(sizes)
-    return TrainedModel(shape, TrainerSection(**config), spec)
+
+    def check() -> None:
+        check_layout(shape, TrainerSection(**config), spec)
+        check_training(shape, TrainerSection(**config), spec)
+
+    return check
 
 
-def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Rows:
-    return Rows(TrainerSection(**config), mode, False, length)
+def rows(mode: Mode = "exact", length: int = 4096, **config: Any) -> Check:
+    return partial(check_rows, TrainerSection(**config), mode, False, length)
 
 
-def linear(tp: int) -> Split:
-    return Split(Shape(LINEAR, (gated_delta.JOINED, mlp.MOE)), tp, SPEC, "trainer.tp")
+def linear(**config: int) -> Check:
+    return partial(check_layout, Shape(LINEAR, (gated_delta.JOINED, mlp.MOE)), TrainerSection(**config), SPEC)
 
 
-# Of each rule, in its order: what breaks it, what the message begins with, and what its remedy makes of that.
-SPLITS = [
-    (split(tp=3), "trainer.tp: found 3, expected a divisor of the model's num_attention_heads = 8", split(tp=1)),
-    (split(tp=8), "trainer.tp: found 8, expected a divisor of the model's num_key_value_heads = 4", split(tp=4)),
+def changed(**sizes: Any) -> ModelSizes:
+    return dataclasses.replace(MOE, **sizes)
+
+
+DIVISOR = "expected a divisor of the model's"
+# What breaks a rule, what the message begins with, and what its remedy makes of that.
+CASES: list[tuple[Check, str, Check | None]] = [
+    (split(tp=3), f"trainer.tp: found 3, {DIVISOR} num_attention_heads = 8", split()),
+    (split(tp=8), f"trainer.tp: found 8, {DIVISOR} num_key_value_heads = 4", split(tp=4)),
     (
-        split(dataclasses.replace(MOE, joined=2), 4),
-        "trainer.tp: found 4, expected a divisor of the model's groups of key-value heads that fill a quantization "
-        "block = 2",
-        split(dataclasses.replace(MOE, joined=2), 2),
+        split(changed(joined=2), 4),
+        f"trainer.tp: found 4, {DIVISOR} groups of key-value heads that fill a quantization block = 2",
+        split(changed(joined=2), 2),
     ),
-    (linear(4), "trainer.tp: found 4, expected a divisor of the model's linear_num_key_heads = 2", linear(2)),
-    (
-        split(dataclasses.replace(MOE, vocab_size=4097), 2),
-        "trainer.tp: found 2, expected a divisor of the model's vocab_size = 4097",
-        split(dataclasses.replace(MOE, vocab_size=4097)),
-    ),
-    (
-        split(dataclasses.replace(DENSE, ffn_size=770), 4),
-        "trainer.tp: found 4, expected a divisor of the model's intermediate_size = 770",
-        None,
-    ),
-    (
-        split(dataclasses.replace(MOE, shared_size=257), 2),
-        "trainer.tp: found 2, expected a divisor of the model's moe_intermediate_size * n_shared_experts = 257",
-        None,
-    ),
+    (linear(tp=4), f"trainer.tp: found 4, {DIVISOR} linear_num_key_heads = 2", linear(tp=2)),
+    (linear(cp=2), "trainer.cp: found 2, expected 1 for a model with linear attention, whose state", linear()),
+    (split(changed(vocab_size=4097), 2), f"trainer.tp: found 2, {DIVISOR} vocab_size = 4097", None),
+    (split(dataclasses.replace(DENSE, ffn_size=770), 4), f"trainer.tp: found 4, {DIVISOR} intermediate_size", None),
+    (split(changed(shared_size=257), 2), f"trainer.tp: found 2, {DIVISOR} moe_intermediate_size * n_shared_ex", None),
     (
         split(spec=SPEC.override({"first_layers_bf16": 4, "last_layers_bf16": 2})),
         "numerics.first_layers_bf16 + numerics.last_layers_bf16: found 6, expected less than the model's",
         split(spec=SPEC.override({"first_layers_bf16": 4, "last_layers_bf16": 1})),
     ),
     (
-        split(spec=TENSOR),
+        split(spec=SPEC.override({"weight": {"granularity": "tensor"}})),
         "numerics.weight.granularity: found 'tensor', expected block, token_group or channel",
         split(spec=SPEC.override({"weight": {"granularity": "channel"}})),
     ),
     # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
     (
         split(DENSE, 4),
-        "model config: intermediate_size / trainer.tp = 768 / 4: found 192, expected a multiple of 128",
+        "model config: intermediate_size / trainer.tp = 768 / 4: found 192, expected a mul",
         split(DENSE, 2),
     ),
-]
-ENGINES = [
-    (split(OLMOE, 2), "trainer.tp: found 2, expected 1 for a model that norms", split(OLMOE)),
     (
-        split(dataclasses.replace(MOE, experts=6), 4),
-        "trainer.tp: found 4, expected a divisor of the model's num_experts = 6",
-        split(dataclasses.replace(MOE, experts=6), 2),
+        split(changed(expert_size=192)),
+        "model config: moe_intermediate_size: found 192, expected a multiple of 128",
+        None,
     ),
-]
-LAYOUTS = [
-    (trained(DENSE, ep=2, dp=2), "trainer.ep: found 2, expected 1 for a dense model", trained(DENSE, ep=1, dp=2)),
-    (
-        trained(ep=16, dp=16),
-        "trainer.ep: found 16, expected a divisor of the model's num_experts = 8",
-        trained(ep=8, dp=16),
-    ),
+    (split(changed(head_dim=64)), "model config: head_dim: found 64, expected a multiple of 128", None),
+    (engine(OLMOE, 2), "rollout.tp: found 2, expected 1 for a model that norms", split(OLMOE, 2)),
+    (engine(changed(experts=6), 4), f"rollout.tp: found 4, {DIVISOR} num_experts = 6", engine(changed(experts=6), 2)),
+    (trained(DENSE, ep=2, dp=2), "trainer.ep: found 2, expected 1 for a dense model", trained(DENSE, dp=2)),
+    (trained(ep=16, dp=16), f"trainer.ep: found 16, {DIVISOR} num_experts = 8", trained(ep=8, dp=16)),
     (
         trained(ep=4, tp=2),
         "trainer.ep: found 4, expected a divisor of tp * dp * cp = 2 * 1 * 1",
         trained(ep=4, tp=2, dp=4),
     ),
-    (trained(pp=4), "trainer.pp: found 4, expected a divisor of the model's num_hidden_layers = 6", trained(pp=3)),
-    (trained(LATENT, cp=2), "trainer.cp: found 2, expected 1 for a model with latent attention", trained(LATENT, cp=1)),
-]
-TRAINING = [
+    (trained(pp=4), f"trainer.pp: found 4, {DIVISOR} num_hidden_layers = 6", trained(pp=3)),
+    (trained(LATENT, cp=2), "trainer.cp: found 2, expected 1 for a model with latent attention", trained(LATENT)),
     (
         trained(gradient_wire="bf16", tp=2, ep=2),
         "trainer.gradient_wire: found 'bf16 with trainer.dp=1', expected fp32 where no",
@@ -157,17 +143,11 @@ TRAINING = [
         trained(weight_gather="e4m3", dp=2),
     ),
     (
-        trained(spec=FP32, weight_gather="e4m3", dp=2),
+        trained(spec=QuantSpec.preset("fp8_block_fp32"), weight_gather="e4m3", dp=2),
         "trainer.weight_gather: found 'e4m3 with weights in e4m3, block, fp32, nearest', expected weights that",
-        trained(spec=SPEC, weight_gather="e4m3", dp=2),
+        trained(weight_gather="e4m3", dp=2),
     ),
-    (
-        trained(router_bias_rate=0.001),
-        "trainer.router_bias_rate: found 0.001, expected 0 for a model whose experts",
-        trained(router_bias_rate=0.0),
-    ),
-]
-ROWS = [
+    (trained(router_bias_rate=0.001), "trainer.router_bias_rate: found 0.001, expected 0 for a model whose", trained()),
     (
         rows("native", packing=True),
         "trainer.packing: found 'true with numerics.mode=native and without TransformerEngine', expected false",
@@ -187,38 +167,19 @@ ROWS = [
     (rows(cp=2, packing=True), "trainer.cp: found '2 with trainer.packing=true', expected 1", rows(cp=2)),
     (rows(cp=2, length=4098), "rollout.context_length: found 4098, expected a multiple of 4", rows(cp=2, length=4096)),
 ]
-TABLES = [
-    (SPLIT_RULES, SPLITS),
-    (ENGINE_RULES, ENGINES),
-    (LAYOUT_RULES, LAYOUTS),
-    (TRAINING_RULES, TRAINING),
-    (ROW_RULES, ROWS),
-]
 
 
-def test_ranks_that_would_share_a_row_of_linear_attention_are_refused() -> None:
-    shape = Shape(LINEAR, (gated_delta.JOINED, mlp.MOE))
-    with pytest.raises(
-        UserError, match="trainer.cp: found 2, expected 1 for a model with linear attention, whose state"
-    ):
-        check_layout(shape, TrainerSection(cp=2), SPEC)
-
-
-@pytest.mark.parametrize(
-    ("rules", "index", "subject", "said", "mended"),
-    [
-        (rules, index, *case)
-        for rules, cases in TABLES
-        for index, (_, case) in enumerate(zip(rules, cases, strict=True))
-    ],
-)
-def test_a_rule_refuses_and_its_remedy_mends(rules: Any, index: int, subject: Any, said: str, mended: Any) -> None:
+@pytest.mark.parametrize(("breaks", "said", "mended"), CASES)
+def test_a_rule_refuses_and_its_remedy_mends(breaks: Check, said: str, mended: Check | None) -> None:
     with pytest.raises(UserError) as refused:
-        check_rules(rules, subject)
+        breaks()
     assert str(refused.value).startswith(said)
-    assert str(rules[index].refusal(subject)) == str(refused.value), "the rules before it let it pass"
     if mended is not None:
-        check_rules(rules, mended)
+        mended()
+
+
+def test_every_rule_is_broken_by_a_row() -> None:
+    assert set().union(*(broken(breaks, model_checks) for breaks, _, _ in CASES)) == rules_of(model_checks)
 
 
 @pytest.mark.slow
@@ -227,19 +188,6 @@ def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
         "import sys, fp8rl.rl.experiment.preconditions; sys.exit(any(x.startswith('megatron') for x in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
-
-
-def test_norms_over_all_heads_are_shared_by_a_trainers_ranks() -> None:
-    check_layout(shape_of(OLMOE), TrainerSection(tp=2), SPEC)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [({"expert_size": 192}, "moe_intermediate_size: found 192"), ({"head_dim": 64}, "head_dim: found 64")],
-)
-def test_a_piece_that_no_layout_mends_is_refused(changes: dict[str, int], said: str) -> None:
-    with pytest.raises(UserError, match=f"{said}, expected a multiple of 128"):
-        check_layout(shape_of(dataclasses.replace(MOE, **changes)), TrainerSection(), SPEC)
 
 
 def test_dense_first_layers_and_shared_experts() -> None:

@@ -40,7 +40,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     Raises:
         UserError: the first thing that stands in the way.
     """
-    check_algorithm(experiment)
+    check_algorithm(experiment.algorithm)
     check_gate_names(experiment)
     for remark in unused_rates(experiment):
         say(remark)

@@ -11,11 +11,10 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.experiment.validation import expected_of
-from fp8rl.rollout.tasks.environments.config import VERIFIERS, EnvironmentSection
+from fp8rl.rollout.tasks.environments.config import EnvironmentSection
 from fp8rl.rollout.tasks.environments.functions import BUILT_IN as ENVIRONMENTS
 from fp8rl.rollout.tasks.environments.functions import load_environment
-from fp8rl.rollout.tasks.environments.verifiers import Verifiers
-from fp8rl.rollout.tasks.named_functions import check_importable, named_object
+from fp8rl.rollout.tasks.named_functions import named_object
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
 
@@ -35,19 +34,13 @@ def check_functions(experiment: Experiment) -> None:
 
 
 def _check_environment(config: EnvironmentSection) -> None:
-    check_importable(config.function, "environment.function")
-    if config.harness is not None and config.harness.program is not None:
-        check_importable(config.harness.program, "environment.harness.program")
     load_environment(config)
-    if config.function == VERIFIERS:
-        check_values(Verifiers.__init__, config.kwargs, "environment.kwargs")
-    elif config.function in ENVIRONMENTS:
+    if config.function in ENVIRONMENTS:
         ours = named_object(config.function, "environment.function", ENVIRONMENTS)
         check_values(ours, config.kwargs, "environment.kwargs")
 
 
 def _check_reward(config: RewardSection, key: str) -> None:
-    check_importable(config.function, f"{key}.function")
     function = load_function(config, key)
     if config.function not in BUILT_IN:
         return

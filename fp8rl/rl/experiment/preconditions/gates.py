@@ -14,7 +14,6 @@ _RETURNED = {
     "guess": ("reward", "guesses"),
     "calculator": ("calls", "unread"),
     "python": ("calls", "errors"),
-    "openenv": ("reward", "steps", "unread"),
 }
 """What environments of ours return; others may return anything."""
 _MAY_NAME_PARTS = ("http",)

@@ -1,9 +1,8 @@
-"""The model directories of the policy and its teacher, which knows the same tokens, and a user's own algorithm."""
+"""The model directories of the policy and its teacher, which knows the same tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,11 @@ from fp8rl import models
 from fp8rl.models import Model, ModelSizes, load_architecture
 from fp8rl.models.checkpoint.reading import check_stored
 from fp8rl.models.shape import Shape
-from fp8rl.numerics.core.errors import Rule, check_rules, user_error
-from fp8rl.numerics.core.process import time_limit
+from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.numerics.core.reading import check_regular, read_json
 from fp8rl.numerics.core.section import RELATIVE
-from fp8rl.rl.algorithms import ALGORITHMS
-from fp8rl.rl.algorithms.base import UnwrittenMethodError
-from fp8rl.rl.algorithms.dry_run import dry_run
+from fp8rl.rl.algorithms.base import AlgorithmConfig, UnwrittenMethodError
+from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.experiment import TeacherSection
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
@@ -86,7 +83,7 @@ def check_teacher_layout(experiment: Experiment, shape: Shape) -> None:
     numerics = experiment.teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
     check_engine_layout(shape, experiment.teacher.tp, numerics.rollout_spec, "teacher.tp")
     longest = experiment.teacher.engine(experiment.rollout).context_length
-    check_rules(TEACHER_ROOM, Room(experiment.teacher, shape.sizes, experiment.rollout.context_length, longest))
+    raise_first(_no_room(experiment.teacher, shape.sizes, experiment.rollout.context_length, longest))
 
 
 def _check_vocabulary(
@@ -110,73 +107,33 @@ def _knows(token: str, vocabulary: dict[str, int]) -> str:
     return f"has {token!r} as token {vocabulary[token]}" if token in vocabulary else f"lacks the token {token!r}"
 
 
-@dataclass(frozen=True)
-class Room:
-    """The room of a teacher's engines for the answers that they score."""
-
-    teacher: TeacherSection
-    sizes: ModelSizes
-    asked: int
-    """`rollout.context_length`."""
-    length: int
-    """The context length of the teacher's engines."""
-
-
-TEACHER_ROOM: tuple[Rule[Room], ...] = (
-    Rule(
-        "teacher.context_length",
-        lambda r: r.length < r.asked + SCORED_SHORT_OF,
-        lambda r: r.length,
-        lambda r: (
-            f"at least {r.asked + SCORED_SHORT_OF}: rollout.context_length = {r.asked}, and {SCORED_SHORT_OF} "
-            "tokens that an engine keeps free"
-        ),
-        "Remove teacher.context_length, or lower rollout.context_length.",
-    ),
-    Rule(
-        "teacher.context_length",
-        lambda r: r.length > r.sizes.max_positions,
-        lambda r: r.length,
-        lambda r: f"at most {r.sizes.max_positions}, the {r.sizes.limit} of {r.teacher.path}",
-        lambda r: (
-            f"Lower rollout.context_length to at most {r.sizes.max_positions - SCORED_SHORT_OF}, and remove "
-            "teacher.context_length."
-        ),
-    ),
-    Rule(
-        "teacher.max_total_tokens",
-        lambda r: r.teacher.max_total_tokens < r.length,
-        lambda r: r.teacher.max_total_tokens,
-        lambda r: f"at least the context length of its engines, {r.length}",
-        "Raise teacher.max_total_tokens or lower rollout.context_length.",
-    ),
-)
+def _no_room(teacher: TeacherSection, sizes: ModelSizes, asked: int, length: int) -> Iterator[UserError]:
+    """What keeps a teacher's engines from scoring the answers. asked: `rollout.context_length`. length: the context
+    length of its engines."""
+    key, least, most = "teacher.context_length", asked + SCORED_SHORT_OF, sizes.max_positions
+    if length < least:
+        kept = f"rollout.context_length = {asked}, and {SCORED_SHORT_OF} tokens that an engine keeps free"
+        remedy = "Remove teacher.context_length, or lower rollout.context_length."
+        yield user_error(key, length, f"at least {least}: {kept}", remedy)
+    if length > most:
+        shorter = most - SCORED_SHORT_OF
+        remedy = f"Lower rollout.context_length to at most {shorter}, and remove teacher.context_length."
+        yield user_error(key, length, f"at most {most}, the {sizes.limit} of {teacher.path}", remedy)
+    if teacher.max_total_tokens < length:
+        expected = f"at least the context length of its engines, {length}"
+        remedy = "Raise teacher.max_total_tokens or lower rollout.context_length."
+        yield user_error("teacher.max_total_tokens", teacher.max_total_tokens, expected, remedy)
 
 
-# An algorithm of a user's: a step of it is taken over made-up answers before a run starts.
-
-STEP_SECONDS = 20.0
-"""Seconds of patience for what takes a hundredth of one."""
-
-
-def check_algorithm(experiment: Experiment) -> None:
-    """Raise `UserError` if a user's algorithm does not come through a step; ours do, as tests hold."""
-    algorithm = experiment.algorithm
-    if type(algorithm) in ALGORITHMS.values():
-        return
-    try:
-        with time_limit(STEP_SECONDS):
-            dry_run(algorithm, min(experiment.rollout.group_size, 3))
-    except UnwrittenMethodError as error:
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Raise `UserError` if a user's algorithm has no advantages, or writes them under another name."""
+    kind, methods = type(algorithm), ("training_fields", "token_advantages", "trajectory_advantages")
+    if isinstance(algorithm, PolicyGradient) and all(
+        getattr(kind, method) is getattr(PolicyGradient, method) for method in methods
+    ):
+        error = UnwrittenMethodError(algorithm, methods[-1])
         remedy = "Write it so; docs/api.md has all signatures."
-        raise user_error("algorithm.name", found=error.found, expected=error.expected, remedy=remedy) from error
-    except Exception as error:  # whatever a user's code may raise
-        raise user_error(
-            "algorithm.name",
-            found=algorithm.name,
-            expected=f"an algorithm that can compute a step; this one raises {type(error).__name__}: {error}",
-            remedy="Correct it; docs/extending.md says what an algorithm is.",
-        ) from error
+        raise user_error("algorithm.name", error.found, error.expected, remedy) from error
 
 
 def unused_rates(experiment: Experiment) -> Iterator[str]:

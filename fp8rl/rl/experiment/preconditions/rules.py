@@ -6,8 +6,7 @@ nobody has yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -20,319 +19,228 @@ from fp8rl.numerics.backend.implementation import (
     deepgemm_lacks,
     implementation_for,
 )
-from fp8rl.numerics.core.errors import Rule, UserError, check_rules
+from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
-from fp8rl.rl.experiment.preconditions.target import PlannedRun, Target, dotted
+from fp8rl.rl.experiment.preconditions.target import Target, dotted
 from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
 
 
-def _lacks_for_deepgemm(run: PlannedRun) -> str | None:
-    asked = run.experiment.numerics.mode == "exact" and run.experiment.numerics.deepgemm and run.target.known
-    return deepgemm_lacks(run.target.capability, run.target.deepgemm) if asked else None
-
-
-DEEPGEMM: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "numerics.deepgemm",
-        _lacks_for_deepgemm,
-        lambda c: f"true, and no {_lacks_for_deepgemm(c)} here",
-        "a Hopper GPU and DeepGEMM",
-        "Set numerics.deepgemm=false: products run on our kernels, with the same results.",
-    ),
-)
-"""Its bits are compared where it is to run."""
-
-OnGpus = tuple[Experiment, bool]
-"""A spec, and whether its machines have GPUs."""
-
-
-def _one_rank(key: str, width: Callable[[Experiment], int]) -> Rule[OnGpus]:
-    return Rule(
-        key,
-        lambda s: width(s[0]) > 1 and (s[0].numerics.mode == "exact") is s[1],
-        lambda s: f"{width(s[0])} with numerics.mode={s[0].numerics.mode} on {'GPUs' if s[1] else 'CPUs'}",
-        "1 there",
-        lambda s: f"Set {key}=1, or numerics.mode={'native' if s[1] else 'exact'}.",
-    )
-
-
-ENGINE_RANKS: tuple[Rule[OnGpus], ...] = (
-    _one_rank("rollout.tp", lambda e: e.rollout.tp),
-    _one_rank("teacher.tp", lambda e: 1 if e.teacher is None else e.teacher.tp),
-)
-"""On GPUs no exact engine of several ranks has run yet; on CPUs, native engines have one."""
-
-SLEEPERS: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "rollout.sleep",
-        lambda c: c.target.gpus and c.experiment.rollout.sleep and c.experiment.rollout.tp > 1,
-        lambda c: f"true with rollout.tp={c.experiment.rollout.tp} on GPUs",
-        "engines of one rank: larger ones have GPUs of their own, where sleeping frees no memory for the trainer",
-        "Set rollout.sleep=false, or rollout.tp=1.",
-    ),
-)
-
-BASE: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "sync.shared_base",
-        lambda c: (
-            c.target.gpus
-            and c.experiment.sync.shared_base
-            and (c.experiment.trainer.world_size, c.experiment.rollout.engines) != (1, 1)
-        ),
-        lambda c: (
-            f"true with {c.experiment.trainer.world_size} trainer rank(s) and {c.experiment.rollout.engines} engine(s) "
-            "on GPUs"
-        ),
-        "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it",
-        "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1.",
-    ),
-)
-
-ALLOCATOR: tuple[Rule[Target], ...] = (
-    Rule(
-        "PYTORCH_ALLOC_CONF",
-        lambda t: t.gpus and t.known and t.expandable_segments,
-        lambda t: t.expandable_segments,
-        "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine releases it",
-        "Unset the variable, or take expandable_segments out of it.",
-    ),
-)
-
-COMPILER: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "CUDA_HOME",
-        lambda c: c.experiment.needs_engines and c.target.other_compilers,
-        lambda c: f"nvcc: {c.target.other_compilers}",
-        f"one of CUDA {torch.version.cuda}, as torch is built for: an engine makes kernels of SGLang's as it starts",
-        "Install that toolkit (`make install-gpu` brings its compiler), or set CUDA_HOME to it.",
-    ),
-)
-
-KERNELS: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "numerics.mode",
-        lambda c: c.lacking,
-        lambda c: f"exact with {c.lacking[0][0]} {c.on_gpus}",
-        lambda c: c.lacking[0][1],
-        "Set numerics.mode=native, or take other GPUs.",
-    ),
-    Rule(
-        "numerics.preset",
-        lambda c: (
-            c.experiment.needs_engines
-            and not c.has_kernels
-            and implementation_for(HOPPER, c.experiment.numerics_config().spec) == "torch"
-        ),
-        lambda c: f"{c.experiment.numerics.preset} with numerics.mode=exact on GPUs",
-        "weights in blocks of 128, activations and gradients in token groups of 128, for which there are kernels",
-        lambda c: f"Set numerics.preset=fp8_block_pow2, or numerics.mode=native{_bf16_engine(c.experiment)}.",
-    ),
-    Rule(
-        "numerics.mode",
-        lambda c: c.experiment.needs_engines and not c.has_kernels,
-        lambda c: f"exact {c.on_gpus}",
-        f"{dotted(FEWEST_CAPABILITY)} to 11.x: earlier ones have no FP8, and later ones too little shared memory for "
-        "a tile of the exact kernels",
-        lambda c: f"Set numerics.mode=native{_bf16_below(FEWEST_CAPABILITY, c.exact_on)}, or take other GPUs.",
-    ),
-)
-
-
-def _bf16_engine(experiment: Experiment) -> str:
-    """Return what native mode needs beside it where SGLang has no products for the weights of its engine."""
-    spec = experiment.numerics_config().rollout_spec
-    return " numerics.rollout=bf16" if spec.quantized and spec.weight.mx else ""
-
-
-def _bf16_below(least: tuple[int, int], capability: tuple[int, int] | None) -> str:
-    return " numerics.trainer=bf16 numerics.rollout=bf16" if capability and capability < least else ""
-
-
-def _native(
-    key: str,
-    is_used: Callable[[PlannedRun], object],
-    whose: str,
-    least: tuple[int, int],
-    below: tuple[int, int] | None = None,
-) -> Rule[PlannedRun]:
-    return Rule(
-        key,
-        lambda c: c.native_on and is_used(c) and not least <= c.native_on < (below or (99, 0)),
-        lambda c: f"fp8 with numerics.mode=native {c.on_gpus}",
-        f"{dotted(least)} or higher{f', below {dotted(below)}' if below else ''}, for {whose}",
-        f"Set {key}=bf16, or take other GPUs.",
-    )
-
-
-NATIVE_PRODUCTS: tuple[Rule[PlannedRun], ...] = (
-    _native(
-        "numerics.rollout",
-        lambda c: c.experiment.needs_engines and c.experiment.numerics_config().rollout_spec.quantized,
-        "SGLang's kernels",
-        FEWEST_CAPABILITY,
-    ),
-    _native(
-        "numerics.trainer",
-        lambda c: c.trains_on_te and by_mx(c.trains_on_te),
-        "TransformerEngine's MXFP8",
-        BLACKWELL,
-        SMALL_CAPABILITY,
-    ),
-    _native(
-        "numerics.trainer",
-        lambda c: c.trains_on_te and not by_mx(c.trains_on_te),
-        "TransformerEngine's blocks of 128",
-        HOPPER,
-    ),
-    Rule(
-        "numerics.preset",
-        lambda c: c.trains_on_te and c.native_on and c.native_on >= BLACKWELL and c.trains_on_te.weight.scale != "pow2",
-        lambda c: f"FP32 scales with numerics.mode=native {c.on_gpus}",
-        "scales that are powers of two: these GPUs compute blocks of 128 as MX",
-        "Set numerics.preset=fp8_block_pow2.",
-    ),
-)
-"""FP8 products of native mode are those of SGLang and TransformerEngine, which ask for such GPUs."""
-
-LAYOUT: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "trainer.pp",
-        lambda c: c.experiment.trainer.pp > 1 and c.experiment.numerics.router_replay != "off",
-        lambda c: f"{c.experiment.trainer.pp} with numerics.router_replay={c.experiment.numerics.router_replay}",
-        "1: a pipeline stage has only the routers of its own layers",
-        "Set trainer.pp=1, or numerics.router_replay=off.",
-    ),
-    Rule(
-        "numerics.router_replay",
-        lambda c: c.experiment.numerics.router_replay != "off" and not c.sizes.moe,
-        lambda c: c.experiment.numerics.router_replay,
-        "off for a dense model, which has no experts",
-        "Set numerics.router_replay=off, or choose a mixture of experts.",
-    ),
-)
-
-CONTEXT: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "rollout.context_length",
-        lambda c: c.experiment.rollout.context_length > c.sizes.max_positions,
-        lambda c: c.experiment.rollout.context_length,
-        lambda c: f"at most {c.sizes.max_positions}, the model's {c.sizes.limit}",
-        lambda c: f"Set rollout.context_length={c.sizes.max_positions} or less.",
-    ),
-    Rule(
-        "rollout.max_new_tokens",
-        lambda c: c.experiment.rollout.max_new_tokens >= c.experiment.rollout.context_length,
-        lambda c: c.experiment.rollout.max_new_tokens,
-        lambda c: (
-            f"less than rollout.context_length = {c.experiment.rollout.context_length}, which holds the prompt too"
-        ),
-        "Lower rollout.max_new_tokens or raise rollout.context_length.",
-    ),
-    Rule(
-        "rollout.max_total_tokens",
-        lambda c: c.experiment.rollout.cache_tokens < c.experiment.rollout.row_tokens,
-        lambda c: c.experiment.rollout.cache_tokens,
-        lambda c: f"at least rollout.context_length = {c.experiment.rollout.context_length}{_behind(c.experiment)}",
-        "Raise rollout.max_total_tokens or lower rollout.context_length.",
-    ),
-)
-
-STATES: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "rollout.speculation",
-        lambda c: c.experiment.rollout.speculation is not None and c.shape.request_bytes() > 0,
-        "given, with a model that keeps a state for each sequence",
-        "null: a state that has read a draft cannot give it back",
-        "Remove rollout.speculation.",
-    ),
-)
-
-
-CPU_HEADS: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "numerics.mode",
-        lambda c: (
-            c.target.known
-            and not c.target.gpus
-            and c.experiment.numerics.mode == "native"
-            and c.sizes.cpu_head_dim not in (0, c.sizes.head_dim)
-        ),
-        lambda c: (
-            f"native on CPUs, with heads of {c.sizes.head_dim} in a model of {c.sizes.heads} heads and hidden_size "
-            f"= {c.sizes.hidden_size}"
-        ),
-        lambda c: f"heads of hidden_size / heads = {c.sizes.cpu_head_dim}, which SGLang's own model takes on a CPU",
-        "Set numerics.mode=exact.",
-    ),
-)
-
-
-def _behind(experiment: Experiment) -> str:
-    drafts = experiment.rollout.speculation
-    return "" if drafts is None else f" and {drafts.reserve} tokens for drafts"
-
-
-def check_model_layout(shape: Shape, experiment: Experiment) -> None:
-    """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks. Raises UserError."""
-    check_rules(LAYOUT, PlannedRun(experiment, shape, Target(gpus=False, transformer_engine=False)))
-    numerics = experiment.numerics_config()
-    check_layout(shape, experiment.trainer, numerics.blocks_spec)
-    check_training(shape, experiment.trainer, numerics.trainer_spec)
-    check_engine_layout(shape, experiment.rollout.tp, numerics.blocks_spec)
-
-
-def _check_engines(run: PlannedRun) -> None:
-    if run.target.known:
-        check_rules(ENGINE_RANKS, (run.experiment, run.target.gpus))
-        check_rules(SLEEPERS, run)
-
-
-def _check_optimizer(run: PlannedRun) -> None:
-    target = run.target
-    lowered = lower(run.experiment.numerics_config(), target.transformer_engine)
-    held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
-    lower_optimizer(run.experiment.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
-
-
-def _check_rows(run: PlannedRun) -> None:
-    experiment, mode = run.experiment, run.experiment.numerics.mode
-    check_rows(experiment.trainer, mode, run.target.transformer_engine, experiment.rollout.context_length)
-
-
-CHECKS: tuple[Callable[[PlannedRun], None], ...] = (
-    partial(check_rules, DEEPGEMM),
-    lambda run: check_drafts(run.experiment.rollout.speculation, run.target.gpus),
-    _check_engines,
-    lambda run: check_rules(ALLOCATOR, run.target),
-    partial(check_rules, COMPILER),
-    partial(check_rules, BASE),
-    partial(check_rules, KERNELS),
-    partial(check_rules, NATIVE_PRODUCTS),
-    lambda run: check_model_layout(run.shape, run.experiment),
-    _check_optimizer,
-    _check_rows,
-    lambda run: check_gate_layers(run.experiment, run.sizes),
-    partial(check_rules, CONTEXT),
-    partial(check_rules, STATES),
-    partial(check_rules, CPU_HEADS),
-)
-"""Each raises `UserError` for the first of its rules that a spec breaks; they do not rely on each other."""
-
-
 def check_target(experiment: Experiment, shape: Shape, target: Target) -> None:
     """Raise `UserError` for the first rule that the spec does not keep with such a model on such machines."""
     for check in CHECKS:
-        check(PlannedRun(experiment, shape, target))
+        raise_first(check(experiment, shape, target) or ())
 
 
 def broken_rules(experiment: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
     """Return the first refusal of each check that the spec does not pass."""
     for check in CHECKS:
         try:
-            check(PlannedRun(experiment, shape, target))
+            raise_first(check(experiment, shape, target) or ())
         except UserError as refusal:
             yield refusal
+
+
+def check_model_layout(shape: Shape, experiment: Experiment) -> None:
+    """Check that the model splits into tp, pp, ep and dp parts of whole quantization blocks. Raises UserError."""
+    raise_first(_routes(experiment, shape))
+    numerics = experiment.numerics_config()
+    check_layout(shape, experiment.trainer, numerics.blocks_spec)
+    check_training(shape, experiment.trainer, numerics.trainer_spec)
+    check_engine_layout(shape, experiment.rollout.tp, numerics.blocks_spec)
+
+
+def engine_ranks(e: Experiment, gpus: bool) -> Iterator[UserError]:
+    """On GPUs no exact engine of several ranks has run yet; on CPUs, native engines have one."""
+    mode = e.numerics.mode
+    for key, width in (("rollout.tp", e.rollout.tp), ("teacher.tp", 1 if e.teacher is None else e.teacher.tp)):
+        if width > 1 and (mode == "exact") is gpus:
+            found = f"{width} with numerics.mode={mode} on {'GPUs' if gpus else 'CPUs'}"
+            yield user_error(key, found, "1 there", f"Set {key}=1, or numerics.mode={'native' if gpus else 'exact'}.")
+
+
+def shared_memory_refusals(target: Target) -> Iterator[UserError]:
+    """What keeps trainer and engine from sharing the memory of a GPU."""
+    if target.gpus and target.known and (setting := target.expandable_segments):
+        expected = (
+            "no expandable segments: trainer and engine share memory by CUDA IPC, and a sleeping engine releases it"
+        )
+        remedy = "Unset the variable, or take expandable_segments out of it."
+        yield user_error("PYTORCH_ALLOC_CONF", setting, expected, remedy)
+
+
+def _deepgemm(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    """Its bits are compared where it is to run."""
+    asked = e.numerics.mode == "exact" and e.numerics.deepgemm and target.known
+    if asked and (lacks := deepgemm_lacks(target.capability, target.deepgemm)):
+        remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
+        yield user_error("numerics.deepgemm", f"true, and no {lacks} here", "a Hopper GPU and DeepGEMM", remedy)
+
+
+def _engines(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    if not target.known:
+        return
+    yield from engine_ranks(e, target.gpus)
+    if target.gpus and e.rollout.sleep and e.rollout.tp > 1:
+        found = f"true with rollout.tp={e.rollout.tp} on GPUs"
+        expected = (
+            "engines of one rank: larger ones have GPUs of their own, where sleeping frees no memory for the trainer"
+        )
+        yield user_error("rollout.sleep", found, expected, "Set rollout.sleep=false, or rollout.tp=1.")
+
+
+def _compiler(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    if e.needs_engines and target.other_compilers:
+        cuda = torch.version.cuda
+        expected = f"one of CUDA {cuda}, as torch is built for: an engine makes kernels of SGLang's as it starts"
+        remedy = "Install that toolkit (`make install-gpu` brings its compiler), or set CUDA_HOME to it."
+        yield user_error("CUDA_HOME", f"nvcc: {target.other_compilers}", expected, remedy)
+
+
+def _base(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    ranks, engines = e.trainer.world_size, e.rollout.engines
+    if target.gpus and e.sync.shared_base and (ranks, engines) != (1, 1):
+        found = f"true with {ranks} trainer rank(s) and {engines} engine(s) on GPUs"
+        expected = "one trainer rank and one engine, on one GPU: the base lies there, and no other GPU computes with it"
+        remedy = "Set sync.shared_base=false, or trainer.tp, pp, dp and cp to 1 and rollout.engines to 1."
+        yield user_error("sync.shared_base", found, expected, remedy)
+
+
+def _kernels(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    """Exact mode runs on kernels: the definitions in torch do not run in a CUDA graph."""
+    capability, spec = target.capability, e.numerics_config().spec
+    if e.numerics.mode != "exact" or capability is None:
+        return
+    if implementation_for(capability, spec) == "triton":
+        for family, _ in shape.layers_of():
+            if family.kernels and capability < family.kernels[0]:
+                found = f"exact with {family.name} {family.part} {target.named}"
+                expected = f"{dotted(family.kernels[0])} to 11.x: {family.kernels[1]}"
+                yield user_error("numerics.mode", found, expected, "Set numerics.mode=native, or take other GPUs.")
+    elif not e.needs_engines:
+        return
+    elif implementation_for(HOPPER, spec) == "torch":
+        served = e.numerics_config().rollout_spec
+        # SGLang has no products for such weights of an engine.
+        also = " numerics.rollout=bf16" if served.quantized and served.weight.mx else ""
+        found = f"{e.numerics.preset} with numerics.mode=exact on GPUs"
+        expected = (
+            "weights in blocks of 128, activations and gradients in token groups of 128, for which there are kernels"
+        )
+        remedy = f"Set numerics.preset=fp8_block_pow2, or numerics.mode=native{also}."
+        yield user_error("numerics.preset", found, expected, remedy)
+    else:
+        also = " numerics.trainer=bf16 numerics.rollout=bf16" if capability < FEWEST_CAPABILITY else ""
+        expected = (
+            f"{dotted(FEWEST_CAPABILITY)} to 11.x: earlier ones have no FP8, and later ones too little shared memory "
+            "for a tile of the exact kernels"
+        )
+        remedy = f"Set numerics.mode=native{also}, or take other GPUs."
+        yield user_error("numerics.mode", f"exact {target.named}", expected, remedy)
+
+
+def _native_products(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    """SGLang and TransformerEngine compute the FP8 products of native mode, and ask for such GPUs."""
+    capability, numerics = target.capability, e.numerics_config()
+    if e.numerics.mode != "native" or capability is None:
+        return
+    if e.needs_engines and numerics.rollout_spec.quantized and capability < FEWEST_CAPABILITY:
+        expected = f"{dotted(FEWEST_CAPABILITY)} or higher, for SGLang's kernels"
+        yield _no_fp8("numerics.rollout", target, expected)
+    spec = numerics.trainer_spec
+    if not (target.transformer_engine and spec.quantized):
+        return
+    if by_mx(spec) and not BLACKWELL <= capability < SMALL_CAPABILITY:
+        least = f"{dotted(BLACKWELL)} or higher, below {dotted(SMALL_CAPABILITY)}"
+        yield _no_fp8("numerics.trainer", target, f"{least}, for TransformerEngine's MXFP8")
+    if not by_mx(spec) and capability < HOPPER:
+        expected = f"{dotted(HOPPER)} or higher, for TransformerEngine's blocks of 128"
+        yield _no_fp8("numerics.trainer", target, expected)
+    if capability >= BLACKWELL and spec.weight.scale != "pow2":
+        found = f"FP32 scales with numerics.mode=native {target.named}"
+        expected = "scales that are powers of two: these GPUs compute blocks of 128 as MX"
+        yield user_error("numerics.preset", found, expected, "Set numerics.preset=fp8_block_pow2.")
+
+
+def _no_fp8(key: str, target: Target, expected: str) -> UserError:
+    found = f"fp8 with numerics.mode=native {target.named}"
+    return user_error(key, found, expected, f"Set {key}=bf16, or take other GPUs.")
+
+
+def _routes(e: Experiment, shape: Shape) -> Iterator[UserError]:
+    replay = e.numerics.router_replay
+    if e.trainer.pp > 1 and replay != "off":
+        found, expected = (
+            f"{e.trainer.pp} with numerics.router_replay={replay}",
+            "1: a pipeline stage has only the routers of its own layers",
+        )
+        yield user_error("trainer.pp", found, expected, "Set trainer.pp=1, or numerics.router_replay=off.")
+    if replay != "off" and not shape.sizes.moe:
+        remedy = "Set numerics.router_replay=off, or choose a mixture of experts."
+        yield user_error("numerics.router_replay", replay, "off for a dense model, which has no experts", remedy)
+
+
+def _optimizer(e: Experiment, shape: Shape, target: Target) -> None:
+    lowered = lower(e.numerics_config(), target.transformer_engine)
+    held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
+    lower_optimizer(e.trainer.optimizer, held_in_fp8, target.gpus, target.transformer_engine)
+
+
+def _context(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    rollout, sizes = e.rollout, shape.sizes
+    length = rollout.context_length
+    if length > sizes.max_positions:
+        expected = f"at most {sizes.max_positions}, the model's {sizes.limit}"
+        remedy = f"Set rollout.context_length={sizes.max_positions} or less."
+        yield user_error("rollout.context_length", length, expected, remedy)
+    if rollout.max_new_tokens >= length:
+        expected = f"less than rollout.context_length = {length}, which holds the prompt too"
+        remedy = "Lower rollout.max_new_tokens or raise rollout.context_length."
+        yield user_error("rollout.max_new_tokens", rollout.max_new_tokens, expected, remedy)
+    if rollout.cache_tokens < rollout.row_tokens:
+        drafts = "" if rollout.speculation is None else f" and {rollout.speculation.reserve} tokens for drafts"
+        expected = f"at least rollout.context_length = {length}{drafts}"
+        remedy = "Raise rollout.max_total_tokens or lower rollout.context_length."
+        yield user_error("rollout.max_total_tokens", rollout.cache_tokens, expected, remedy)
+
+
+def _states(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    if e.rollout.speculation is not None and shape.request_bytes() > 0:
+        found = "given, with a model that keeps a state for each sequence"
+        expected = "null: a state that has read a draft cannot give it back"
+        yield user_error("rollout.speculation", found, expected, "Remove rollout.speculation.")
+
+
+def _cpu_heads(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
+    sizes, on_cpus = shape.sizes, target.known and not target.gpus
+    if on_cpus and e.numerics.mode == "native" and sizes.cpu_head_dim not in (0, sizes.head_dim):
+        found = (
+            f"native on CPUs, with heads of {sizes.head_dim} in a model of {sizes.heads} heads and hidden_size = "
+            f"{sizes.hidden_size}"
+        )
+        expected = f"heads of hidden_size / heads = {sizes.cpu_head_dim}, which SGLang's own model takes on a CPU"
+        yield user_error("numerics.mode", found, expected, "Set numerics.mode=exact.")
+
+
+CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None], ...] = (
+    _deepgemm,
+    lambda e, shape, target: check_drafts(e.rollout.speculation, target.gpus),
+    _engines,
+    lambda e, shape, target: shared_memory_refusals(target),
+    _compiler,
+    _base,
+    _kernels,
+    _native_products,
+    lambda e, shape, target: check_model_layout(shape, e),
+    _optimizer,
+    lambda e, shape, target: check_rows(
+        e.trainer, e.numerics.mode, target.transformer_engine, e.rollout.context_length
+    ),
+    lambda e, shape, target: check_gate_layers(e, shape.sizes),
+    _context,
+    _states,
+    _cpu_heads,
+)
+"""Each yields its refusals, or raises the first of them. No check relies on another one."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 from jinja2 import Environment, meta
@@ -23,7 +23,6 @@ from fp8rl.rollout.tasks.chat import (
     RewritingTemplateError,
     continuation_ids,
     render,
-    template_arguments,
 )
 from fp8rl.rollout.tasks.data.sources import Source
 from fp8rl.rollout.types import Problem, prompt_ids
@@ -160,7 +159,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
 def template_remarks(
     tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message], source: Source, several_turns: bool
 ) -> Iterator[str]:
-    """Say what of the chat template a user should know, with its line.
+    """Say what of the chat template a user should know.
 
     conversation: of a problem. several_turns: what the model has said is followed by messages.
     """
@@ -176,12 +175,9 @@ def template_remarks(
     try:
         continuation_ids(tokenizer, conversation, [], [user], options)
     except RewritingTemplateError:
-        begun = render(tokenizer, conversation, options, answer=False)
-        said = [*conversation, {"role": "assistant", "content": SAID}, user]
-        where = _line_that_differs(tokenizer, said, options, begun)
         yield (
-            f"{key}: the chat template changes what was said before when a message follows the model's turn ({where}). "
-            "message() is refused; tell() puts a text itself there. A harness's requests become rows of their own"
+            f"{key}: the chat template changes what was said before when a message follows the model's turn. message() "
+            "is refused; tell() puts a text itself there. A harness's requests become rows of their own"
         )
         return
     except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -191,30 +187,10 @@ def template_remarks(
     first = render(tokenizer, [*conversation, thinking], options, answer=False)
     later = render(tokenizer, [*conversation, thinking, user], options, answer=True)
     if THOUGHT in first and THOUGHT not in later:
-        where = _line_that_differs(tokenizer, [*conversation, thinking, user], options, first)
         yield (
-            f"{key}: the chat template leaves thoughts out of earlier turns ({where}). "
-            "Conversations of this run keep them, as the model has said them"
+            f"{key}: the chat template leaves thoughts out of earlier turns. Conversations of this run keep "
+            "them, as the model has said them"
         )
-
-
-def _line_that_differs(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Any, other: str
-) -> str:
-    """Name the line of the template that writes the first character which another rendering has not."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    source = tokenizer.get_chat_template()
-    template = _compile_jinja_template(source)
-    arguments = {**tokenizer.special_tokens_map, **template_arguments(options)}
-    context = template.new_context({"messages": list(messages), "add_generation_prompt": True, **arguments})
-    writing, length = template.root_render_func(context), 0
-    for text in writing:
-        if other[length : length + len(text)] != text:
-            break
-        length += len(text)
-    line = template.get_corresponding_lineno(writing.gi_frame.f_lineno if writing.gi_frame else 1)
-    return f"line {line}: {source.splitlines()[line - 1].strip()[:120]}"
 
 
 def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fp8rl.numerics.backend.implementation import capability_of
-from fp8rl.numerics.core.errors import Rule, check_rules, user_error
+from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.experiment.preconditions.rules import ENGINE_RANKS
+from fp8rl.rl.experiment.preconditions.rules import engine_ranks
 from fp8rl.rollout.engine.server.arguments import has_cuda
 
 
@@ -62,7 +62,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     Raises:
         UserError: it does not fit on the nodes that the spec lets it use.
     """
-    check_rules(ENGINE_RANKS, (experiment, any(node.gpus is not None for node in nodes)))
+    raise_first(engine_ranks(experiment, any(node.gpus is not None for node in nodes)))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]
@@ -72,7 +72,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
         if engines[-1].shares is None:
             left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
     synced = Placement(tuple(ranks), tuple(engines[: experiment.rollout.engines]))
-    check_rules(PLACED, (synced, experiment))
+    raise_first(_misplaced(synced, experiment))
     return replace(synced, engines=tuple(engines))
 
 
@@ -185,29 +185,21 @@ def _listed(nodes: Sequence[Node]) -> str:
     return ", ".join(dict.fromkeys(node.address for node in nodes))
 
 
-PLACED: tuple[Rule[tuple[Placement, Experiment]], ...] = (
-    Rule(
-        "rollout.sleep",
-        lambda p: (
-            p[1].rollout.sleep and any(each.shares is None and each.node.gpus is not None for each in p[0].engines)
-        ),
-        lambda p: f"true with {sum(each.shares is None for each in p[0].engines)} engine(s) on GPUs of their own",
-        "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer",
-        "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
-        "rollout.sleep.",
-    ),
-    Rule(
-        "sync.transport",
-        lambda p: p[1].sync.transport == "tensor" and p[1].needs_engines and len(p[0].nodes) > 1,
-        lambda p: (
-            f"tensor, with the trainer on {_listed(p[0].ranks)} and engines on "
-            f"{_listed([each.node for each in p[0].engines])}"
-        ),
-        "all on one node, whose memory they share",
-        "Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node.",
-    ),
-)
-"""Rules of where the trainer and the engines that it syncs have been placed."""
+def _misplaced(placed: Placement, experiment: Experiment) -> Iterator[UserError]:
+    """What a spec refuses of where the trainer and the engines that it syncs have been placed."""
+    alone = sum(each.shares is None for each in placed.engines)
+    if experiment.rollout.sleep and any(each.shares is None and each.node.gpus is not None for each in placed.engines):
+        expected = "engines on the trainer's GPUs: elsewhere sleeping frees no memory for the trainer"
+        remedy = (
+            "Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
+            "rollout.sleep."
+        )
+        yield user_error("rollout.sleep", f"true with {alone} engine(s) on GPUs of their own", expected, remedy)
+    if experiment.sync.transport == "tensor" and experiment.needs_engines and len(placed.nodes) > 1:
+        engines = _listed([each.node for each in placed.engines])
+        found = f"tensor, with the trainer on {_listed(placed.ranks)} and engines on {engines}"
+        remedy = "Set sync.transport=distributed (or disk, where the nodes share one), or put all of it on one node."
+        yield user_error("sync.transport", found, "all on one node, whose memory they share", remedy)
 
 
 # The nodes as they are now, and what each of them sees.

@@ -13,7 +13,6 @@ from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located
 
 SINGLE_TURN = "single_turn"
 HARNESS = "harness"
-VERIFIERS = "verifiers"
 
 
 class HarnessSection(Section):
@@ -62,11 +61,11 @@ class EnvironmentSection(Section):
     shorthand: ClassVar[str] = "function"
 
     function: SpecFunction = SINGLE_TURN
-    """One of ours (`single_turn`, `calculator`, `python`, `guess`, `openenv`, `verifiers`),
+    """One of ours (`single_turn`, `calculator`, `python`, `guess`),
     `harness` for a program that speaks OpenAI's API,
     `package.module:name` or `path/to/file.py:name`."""
     harness: HarnessSection | None = None
-    """The program of `function: harness`; of `function: verifiers`, what its endpoint takes."""
+    """The program of `function: harness`."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """An environment that takes longer between two turns of the model, or before the first or after the last, has
     failed."""
@@ -75,15 +74,6 @@ class EnvironmentSection(Section):
     learnt from them."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""
-
-    @classmethod
-    def located(cls, values: Any, directory: Path) -> Any:
-        values = super().located(values, directory)
-        held = values if isinstance(values, dict) else {}
-        kwargs = held.get("kwargs")
-        if held.get("function") == VERIFIERS and isinstance(kwargs, dict) and "python" in kwargs:
-            return values | {"kwargs": kwargs | {"python": _program(kwargs["python"], directory)}}
-        return values
 
     @property
     def label(self) -> str:

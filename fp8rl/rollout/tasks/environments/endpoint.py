@@ -30,10 +30,8 @@ _HEADERS_S = 60.0
 class ProgramEndpoint:
     """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
 
-    def __init__(self, tool_parser: str | None, override: Collection[str], same_keys: bool = False) -> None:
-        """same_keys: a later conversation may have the key of one that ended without an error."""
+    def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
         self._tool_parser, self._override = tool_parser, override
-        self._keys: list[str] | None = [] if same_keys else None
         self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
@@ -64,14 +62,12 @@ class ProgramEndpoint:
     @contextmanager
     def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
         """Open a key whose requests are answered and recorded in `recording`, as long as the block lasts."""
-        key = self._keys.pop() if self._keys else secrets.token_urlsafe(24)
+        key = secrets.token_urlsafe(24)
         self._open[key] = recording, sampling, vocabulary
         try:
             yield key
         finally:
             del self._open[key]
-        if self._keys is not None:  # after an error, such as a deadline, late requests may still come with it
-            self._keys.append(key)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if _key(request) not in self._open:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-import subprocess
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rollout.tasks.environments.config import HARNESS, VERIFIERS, EnvironmentSection, HarnessSection
+from fp8rl.rollout.tasks.environments.config import HARNESS, EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.harness import Harness
-from fp8rl.rollout.tasks.environments.verifiers import Verifiers
 from fp8rl.rollout.tasks.named_functions import named_object, signature_of
 from fp8rl.rollout.tasks.tool_calls import parsers
 
@@ -25,8 +23,12 @@ BUILT_IN = {
     "calculator": "fp8rl.rollout.tasks.environments.builtin:calculator",
     "python": "fp8rl.rollout.tasks.environments.sandbox:python",
     "guess": "fp8rl.rollout.tasks.environments.builtin:guess",
-    "openenv": "fp8rl.rollout.tasks.environments.openenv:openenv",
 }
+_EXAMPLES = {
+    "openenv": "examples/openenv.py, and name openenv.py:openenv",
+    "verifiers": "examples/verifiers_task.py, and run it by function=harness (docs/agents.md)",
+}
+"""Environments of ours once, and where they are now."""
 
 
 def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
@@ -38,8 +40,9 @@ def load_environment(config: EnvironmentSection, key: str = "environment") -> En
     """
     if config.function == HARNESS:
         return _harness(config, key)
-    if config.function == VERIFIERS:
-        return _verifiers(config, key)
+    if (example := _EXAMPLES.get(config.function)) is not None:
+        remedy = f"Copy {example}."
+        raise user_error(f"{key}.function", config.function, "a function of a file: it is an example now", remedy)
     if config.harness is not None:
         raise user_error(
             f"{key}.harness",
@@ -47,7 +50,7 @@ def load_environment(config: EnvironmentSection, key: str = "environment") -> En
             expected=f"function={HARNESS}, which runs it",
             remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
         )
-    built_in = BUILT_IN | {HARNESS: "", VERIFIERS: ""}
+    built_in = BUILT_IN | {HARNESS: ""}
     environment = _coroutine(config.function, f"{key}.function", built_in, ["a conversation"], config.kwargs)
     return partial(environment, **config.kwargs)
 
@@ -68,40 +71,6 @@ def _harness(config: EnvironmentSection, key: str) -> Harness:
         return Harness(harness, _coroutine(harness.program, f"{key}.harness.program", {}, given, {}))
     _check_command(harness, key)
     return Harness(harness, None)
-
-
-def _verifiers(config: EnvironmentSection, key: str) -> Harness:
-    """Return the endpoint for verifiers; `config.harness` has its settings alone."""
-    harness = config.harness or HarnessSection()
-    if harness.command or harness.program is not None:
-        raise user_error(
-            f"{key}.harness",
-            found="a program beside function=verifiers",
-            expected="settings of the endpoint alone",
-            remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.program and command.",
-        )
-    _check_parser(harness, key)
-    try:
-        played = inspect.signature(Verifiers).bind(**config.kwargs)
-    except TypeError as error:
-        raise user_error(
-            f"{key}.kwargs",
-            found=sorted(config.kwargs),
-            expected=f"env, verifiers' own configuration, and python; {error}",
-            remedy="Write kwargs: {env: {taskset: {id: NAME}, agent: {runtime: {type: subprocess}}}}.",
-        ) from error
-    played.apply_defaults()
-    python = str(played.arguments["python"])
-    looks = "import importlib.util as u, sys; sys.exit(not (u.find_spec('verifiers') and u.find_spec('verifiers.v1')))"
-    if shutil.which(python) is None or subprocess.run([python, "-P", "-c", looks], capture_output=True).returncode:
-        raise user_error(
-            f"{key}.kwargs.python",
-            found=python,
-            expected="a Python that has the package verifiers, from 0.4 on",
-            remedy="pip install 'fp8rl[verifiers]', or name the Python of an environment of its own that has it.",
-        )
-    program = Verifiers(**config.kwargs)
-    return Harness(harness, program, program.close, same_keys=True)
 
 
 def _check_parser(harness: HarnessSection, key: str) -> None:

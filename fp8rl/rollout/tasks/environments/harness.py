@@ -41,17 +41,10 @@ class Harness:
     Each conversation has a key of its own, so a program reaches nothing but its own.
     """
 
-    def __init__(
-        self,
-        config: HarnessSection,
-        program: Program | None,
-        closing: Callable[[], Awaitable[None]] | None = None,
-        same_keys: bool = False,
-    ) -> None:
-        """program: runs in place of the command. closing: ends what the program has started. same_keys: a program
-        that has returned is trusted to leave its conversation, so that the next one may have its key."""
-        self._config, self._program, self._closing = config, program, closing
-        self._endpoint = ProgramEndpoint(config.tool_parser, config.override, same_keys)
+    def __init__(self, config: HarnessSection, program: Program | None) -> None:
+        """program: runs in place of the command."""
+        self._config, self._program = config, program
+        self._endpoint = ProgramEndpoint(config.tool_parser, config.override)
 
     async def __call__(self, conversation: Conversation) -> Any:
         """Run the program, and return its result.
@@ -83,9 +76,7 @@ class Harness:
             return returned
 
     async def close(self) -> None:
-        """Stop listening, and end what the program has started."""
-        if self._closing is not None:
-            await self._closing()
+        """Stop listening."""
         await self._endpoint.close()
 
     async def _command(self, base_url: str, api_key: str, problem: Problem) -> Any:

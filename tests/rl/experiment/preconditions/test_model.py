@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, read_model
-from fp8rl.rl.experiment.preconditions.rules import check_model_layout
 from tests.support.preconditions import edit_config, merged, refusal
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -71,93 +70,23 @@ def test_a_model_directory_with_a_missing_file_is_refused(values, model, file, e
     assert expected in refusal(values)
 
 
-def test_a_missing_model_directory_is_refused(values, tmp_path):
-    text = refusal(values, model={"path": str(tmp_path / "absent")})
-    assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
-    assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
-
-
-def test_broken_model_files_are_refused(values, model):
+def test_broken_model_files_are_refused(values, model, tmp_path):
+    for index, said in (
+        ({"weight_map": {"a": "model-00001.safetensors"}}, "model-00001.safetensors"),
+        ([], "model.safetensors.index.json"),
+        ({"weight_map": 1}, "model.safetensors.index.json"),
+    ):
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert said in refusal(values)
+    (model / "model.safetensors.index.json").unlink()
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "whole safetensors file" in refusal(values)
     (model / "config.json").write_text("{")
     assert "valid JSON" in refusal(values)
-
-
-def test_a_missing_shard_is_refused(values, model):
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
-    assert "model-00001.safetensors" in refusal(values)
-
-
-@pytest.mark.parametrize("architectures", [["PhiForCausalLM"], [], None])
-def test_an_unsupported_architecture_is_refused(values, model, architectures):
-    edit_config(model, architectures=architectures)
-    text = refusal(values)
-    assert "architectures" in text and "Qwen3MoeForCausalLM" in text
-
-
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", None), ("num_hidden_layers", "2"), ("vocab_size", 0)])
-def test_a_config_without_a_dimension_is_refused(values, model, key, value):
-    edit_config(model, **{key: value})
-    assert key in refusal(values)
-
-
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", 192), ("head_dim", 96), ("moe_intermediate_size", 96)])
-def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, key, value):
-    edit_config(model, **{key: value})
-    text = refusal(values)
-    assert key in text and str(value) in text and "multiple of 128" in text
-    for one_side in ({"trainer": "bf16"}, {"rollout": "bf16"}):
-        assert key in refusal(values, numerics=one_side)
-    bf16 = parse_experiment(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}))
-    check_model_layout(read_model(model).shape, bf16)
-
-
-@pytest.mark.parametrize("choice", ["record", "replay"])
-def test_routing_replay_of_a_dense_model_is_refused(values, models, choice):
-    numerics = {"router_replay": choice}
-    check(parse_experiment(merged(values, numerics=numerics)))
-    text = refusal(values, model={"path": str(models / "dense")}, numerics=numerics)
-    assert text.startswith("numerics.router_replay") and choice in text and "expected off" in text
-
-
-def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
-    dense = {"path": str(models / "dense")}
-    text = refusal(values, model=dense, trainer={"tp": 2})
-    assert "intermediate_size" in text and "192" in text
-    check(parse_experiment(merged(values, trainer={"tp": 2})))  # experts are not split, 4 heads of 128 are
-
-
-@pytest.mark.parametrize(
-    ("trainer", "key", "reason"),
-    [
-        ({"pp": 3}, "trainer.pp", "num_hidden_layers"),
-        ({"tp": 3}, "trainer.tp", "num_attention_heads = 4"),
-        ({"tp": 4}, "trainer.tp", "num_key_value_heads = 2"),
-        ({"ep": 3, "dp": 3}, "trainer.ep", "num_experts = 8"),
-        ({"ep": 2}, "trainer.ep", "tp * dp * cp = 1 * 1 * 1"),
-        ({"ep": 4, "tp": 2}, "trainer.ep", "tp * dp * cp = 2 * 1 * 1"),
-        ({"gradient_wire": "e4m3"}, "trainer.gradient_wire", "found 'e4m3 with trainer.dp=1', expected fp32"),
-    ],
-)
-def test_layouts_that_do_not_divide_the_model_are_refused(values, trainer, key, reason):
-    text = refusal(values, trainer=trainer)
-    assert text.startswith(key) and reason in text
-
-
-def test_some_layer_must_be_left_to_quantize(values):
-    """The model has two."""
-    check(parse_experiment(merged(values, numerics={"last_layers_bf16": 1})))
-    text = refusal(values, numerics={"first_layers_bf16": 1, "last_layers_bf16": 1})
-    assert text.startswith("numerics.first_layers_bf16 + numerics.last_layers_bf16: found 2, expected less than")
-    off = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
-    check(parse_experiment(merged(values, numerics={"first_layers_bf16": 2, **off})))
-
-
-@pytest.mark.parametrize("trainer", [{"ep": 2, "dp": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "dp": 2}, {"dp": 3}])
-def test_layouts_that_divide_the_model_pass(values, trainer):
-    check(parse_experiment(merged(values, trainer=trainer)))
+    text = refusal(values, model={"path": str(tmp_path / "absent")})
+    assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
+    assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
 
 
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
@@ -168,13 +97,15 @@ def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_wou
     check(parse_experiment(merged(values, numerics={"mode": "native"})))
 
 
-def test_experts_of_a_dense_model_are_refused(values, models):
-    assert "dense" in refusal(values, model={"path": str(models / "dense")}, trainer={"ep": 2, "dp": 2})
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("architectures", ["PhiForCausalLM"]),
+        ("architectures", []),
+        ("architectures", None),
+        ("hidden_size", None),
+        ("num_hidden_layers", "2"),
+        ("vocab_size", 0),
         ("quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
         ("attention_bias", True),
         ("use_sliding_window", True),
@@ -189,7 +120,7 @@ def test_experts_of_a_dense_model_are_refused(values, models):
 def test_what_the_trainer_would_refuse_is_refused_before(values, model, key, value):
     edit_config(model, **{key: value})
     text = refusal(values)
-    assert text.startswith(f"model.path: {key}") and "found " in text
+    assert text.startswith("model.path") and key in text and "found " in text
 
 
 def test_rows_of_which_an_indexer_would_choose_keys_are_refused(values, tmp_path):
@@ -213,12 +144,6 @@ def test_quantized_weights_are_refused_even_if_the_config_hides_them(values, mod
     check(parse_experiment(values))
 
 
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 1}', "{"])
-def test_a_broken_weight_index_is_refused(values, model, index):
-    (model / "model.safetensors.index.json").write_text(index)
-    assert "model.safetensors.index.json" in refusal(values)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(values, model, value):
     weights = load_file(model / "model.safetensors")
@@ -227,20 +152,6 @@ def test_weights_that_are_not_finite_are_refused(values, model, value):
     save_file(weights, model / "model.safetensors")
     text = refusal(values)
     assert text.startswith(f"model.path: {name}: found '1 of ") and "NaN or infinite" in text
-
-
-def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
-    assert refusal(values, trainer={"packing": True}, numerics={"mode": "native"}).startswith("trainer.packing: found")
-    check(parse_experiment(merged(values, trainer={"packing": True})))
-    monkeypatch.setattr("fp8rl.rl.experiment.preconditions.target.has_transformer_engine", lambda: True)
-    check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))
-
-
-@pytest.mark.parametrize("other", [{"numerics": {"mode": "native"}}, {"trainer": {"cp": 2}}])
-def test_rows_share_prefixes_in_exact_mode_on_ranks_with_whole_rows(values, other):
-    text = refusal(values, **merged({"trainer": {"prefix_sharing": True}}, **other))
-    assert text.startswith("trainer.prefix_sharing: found 'true with") and "Set trainer.prefix_sharing=false" in text
-    check(parse_experiment(merged(values, trainer={"prefix_sharing": True})))
 
 
 @pytest.fixture

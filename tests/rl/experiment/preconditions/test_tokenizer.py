@@ -83,7 +83,7 @@ def test_nothing_is_said_of_a_template_that_continues_what_it_wrote(tokenizer: A
     assert remarks(tokenizer, KINDS[name].template) == []
 
 
-def test_thoughts_that_a_template_drops_are_named_with_its_line(tokenizer: Any) -> None:
+def test_thoughts_that_a_template_drops_are_named(tokenizer: Any) -> None:
     template = (
         "{% for m in messages %}\n"
         "{% set said = m.content if loop.last else m.content.split('</think>')[-1] %}\n"
@@ -92,14 +92,14 @@ def test_thoughts_that_a_template_drops_are_named_with_its_line(tokenizer: Any) 
         "{% endfor %}"
     )
     (said,) = remarks(tokenizer, template)
-    assert "leaves thoughts out of earlier turns (line 4: {{ said + '<|im_end|>' }})" in said
+    assert "leaves thoughts out of earlier turns" in said
     assert remarks(tokenizer, template, several_turns=False) == []
 
 
-def test_a_template_that_rewrites_what_was_said_is_named_with_its_line(tokenizer: Any) -> None:
+def test_a_template_that_rewrites_what_was_said_is_named(tokenizer: Any) -> None:
     template = "{% for m in messages %}\n{{ '<|im_start|>' }}\n{{ messages | length }}\n{{ m.content }}\n{% endfor %}"
     (said,) = remarks(tokenizer, template)
-    assert "changes what was said before" in said and "(line 3: {{ messages | length }})" in said
+    assert "changes what was said before" in said
 
 
 def test_a_template_without_a_second_question_says_why(tokenizer: Any) -> None:

@@ -67,7 +67,12 @@ def test_the_last_whole_block_counts() -> None:
         (
             "chess",
             {},
-            "environment.function: found 'chess', expected single_turn, calculator, python, guess, openenv, harness, ",
+            "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness",
+        ),
+        (
+            "openenv",
+            {},
+            "found 'openenv', expected a function of a file: it is an example now. Copy examples/openenv.py",
         ),
         ("{}:plain", {}, ":plain', expected an async function"),
         ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),

@@ -1,4 +1,4 @@
-"""A step of an algorithm on made-up answers before a run starts, so that a faulty algorithm fails at once."""
+"""A step of an algorithm on made-up answers."""
 
 from __future__ import annotations
 

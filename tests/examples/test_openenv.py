@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import WSMsgType, web
 
+from examples.openenv import OpenEnvError, openenv
 from fp8rl.rollout.tasks.environments.conversation import transcript
-from fp8rl.rollout.tasks.environments.openenv import OpenEnvError, openenv
 from tests.support.conversations import EOS, Stage
 
 # What openenv 0.10.0 and the environment that `openenv init echoes` writes said on 2026-11-24, word for word.

@@ -1,20 +1,14 @@
-"""The environment `openenv`: plays an environment of OpenEnv over the WebSocket of its server.
-
-Nothing of OpenEnv's need be installed here.
-"""
+"""Plays an environment of OpenEnv over the WebSocket of its server. Nothing of OpenEnv's need be installed here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
-from pydantic import Field
 
-from fp8rl.numerics.core.errors import shown
-from fp8rl.rollout.tasks.environments.builtin import Count
-from fp8rl.rollout.tasks.environments.conversation import Conversation
+from fp8rl import Conversation
 
 _MOST_BYTES = 64 << 20
 
@@ -25,11 +19,11 @@ class OpenEnvError(Exception):
 
 async def openenv(
     conversation: Conversation,
-    url: Annotated[str, Field(pattern="^(http|ws)s?://")],
+    url: str,
     action: str = "",
     observation: str = "",
     reset: Mapping[str, Any] | None = None,
-    steps: Count = 16,
+    steps: int = 16,
 ) -> dict[str, float]:
     """Play an environment of OpenEnv: each turn of the model is an action, each observation the next message.
 
@@ -43,7 +37,7 @@ async def openenv(
     """
     own = conversation.problem.fields.get("reset")
     if not isinstance(own, Mapping | None):
-        raise OpenEnvError(f"reset: found {shown(own)} in the problem, expected an object; correct the data")
+        raise OpenEnvError(f"reset: found {own!r} in the problem, expected an object; correct the data")
     arguments = {**(reset or {}), **(own or {})}
     counts = {"reward": 0.0, "steps": 0.0, "unread": 0.0}
     async with aiohttp.ClientSession() as http:

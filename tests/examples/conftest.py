@@ -1,0 +1,3 @@
+from tests.rollout.tasks.environments.conftest import play, tokenizer
+
+__all__ = ["play", "tokenizer"]
