@@ -52,8 +52,7 @@ RUN: Tree = {
         r"(offline-)?run-\d{8}_\d{6}-.+": LIBRARY,
     },
     "tensorboard": {r"events\.out\.tfevents\..*|told|log\.txt": FILE},
-    "mlflow": {r"mlflow\.db.*|run_id|told|files|log\.txt": LIBRARY},
-    "trackio": LIBRARY,
+    "mlflow|trackio": LIBRARY,
 }
 _UNFINISHED = re.compile(r"\.(.+)\.(partial|pending|retired)")
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN_EVERY = 10
 """Steps between sample rollouts, which are slow to write; the files have those of every step."""
-TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
-"""The package that each needs. wandb's is always installed; the extra of `fp8rl` for another has its name."""
+TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
+"""The package that each needs. wandb's is always installed; TensorBoard's extra of `fp8rl` has its name."""
 
 
 @dataclass(frozen=True)
