@@ -106,7 +106,9 @@ AcceptChangedData = Annotated[
     bool,
     typer.Option("--accept-changed-data", help="Resume even if data, functions or models have changed."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Rename an earlier run of this name first, to NAME.replaced-TIME.")
+]
 ArchitectureFile = Annotated[
     Path | None, typer.Option("--architecture", help="File with the architecture of a MODEL that fp8rl does not have.")
 ]

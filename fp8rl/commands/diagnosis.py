@@ -210,14 +210,13 @@ def attribute(
     """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose import attribution
-        from fp8rl.diagnose.attribution.attribution_report import is_attribution, rendered, write_page
+        from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
         from fp8rl.diagnose.subject import read_subject
         from fp8rl.numerics.core.files import check_page, writing
 
         given = read_subject(subject, "attribute")
         page, key = out or attribution.page_of(given), "--out" if out else "report"
         check_page(page, key)
-        check_page(page.with_suffix(".json"), key, is_attribution)
         with interruptible():
             found = attribution.attribute_offline(given, quick=quick, say=progress())
         compared = attribution.compared(given)

@@ -8,6 +8,7 @@ from functools import partial
 from fp8rl.rl.guard.gates import late_metrics
 from fp8rl.rl.guard.guard import Guard
 from fp8rl.rl.record.metrics_log import StepClock, read_metrics
+from fp8rl.rl.record.run_dir import set_aside
 from fp8rl.rl.run.checkpoints import is_due
 from fp8rl.rl.run.evaluation import Evaluation, agreement_on
 from fp8rl.rl.run.feed.feed import open_feed
@@ -85,8 +86,10 @@ def train(run: LiveRun) -> str:
         if verdict.stop:
             return verdict.stop
     if experiment.adapter is not None:
+        set_aside(run.files.adapter)
         trainer.export_adapter(run.files.adapter)
     if experiment.adapter is None or experiment.adapter.mode == "merged":
+        set_aside(run.files.model)
         trainer.export_hf(run.files.model)
     return ""
 

@@ -133,7 +133,7 @@ class Wandb(Tracker):
         except TimeoutError:
             folder = Path(self._run.dir).parent
             raise TimeoutError(
-                f"not all is uploaded after {_UPLOAD_SECONDS:g} s; `wandb sync {folder}` does it"
+                f"not all is uploaded after {_UPLOAD_SECONDS:g} s; `wandb sync --no-skip-online {folder}` does it"
             ) from None
         finally:
             if self._staging is None:
@@ -156,7 +156,7 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
     import wandb
 
     number = place / "run_id"  # one for a directory, so that a resumed run continues the same curves
-    if not number.is_file():
+    if not run.resumed or not number.is_file():
         write_atomically(number, uuid.uuid4().hex[:8])
     started = wandb.init(
         mode="online" if run.online else "offline",
