@@ -259,10 +259,12 @@ def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
 
 def test_a_wandb_that_hangs_is_given_up_at_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_FINISH_SECONDS", 2.0)
+    taken, log = threading.Event(), to_wandb.Wandb.log
+    monkeypatch.setattr(to_wandb.Wandb, "log", lambda *row: (log(*row), taken.set()))
     said: list[str] = []
     with tracking(run, "wandb", lost=said.append) as tracker:
         tracker.log(1, {"train/loss": 0.5})
-        assert wait_until(lambda: list(run.path.glob("wandb/offline-run-*/run-*.wandb")) != [], 60)
+        assert taken.wait(60)
         (stopped := core()).suspend()
         for step in range(2, 30):
             tracker.log(step, {"train/loss": 1.0 / step})
