@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, refuse_given, show, user_errors
-from fp8rl.commands.completions import complete_models
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -117,11 +116,7 @@ def warm(
 def plan(
     subject: Annotated[
         str | None,
-        typer.Argument(
-            metavar="SPEC|MODEL",
-            help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.",
-            autocompletion=complete_models,
-        ),
+        typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b."),
     ] = None,
     overrides: Overrides = None,
     gpu: Annotated[
