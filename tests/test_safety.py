@@ -19,9 +19,8 @@ REMOVALS = {
     "fp8rl/models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "fp8rl/numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, a free name
     "fp8rl/numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, the file
-    "fp8rl/rl/record/lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
     "fp8rl/rl/guard/capsule.py": {"rmtree"},  # `capsules/step_N`
-    "fp8rl/rl/record/run_dir.py": {"rename", "unlink"},  # to NAME.replaced-TIME; records of steps that are repeated
+    "fp8rl/rl/record/run_dir.py": {"rename", "unlink"},  # to NAME.replaced-TIME; a lock; repeated steps
     "fp8rl/rl/run/checkpoints.py": {"replace", "rmtree"},  # `.step_N.pending`, to a name that was free; `step_N`
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.rl.record.lock import run_lock
+
+_NOTE = re.compile(rb"(process \d+ on \S+)?")
+"""What a lock's file may hold."""
 
 
 class RunDir:
@@ -182,3 +187,49 @@ def _steps(directory: Path, pattern: str) -> list[int]:
         return []
     matches = (re.fullmatch(pattern, entry.name) for entry in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match)
+
+
+@contextmanager
+def run_lock(path: Path) -> Iterator[None]:
+    """Hold the run at `path` for as long as the block lasts. What a killed driver left of a lock holds nothing.
+
+    Raises:
+        UserError: another process holds it; the message names it.
+    """
+    file = path.with_name(f".{path.name}.lock")
+    descriptor = _take(file, path)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take(file: Path, path: Path) -> int:
+    while True:
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace")
+            os.close(descriptor)
+            raise user_error(
+                "run.name",
+                found=f"the run {path}, which is held by {holder or 'a process that is starting'}",
+                expected="a run that no process works on",
+                remedy="Wait for its end, end that process, or choose another run.name.",
+            ) from None
+        if _NOTE.fullmatch(os.pread(descriptor, 200, 0)) is None:
+            os.close(descriptor)
+            raise user_error(
+                "run.name",
+                found=f"{file}, which is no lock of a run",
+                expected="no such file, or one that a run left",
+                remedy="Move it away, or choose another run.name.",
+            )
+        # The holder before may have removed the file between our open and our lock: then ours is nobody's.
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            return descriptor
+        os.close(descriptor)
