@@ -137,7 +137,7 @@ class Wandb(Tracker):
             ) from None
         finally:
             if self._staging is None:
-                del os.environ[_STAGING]
+                os.environ.pop(_STAGING, None)
 
 
 def _row_of_table(record: RolloutRecord) -> list[Any]:
