@@ -39,7 +39,8 @@ def train(
     Args:
         spec: a YAML file; or what it would say as a mapping, whose paths are relative to the current directory; or an
             `Experiment`.
-        resume: go on from the run's last checkpoint. overwrite: delete an earlier run of this name first.
+        resume: go on from the run's last checkpoint.
+        overwrite: rename an earlier run of this name first, to NAME.replaced-TIME.
         accept_changed_data: resume although files that the spec names have other contents than before.
         overrides: sections with the values that replace the spec's: `train("a.yaml", run={"steps": 2}, gates=[])`.
 
@@ -82,6 +83,7 @@ def run_experiment(
         raise UserError("--accept-changed-data: found no --resume, expected both. A new run has nothing to compare.")
     shown = spec if isinstance(spec, str | Path) else "the spec"
     say(f"fp8rl: checking {shown}")  # the imports below take seconds
+    from fp8rl.numerics.core.files import write_atomically
     from fp8rl.rl.experiment import load_experiment, read_resolved
     from fp8rl.rl.experiment.contents import contents
     from fp8rl.rl.experiment.fetching import fetched
@@ -122,11 +124,11 @@ def run_experiment(
                 say(text)
                 notes.append(text)
         else:
-            files.write_experiment(experiment.to_yaml())
+            write_atomically(files.experiment, experiment.to_yaml())
 
         def loop(run: LiveRun) -> str:
             if resume:  # a resume that does not get this far leaves the spec as it was, so that the next names changes
-                files.write_experiment(experiment.to_yaml())
+                write_atomically(files.experiment, experiment.to_yaml())
             return run_loop(run)
 
         try:

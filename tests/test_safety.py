@@ -19,13 +19,12 @@ REMOVALS = {
     "fp8rl/models/checkpoint/writing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "fp8rl/numerics/backend/cuda_toolkit.py": {"mkdtemp", "rename", "rmtree"},  # a view of links, a free name
     "fp8rl/numerics/core/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, the file
-    "fp8rl/rl/record/lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
-    "fp8rl/rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
-    "fp8rl/rl/record/trackers/to_wandb.py": {"TemporaryDirectory"},  # of wandb itself
-    "fp8rl/rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
+    "fp8rl/rl/guard/capsule.py": {"rmtree"},  # `capsules/step_N`
+    "fp8rl/rl/record/run_dir.py": {"rename", "unlink"},  # to NAME.replaced-TIME; a lock; repeated steps
+    "fp8rl/rl/run/checkpoints.py": {"replace", "rmtree"},  # `.step_N.pending`, to a name that was free; `step_N`
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
-    "fp8rl/rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
+    "fp8rl/rl/run/stack.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
     "fp8rl/rollout/tasks/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
     "fp8rl/rollout/engine/server/scratch.py": {
         "mkdtemp",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8rl.commands.completions import complete_keys
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import is_full
 from fp8rl.numerics.core.terminal import say_error
@@ -95,18 +94,16 @@ def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> N
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML experiment spec.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Values that replace the spec's, e.g. run.steps=2.",
-        autocompletion=complete_keys,
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Values that replace the spec's, e.g. run.steps=2."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")]
 AcceptChangedData = Annotated[
     bool,
     typer.Option("--accept-changed-data", help="Resume even if data, functions or models have changed."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Rename an earlier run of this name first, to NAME.replaced-TIME.")
+]
 ArchitectureFile = Annotated[
     Path | None, typer.Option("--architecture", help="File with the architecture of a MODEL that fp8rl does not have.")
 ]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, refuse_given, show, user_errors
-from fp8rl.commands.completions import complete_models
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -111,11 +110,7 @@ def warm(
 def plan(
     subject: Annotated[
         str | None,
-        typer.Argument(
-            metavar="SPEC|MODEL",
-            help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.",
-            autocompletion=complete_models,
-        ),
+        typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b."),
     ] = None,
     overrides: Overrides = None,
     gpu: Annotated[
@@ -204,14 +199,13 @@ def attribute(
     """Start both sides and find out where their mismatch comes from: by op, by cause, by expert and by position."""
     with user_errors(), redirect_stdout(sys.stderr):
         from fp8rl.diagnose import attribution
-        from fp8rl.diagnose.attribution.attribution_report import is_attribution, rendered, write_page
+        from fp8rl.diagnose.attribution.attribution_report import rendered, write_page
         from fp8rl.diagnose.subject import read_subject
         from fp8rl.numerics.core.files import check_page, writing
 
         given = read_subject(subject, "attribute")
         page, key = out or attribution.page_of(given), "--out" if out else "report"
         check_page(page, key)
-        check_page(page.with_suffix(".json"), key, is_attribution)
         with interruptible():
             found = attribution.attribute_offline(given, quick=quick, say=progress())
         compared = attribution.compared(given)

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands import EXAMPLES, show, user_errors
-from fp8rl.commands.completions import SCHEMA
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.files import check_writable, new_directory, writing
 
 MODEL = EXAMPLES / "models/tiny_qwen3_moe"
+SCHEMA = Path(__file__).parents[1] / "spec.schema.json"
 """A model of half a million parameters that has seen sums."""
 _FILES = {
     "spec.yaml": """\

@@ -22,7 +22,6 @@ from fp8rl.commands import (
     show,
     user_errors,
 )
-from fp8rl.commands.completions import complete_runs
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.run.early_end import STOPPED
@@ -102,12 +101,8 @@ def _train(spec: Path, overrides: list[str], **options: bool) -> None:
 
 def runs(
     context: typer.Context,
-    one: Annotated[
-        str | None, typer.Argument(metavar="A", help="A run, by name or path.", autocompletion=complete_runs)
-    ] = None,
-    other: Annotated[
-        str | None, typer.Argument(metavar="B", help="The run to compare it with.", autocompletion=complete_runs)
-    ] = None,
+    one: Annotated[str | None, typer.Argument(metavar="A", help="A run, by name or path.")] = None,
+    other: Annotated[str | None, typer.Argument(metavar="B", help="The run to compare it with.")] = None,
     folder: Annotated[Path, typer.Option("--dir", help="Where the runs are.")] = Path("runs"),
     every: Annotated[bool, typer.Option("--all", help="Show equal metrics too.")] = False,
     page: Annotated[

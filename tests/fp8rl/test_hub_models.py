@@ -14,7 +14,7 @@ from fp8rl.evaluating import read_evaluated
 from fp8rl.rl.experiment import Experiment, load_experiment
 from fp8rl.rl.experiment.fetching import fetched
 from fp8rl.rl.guard.capsule import read_capsule
-from fp8rl.rl.record.run_dir import RunDir, open_run_dir
+from fp8rl.rl.record.run_dir import RunDir
 from tests.support.hub_cache import COMMIT, NAME, cache_model
 from tests.support.paths import EXAMPLES
 from tests.support.scored_batches import CapsuleRun, scored_batch
@@ -42,7 +42,7 @@ def test_doctor_reads_its_tokenizer(experiment: Experiment) -> None:
 def test_an_attribution_of_a_run_takes_the_model_that_it_left(experiment: Experiment, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
     run.path.mkdir()
-    run.write_experiment(experiment.to_yaml())
+    run.experiment.write_text(experiment.to_yaml())
     shutil.copytree(MODEL, run.model)
     assert read_subject(run.path, "attribute").experiment.model.directory == run.model
 
@@ -57,18 +57,3 @@ def test_a_capsule_begins_with_its_own_weights(experiment: Experiment, tmp_path:
 def test_evaluation_renders_with_its_tokenizer(snapshot: Path) -> None:
     served, experiment = read_evaluated(Path(NAME), [str(EXAMPLES / "data/arithmetic_eval.jsonl")], [])
     assert served.path == snapshot and experiment.model.directory == snapshot
-
-
-def test_a_finished_run_is_replaced_with_the_files_that_it_copied(
-    experiment: Experiment, snapshot: Path, tmp_path: Path
-) -> None:
-    (snapshot / "all_results.json").write_text("{}")
-    with open_run_dir(tmp_path, "demo") as run:
-        run.write_experiment(experiment.to_yaml())
-        shutil.copytree(snapshot, run.model)
-    assert run.foreign_files() == []
-    (run.model / "all_results.json").write_text("mine")
-    assert run.foreign_files() == [run.model / "all_results.json"]
-    shutil.copy(snapshot / "all_results.json", run.model)
-    shutil.rmtree(snapshot)
-    assert run.foreign_files() == [run.model / "all_results.json"], "nobody knows what the run copied"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fp8rl.commands import completions
+from fp8rl.commands.init import SCHEMA
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, read_resolved
-from fp8rl.rl.experiment.validation import valid_keys
 from fp8rl.rollout.tasks.rewards.functions import load_function
 from tests.support.commands import invoke
 from tests.support.paths import new_run
@@ -26,7 +23,7 @@ def test_the_first_experiment_is_whole_and_reads_as_one(tmp_path: Path, monkeypa
     assert code == 0 and "fp8rl train spec.yaml" in printed
     monkeypatch.chdir(tmp_path / "mine")
     assert Path("spec.yaml").read_text().startswith("# yaml-language-server: $schema=spec.schema.json\n")
-    assert Path("spec.schema.json").read_text() == completions.SCHEMA.read_text()
+    assert Path("spec.schema.json").read_text() == SCHEMA.read_text()
     assert len(Path("data.jsonl").read_text().splitlines()) == 5
     experiment = load_experiment(Path("spec.yaml"))
     assert Path(experiment.model.path, "model.safetensors").stat().st_size > 1 << 20
@@ -117,28 +114,6 @@ def test_a_narrow_terminal_folds_names_and_cuts_none(two_runs: Path, monkeypatch
     monkeypatch.setenv("COLUMNS", "60")
     printed = invoke("runs", "a", "b[red]")[1]
     assert "…" not in printed and LARGEST in "".join(line.split()[0] for line in printed.splitlines() if line.strip())
-
-
-def test_keys_values_and_names_of_runs_are_completed(two_runs: Path) -> None:
-    assert set(valid_keys()) >= {key[:-1] for key, _ in completions.complete_keys([], "")}
-    assert [key for key, _ in completions.complete_keys([], "trainer.l")] == ["trainer.lr="]
-    assert ("numerics.preset=mxfp8", "") in completions.complete_keys([], "numerics.preset=")
-    assert completions.complete_keys(["numerics.mode", "="], "n") == [("native", "")], "bash splits at ="
-    assert {("algorithm.name=grpo", ""), ("algorithm.name=sft", "")} <= {
-        *completions.complete_keys([], "algorithm.name=")
-    }
-    assert completions.complete_runs("a") == ["a"] and completions.complete_runs(f"{two_runs}/runs/b") == [
-        f"{two_runs}/runs/b[red]"
-    ]
-    assert "qwen3_30b_a3b" in completions.complete_models("qwen3_3")
-
-
-def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> None:
-    code = (
-        "import sys; from fp8rl.commands import completions; completions.complete_keys([], 'tr');"
-        "print([name for name in ('torch', 'pydantic', 'transformers') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 @pytest.mark.slow

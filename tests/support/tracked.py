@@ -10,7 +10,7 @@ import pytest
 from fp8rl.rl.record.rollouts import RolloutRecord
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.processes import TrackerProcesses
+from fp8rl.rl.record.trackers.background import BackgroundTrackers
 from fp8rl.rl.record.tracking import RunTracker
 
 
@@ -40,7 +40,7 @@ RECORDS = [
 ]
 
 
-def unexpected(name: str, sentence: str) -> None:
+def unexpected(sentence: str) -> None:
     pytest.fail(sentence)
 
 
@@ -48,11 +48,11 @@ def tracking(
     run: RunDir,
     *names: str,
     resume_step: int | None = None,
-    lost: Callable[[str, str], object] = unexpected,
+    lost: Callable[[str], object] = unexpected,
     **changes: Any,
 ) -> RunTracker:
-    """Record a run, and tell it to the trackers of these names. changes: of what they are told about it."""
+    """Record a run, and tell it to the trackers of these names. lost: told in any thread. changes: of `Tracked`."""
     config = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}
     values = {"project": "test", "config": config, "last_step": 99, "resumed": resume_step is not None}
     told = Tracked(str(run.path), "demo", **(values | changes))
-    return RunTracker(run, lambda: TrackerProcesses(names, told, run, lost), resume_step=resume_step)
+    return RunTracker(run, BackgroundTrackers(names, told, lost), resume_step=resume_step)

@@ -63,6 +63,8 @@ class WandbServer:
                 return {"upsertBucket": {"bucket": {**run, "config": "{}", "historyLineCount": 0}, "inserted": True}}
             case "RunResumeStatus":
                 return {"model": {"bucket": self._known(variables["name"])}}
+            case "ArtifactType":
+                return {"project": None}
             case "CreateRunFiles":
                 files = [{"name": each, "uploadUrl": f"{self.url}/storage/{each}"} for each in variables["files"]]
                 return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}

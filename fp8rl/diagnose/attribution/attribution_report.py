@@ -206,11 +206,6 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
     )
 
 
-def is_attribution(head: bytes) -> bool:
-    """Return whether a file that begins so is the JSON of an attribution."""
-    return head.startswith(b'{\n "findings": [')
-
-
 def _op_map(attribution: Attribution) -> Chart | None:
     """Draw layers by ops, those outside the layers in a row of their own, with the drift of the stream beside them."""
     if not any(op.relative_rms for op in attribution.ops) and not any(attribution.stream):

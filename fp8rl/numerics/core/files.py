@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -46,38 +46,17 @@ def check_writable(path: Path, key: str) -> None:
         raise user_error(key, found=found, expected=f"room for {path}", remedy="Choose another place.") from error
 
 
-_HEAD = 16 << 10
-"""Bytes of a file by which one of ours is known."""
-
-
-def is_page(head: bytes) -> bool:
-    """Return whether a file that begins so is a page of fp8rl, by the title of fp8rl/rl/report/templates."""
-    return re.search(rb"<title>[^<]* \xc2\xb7 fp8rl [a-z ]+</title>", head) is not None
-
-
-def check_page(path: Path, key: str, ours: Callable[[bytes], bool] = is_page) -> None:
-    """Refuse what a page cannot be written to: where nothing can be, and any file but a page of before, to replace.
-
-    ours: says by its first bytes whether a file is such a one.
+def check_page(path: Path, key: str) -> None:
+    """Refuse what no page can be written to, and a file that is no page, as `--page spec.yaml` would replace it.
 
     Raises:
         UserError: it is such a place; the message speaks of it as `key`.
     """
     check_writable(path, key)
-    if not os.path.lexists(path):
-        return
-    if path.is_symlink() or not path.is_file():
-        kind = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "no regular file"
-    else:
-        try:
-            with path.open("rb") as file:
-                if ours(file.read(_HEAD)):
-                    return
-            kind = "a file that fp8rl has not written here"
-        except OSError as error:
-            kind = f"a file that cannot be read: {reason(error)}"
-    expected = "a new file, or a page of fp8rl's to replace"
-    raise user_error(key, found=f"{path}, which is {kind}", expected=expected, remedy="Give another name.")
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.suffix != ".html"):
+        kind = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "no page"
+        expected = "a new file, or an .html to replace"
+        raise user_error(key, found=f"{path}, which is {kind}", expected=expected, remedy="Give another name.")
 
 
 @contextmanager

@@ -95,6 +95,9 @@ def read_resolved(path: str | Path) -> Experiment:
         UserError: the file cannot be read, or a key or value is wrong; the message names the file.
     """
     values = without_removed(_read_yaml(Path(path)))
+    tracking = values.get("tracking")
+    if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
+        tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
     try:
         return parse_experiment(values, imports=False)
     except UserError as error:

@@ -374,12 +374,11 @@ class TrackingSection(Section):
     """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be recomputed from it (about 60 bytes
     a generated token), or those that the report shows."""
     # Strictness would refuse the list that YAML gives.
-    to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(default=("wandb",), strict=False)
-    """Trackers that get the run's metrics. Each is a process beside the run that may die without harm; each except
-    wandb needs the extra of its name. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in
-    `mlflow/`, or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
+    to: tuple[Literal["wandb", "tensorboard"], ...] = Field(default=("wandb",), strict=False)
+    """Trackers that get the run's metrics. TensorBoard needs the extra `tensorboard`; its files are in `tensorboard/`
+    of the run. Any other tracker can read the run's `metrics.jsonl`."""
     wandb: WandbSection = WandbSection()
-    """The run in wandb; the others take the name of the project from here."""
+    """The run in wandb."""
 
     @property
     def recorded(self) -> tuple[str, ...]:

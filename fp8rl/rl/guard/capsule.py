@@ -29,7 +29,6 @@ from fp8rl.numerics.sampling import Truncation
 from fp8rl.rl.experiment import Experiment, read_resolved
 from fp8rl.rl.guard.scored_batch import ScoredBatch
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.written import CAPSULE
 from fp8rl.trainer.step.batch import KeptTokenPool, TokenBatch
 from fp8rl.weight_sync.manifest import Manifest
 
@@ -221,7 +220,7 @@ def cut_capsules(run: RunDir, step: int) -> None:
     """Remove capsules after `step`, of steps that a resumed run repeats."""
     for later in run.capsule_steps():
         if later > step:
-            run.remove(run.capsule(later), CAPSULE)
+            shutil.rmtree(run.capsule(later), ignore_errors=True)
 
 
 def _tensors(scored: ScoredBatch) -> dict[str, torch.Tensor]:
@@ -318,4 +317,4 @@ def _check_digest(file: Path, found: str, expected: str, source: str) -> None:
 def remove_superfluous(run: RunDir, keep: int) -> None:
     """Remove all but the first capsule of the run, most often the cause of the others, and the newest."""
     for step in run.capsule_steps()[1 : 1 - keep]:
-        run.remove(run.capsule(step), CAPSULE)
+        shutil.rmtree(run.capsule(step), ignore_errors=True)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from fp8rl.rl.mismatch.drift import drift_metrics
 from fp8rl.rl.mismatch.logprobs import logprob_metrics
-from fp8rl.rl.mismatch.redraw import NOT_DRAWN, redraw_metrics
 from fp8rl.rl.mismatch.routing import router_metrics
 from fp8rl.trainer.step.batch import TokenBatch
+
+NOT_DRAWN = -1
+"""Stands for the draw of a token that the trainer has not drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,3 +97,19 @@ class ScoredBatch:
             routes=None if self.routes is None else trim(self.routes),
             draws=None if self.draws is None else trim(self.draws),
         )
+
+
+def redraw_metrics(draws: Tensor, tokens: Tensor, mask: Tensor) -> dict[str, float]:
+    """`mismatch/redraw_...` of a batch; nothing where no token was drawn again.
+
+    Args:
+        draws: int64 [B, S], the trainer's; `NOT_DRAWN` where it drew none.
+        tokens: int64 [B, S].
+        mask: bool [B, S], the tokens that were sampled at the weights that the trainer drew with.
+    """
+    drawn = mask & (draws != NOT_DRAWN)
+    count = int(drawn.sum())
+    if not count:
+        return {}
+    same = int((drawn & (draws == tokens)).sum())
+    return {"mismatch/redraw_frac": same / count, "mismatch/redraw_tokens": float(count)}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import fcntl
+import os
 import re
+import socket
+import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import yaml
-
-from fp8rl.models.hub import cached_directory
 from fp8rl.numerics.core.errors import UserError, user_error
-from fp8rl.numerics.core.files import write_atomically
-from fp8rl.rl.record.lock import run_lock
-from fp8rl.rl.record.written import FILE, MODEL, RUN, Tree, foreign_files, remove_written
+
+_NOTE = re.compile(rb"(process \d+ on \S+)?")
+"""What a lock's file may hold."""
 
 
 class RunDir:
@@ -26,7 +25,7 @@ class RunDir:
         self.experiment = path / "spec.yaml"
         """The resolved experiment; its presence marks the directory as a run."""
         self.mark = path / ".fp8rl"
-        """Says that a run made the directory, and the SHA-256 of its spec as the run wrote it."""
+        """Says that a run made the directory."""
         self.metrics = path / "metrics.jsonl"
         """One JSON object per step."""
         self.events = path / "events.jsonl"
@@ -40,46 +39,6 @@ class RunDir:
         """The trained model as a Hugging Face directory, once the run is through."""
         self.adapter = path / "adapter"
         """The trained adapters in PEFT's format, once a run that has some is through."""
-
-    def write_experiment(self, text: str) -> None:
-        """Write the resolved experiment, and into the mark that a run wrote it."""
-        write_atomically(self.mark, hashlib.sha256(text.encode()).hexdigest() + "\n")
-        write_atomically(self.experiment, text)
-
-    @property
-    def written(self) -> bool:
-        """True if it is a run's for certain: by its mark, or, of the time before marks, by what only a run writes."""
-        if self.mark.is_file() or _steps(self.path / "manifests", r"step_(\d+)\.json"):
-            return True
-        abouts = [self.checkpoint(step) / "about.json" for step in self.checkpoint_steps()]
-        return (
-            "started" in _first_row(self.sessions)
-            or "step" in _first_row(self.metrics)
-            or any(about.is_file() for about in abouts)
-        )
-
-    @property
-    def edited(self) -> bool:
-        """True if the spec is another than the run has written."""
-        if not (self.mark.is_file() and self.experiment.is_file()):
-            return False
-        return hashlib.sha256(self.experiment.read_bytes()).hexdigest() != self.mark.read_text().strip()
-
-    def foreign_files(self, folder: Path | None = None, tree: Tree = RUN) -> list[Path]:
-        """Return the files in the run's directory, or in `folder` of it, that no run wrote."""
-        return foreign_files(folder or self.path, tree, self._model_before)
-
-    def remove(self, folder: Path | None = None, tree: Tree = RUN, keep: Collection[Path] = ()) -> None:
-        """Remove what the run wrote into its directory, or `folder` of it, and that too if it is empty then."""
-        remove_written(folder or self.path, tree, self._model_before, keep)
-
-    @property
-    def _model_before(self) -> Path | None:
-        """Directory of the model that the run began with, from which it copies; None where its spec names none."""
-        with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            model = yaml.safe_load(self.experiment.read_text())["model"]
-            return cached_directory(model["path"], model.get("revision"))
-        return None
 
     @property
     def begun(self) -> bool:
@@ -124,14 +83,15 @@ class RunDir:
 
     def cut(self, step: int) -> None:
         """Remove rollouts, manifests and attributions after `step`, of steps that a resumed run repeats."""
-        of_steps = {
-            "rollouts": r"(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)",
-            "manifests": r"step_(\d+)\.json",
-            "capsules": r"step_(\d+)\.attribution\.html",
-        }
-        for folder, names in of_steps.items():
-            if later := {str(found) for found in _steps(self.path / folder, names) if found > step}:
-                remove_written(self.path / folder, {names.replace(r"\d+", "|".join(later)): FILE})
+        for names in (
+            r"rollouts/(?:step|ahead)_(\d+)\.(?:jsonl|certify\.html)",
+            r"manifests/step_(\d+)\.json",
+            r"capsules/step_(\d+)\.attribution\.html",
+        ):
+            for file in self.path.glob(f"{names.partition('/')[0]}/*"):
+                found = re.fullmatch(names, str(file.relative_to(self.path)))
+                if found and int(found[1]) > step:
+                    file.unlink()
 
 
 @contextmanager
@@ -146,19 +106,19 @@ def open_run_dir(
 ) -> Iterator[RunDir]:
     """The directory `base/name`, made if absent, held by this process for as long as the block lasts.
 
-    What a start that never reached a step left there is replaced. If the block is interrupted or refused before its
-    first step, nothing of a new run is left; if it fails, its logs are. Only what a run wrote is ever removed.
+    Nothing in it is deleted. A run that another one replaces gets the name NAME.replaced-TIME; a start that reached no
+    step leaves its logs, and the next one continues in its directory.
 
     Args:
-        resume: keep the contents and continue the run that lies there.
-        overwrite: delete the run that lies there.
+        resume: keep the contents and continue the run in the directory.
+        overwrite: rename the run in the directory, and begin a new one.
         shared: a new directory is as readable as the umask has it, not by its owner alone.
-        reads: files that the run is made from, such as its spec, which is kept if it is the one that lies there.
+        reads: files that the run is made from.
 
     Raises:
-        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; something in
-            it was written by no run, or is read by this one; both flags; another process holds the run; the directory
-            cannot be made.
+        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; a file that
+            this run reads is in a directory that gets another name; both flags; another process holds the run; the
+            directory cannot be made.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite: found both, expected one. Leave one of them out.")
@@ -167,9 +127,7 @@ def open_run_dir(
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(run_lock(run.path))
-            given = {run.path} if run.path.is_dir() and not any(run.path.iterdir()) else set()
             _prepare(run, resume, overwrite, reads)
-            spec = run.experiment.read_bytes() if run.experiment.is_file() else None
             if not resume:
                 run.path.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
                 run.mark.touch()
@@ -180,19 +138,11 @@ def open_run_dir(
                 expected="a directory that runs can be written to",
                 remedy="Correct run.dir and run.name.",
             ) from error
-        try:
-            yield run
-        except (KeyboardInterrupt, UserError):
-            if not resume and not run.begun:
-                if spec is not None:
-                    write_atomically(run.experiment, spec)
-                    given |= {run.experiment, run.mark}
-                run.remove(keep=given)
-            raise
+        yield run
 
 
 def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]) -> None:
-    """Remove the run that lies there and may go; its spec stays if it is among `reads`."""
+    """Give the run in the directory another name, if it has begun and may be replaced."""
     if run.path.is_symlink() or (run.path.exists() and not run.path.is_dir()):
         kind = "link" if run.path.is_symlink() else "file"
         raise UserError(f"run.name: found a {kind} at {run.path}, expected a directory. Choose another run.name.")
@@ -201,61 +151,35 @@ def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]
             raise UserError(
                 f"--resume: found no run at {run.path}, expected its spec.yaml. Correct run.name or run.dir."
             )
-        exported = [path for path in (run.model, run.adapter) if path.is_dir()]
-        _refuse(run, [found for path in exported for found in run.foreign_files(path, MODEL)])
-    elif run.path.is_dir() and any(run.path.iterdir()):
-        _check_removable(run, overwrite, reads)
-        kept = {run.experiment} if _among(run.experiment, reads) else set()
-        run.remove(keep=kept)
-
-
-def _check_removable(run: RunDir, overwrite: bool, reads: Collection[Path]) -> None:
-    """Raise `UserError` unless all that lies there was written by a run, and may go."""
-    if not run.experiment.is_file() and not run.mark.is_file():
+        return
+    marked = run.mark.is_file()
+    if not run.path.is_dir() or not any(run.path.iterdir()) or (marked and not run.begun):
+        return
+    if not marked and not run.experiment.is_file():
         raise UserError(
             f"run.name: found {run.path} without a spec.yaml, expected a run or a new directory. "
             "Choose another run.name."
         )
-    if run.written and run.begun and not overwrite:
+    if not overwrite:
         raise UserError(
             f"run.name: found an existing run at {run.path}, expected a new directory. "
-            "Choose another run.name=..., or continue it with --resume, or delete it with --overwrite."
+            "Choose another run.name=..., or continue it with --resume, or rename it with --overwrite."
         )
-    found = run.foreign_files()
-    if not run.written or (run.edited and not _among(run.experiment, reads)):
-        found.insert(0, run.experiment)
-    _refuse(run, found)
     for path in reads:
-        if path.resolve().is_relative_to(run.path.resolve()) and not _among(run.experiment, [path]):
+        if path.resolve().is_relative_to(run.path.resolve()) and path.resolve() != run.experiment.resolve():
             raise user_error(
                 "run.name",
-                found=f"{path}, an input of this run, inside the run that it would replace",
-                expected="it elsewhere",
+                found=f"{path}, an input of this run, in the directory that it would replace",
+                expected="the input in another directory",
                 remedy="Move it, or choose another run.name.",
             )
+    set_aside(run.path)
 
 
-def _refuse(run: RunDir, found: list[Path]) -> None:
-    if found:
-        names = ", ".join(str(path.relative_to(run.path)) for path in found[:3])
-        raise user_error(
-            "run.name",
-            found=f"{names}{f' and {len(found) - 3} more' * (len(found) > 3)} in {run.path}, which no run wrote",
-            expected="a new directory, or one with nothing but files that a run wrote; no other file is ever removed",
-            remedy="Choose another run.name, or move it away.",
-        )
-
-
-def _among(path: Path, others: Collection[Path]) -> bool:
-    return path.exists() and any(other.exists() and other.samefile(path) for other in others)
-
-
-def _first_row(file: Path) -> dict[str, object]:
-    """The first object of a JSON lines file, empty if there is none."""
-    with suppress(OSError, ValueError), file.open(encoding="utf-8") as rows:
-        row = json.loads(rows.readline(1 << 20))
-        return row if isinstance(row, dict) else {}
-    return {}
+def set_aside(path: Path) -> None:
+    """Give what is at `path` the name NAME.replaced-TIME, if there is something."""
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}.replaced-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _steps(directory: Path, pattern: str) -> list[int]:
@@ -263,3 +187,49 @@ def _steps(directory: Path, pattern: str) -> list[int]:
         return []
     matches = (re.fullmatch(pattern, entry.name) for entry in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match)
+
+
+@contextmanager
+def run_lock(path: Path) -> Iterator[None]:
+    """Hold the run at `path` for as long as the block lasts. What a killed driver left of a lock holds nothing.
+
+    Raises:
+        UserError: another process holds it; the message names it.
+    """
+    file = path.with_name(f".{path.name}.lock")
+    descriptor = _take(file, path)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take(file: Path, path: Path) -> int:
+    while True:
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace")
+            os.close(descriptor)
+            raise user_error(
+                "run.name",
+                found=f"the run {path}, which is held by {holder or 'a process that is starting'}",
+                expected="a run that no process works on",
+                remedy="Wait for its end, end that process, or choose another run.name.",
+            ) from None
+        if _NOTE.fullmatch(os.pread(descriptor, 200, 0)) is None:
+            os.close(descriptor)
+            raise user_error(
+                "run.name",
+                found=f"{file}, which is no lock of a run",
+                expected="no such file, or one that a run left",
+                remedy="Move it away, or choose another run.name.",
+            )
+        # The holder before may have removed the file between our open and our lock: then ours is nobody's.
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            return descriptor
+        os.close(descriptor)

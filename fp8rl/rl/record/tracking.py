@@ -11,12 +11,9 @@ from typing import Any, Self
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.trackers.processes import TrackerProcesses
+from fp8rl.rl.record.trackers.background import BackgroundTrackers
 
 Samples = Callable[[], tuple[Sequence[RolloutRecord], Sequence[ScoredRecord]]]
-
-WANDB_LOST = "tracking/wandb_lost"
-TRACKER_LOST = "tracking/tracker_lost"
 
 
 class RunTracker:
@@ -26,20 +23,20 @@ class RunTracker:
         run: the run's directory, already created.
         all_rollouts: write all trajectories of a step, not only those that are shown.
         resume_step: the step of the checkpoint that a resumed run starts from; later rows are cut.
-        start_trackers: starts the processes of its trackers, once later rows are cut.
+        trackers: told of every row, of sample rollouts and of the end.
     """
 
     def __init__(
         self,
         run: RunDir,
-        start_trackers: Callable[[], TrackerProcesses],
+        trackers: BackgroundTrackers,
         *,
         all_rollouts: bool = True,
         resume_step: int | None = None,
     ) -> None:
         self._run_dir, self._all_rollouts = run, all_rollouts
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
-        self._trackers = start_trackers()
+        self._trackers = trackers
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._to_write: tuple[int, Samples] | None = None
         self._writing: Future[None] | None = None
@@ -54,10 +51,14 @@ class RunTracker:
             The metrics as written, with `tracking/nonfinite_dropped`.
         """
         self.wait()
-        lost = {WANDB_LOST if name == "wandb" else TRACKER_LOST: 1.0 for name in self._trackers.look()}
-        written = self._metrics.append(step, {**metrics, **lost})
+        written = self._metrics.append(step, metrics)
+        self._trackers.log(step, written)
         self._to_write = step, samples
         return written
+
+    def alert(self, text: str) -> None:
+        """Tell the trackers of an event."""
+        self._trackers.alert(text)
 
     def write(self) -> None:
         """Begin to write the trajectories of the last step; it goes on beside whatever the caller waits for."""
@@ -78,6 +79,7 @@ class RunTracker:
             write_rollouts(self._run_dir.ahead(step), ahead)
         if records:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
+            self._trackers.show(step, shown(records))
 
     def finish(self, summary: Mapping[str, Any] | None = None, *, exit_code: int = 0) -> None:
         """Close the log and the trackers, which get `summary`. A second call does nothing."""

@@ -34,7 +34,7 @@ class Look:
     unit: str
     """Text of the value axis."""
     scale: Literal["plain", "share", "floor", "log"] = "plain"
-    """`share` from 0 to 1, `floor` from 0, `log` with zeros on a line of their own, else as the values are."""
+    """`share` from 0 to 1, `floor` from 0, `log` without zeros, else as the values are."""
     bars: bool = False
     """Curves are stacked."""
 
@@ -220,10 +220,7 @@ def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
                 trace["dash"] = _DASHES[index % len(_DASHES)]
             traces.append(trace)
     traces = [trace for trace in traces if trace["x"]]
-    chart = {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **_axis(look, traces)}}
-    if look.scale == "log" and traces:
-        _draw_zeros(chart)
-    return chart
+    return {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **_axis(look, traces)}}
 
 
 _COLORS = 5
@@ -257,49 +254,7 @@ def _trace(rows: Sequence[Row], name: str, label: str, look: Look, index: int) -
 
 
 def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Settings of the value axis. A curve that is one level line gets room, where plotly's own reach is from far below
-    zero to far above."""
-    if look.scale == "share":
-        return {"range": [0, 1.02]}
-    axis: dict[str, Any] = {"rangemode": "tozero"} if look.scale == "floor" else {}
-    values = {value for trace in traces for value in trace["y"]}
-    if look.scale != "log":
-        axis |= _ticks(max(map(abs, values), default=0.0))
-    if look.scale == "log" or look.bars or len(values) != 1 or values == {0}:
-        return axis
-    (value,) = values
-    return {**axis, "range": sorted([-0.02 * value, 1.25 * value])}
-
-
-def _ticks(largest: float) -> dict[str, Any]:
-    """Plain labels in d3's formats: `10k` for thousands and `2e-5` for what is small, where plotly writes a power of
-    ten beside each."""
-    if largest >= 1e4:
-        return {"tickformat": "~s"}
-    if 0.0 < largest < 1e-3:
-        return {"tickformat": "~e", "labelalias": {"0e+0": "0"}}
-    return {}
-
-
-def _draw_zeros(chart: Chart) -> None:
-    """Give a chart a logarithmic axis. Exact zeros, which it cannot show, sit on a line of their own, labelled 0."""
-    values = [value for trace in chart["traces"] for value in trace["y"]]
-    positive = [value for value in values if value > 0]
-    if not positive:
-        chart["y"].update(range=[-0.2, 1], tickvals=[0], ticktext=["0"])
-        return
-    lowest, highest = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    highest = max(highest, lowest + 1)
-    has_zeros = len(positive) < len(values)
-    every = max(1, (highest - lowest) // 6)
-    ticks = list(range(lowest, highest + 1, every))
-    bottom = lowest - 1 if has_zeros else lowest
-    chart["y"].update(type="log", range=[bottom - 0.15, highest + 0.1])
-    chart["y"].update(tickvals=[10.0**k for k in ticks], ticktext=[f"1e{k}" for k in ticks])
-    if has_zeros:
-        chart["y"]["tickvals"].insert(0, 10.0**bottom)
-        chart["y"]["ticktext"].insert(0, "0")
-        chart["zero_line"] = 10.0 ** (bottom + 0.5)
-        for trace in chart["traces"]:
-            trace["text"] = [f"{value:.4g}" for value in trace["y"]]
-            trace["y"] = [value if value > 0 else 10.0**bottom for value in trace["y"]]
+    """Settings of the value axis; all others are plotly's own. A logarithmic axis leaves zeros out."""
+    positive = any(value > 0 for trace in traces for value in trace["y"])
+    log = {"type": "log"} if positive else {}
+    return {"share": {"range": [0, 1.02]}, "floor": {"rangemode": "tozero"}, "log": log, "plain": {}}[look.scale]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -22,11 +24,12 @@ from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.events import read_events
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.record.written import CHECKPOINT, unfinished
 from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
 from fp8rl.trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
+_UNFINISHED = re.compile(r"\.+step_\d+(\.(partial|pending|retired))+")
+"""Names of a checkpoint while it is written or removed."""
 _CONTENTS = "contents"
 """The key of `About.extra` for digests of what the spec names; older checkpoints have none."""
 _DIGESTS = TypeAdapter(dict[str, Content])
@@ -97,9 +100,9 @@ class Checkpoints:
         os.replace(self._files.pending_checkpoint(step), self._files.checkpoint(step))
         flush_to_disk(self._files.checkpoints)
         outdated = self._files.checkpoint_steps()[: -self._experiment.checkpoint.keep]
-        given_up = [path for path in self._files.checkpoints.iterdir() if unfinished(path.name, r"step_\d+")]
+        given_up = [path for path in self._files.checkpoints.iterdir() if _UNFINISHED.fullmatch(path.name)]
         for directory in [*map(self._files.checkpoint, outdated), *given_up]:
-            self._files.remove(directory, CHECKPOINT)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:

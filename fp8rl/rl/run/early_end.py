@@ -23,8 +23,7 @@ def say_failed(files: RunDir, error: object) -> None:
         say_error(f"{files.path} is gone: put it back for --resume, or begin again")
         return
     say_error(f"logs     {files.log}, {files.path}/engine_*.log")
-    unbegun = "the run had not begun: the same command begins again"
-    say_error(how_to_go_on(files, unbegun))
+    say_error(how_to_go_on(files))
 
 
 def end_without_ray(files: RunDir, why: str) -> None:
@@ -39,8 +38,8 @@ def resume_command(files: RunDir) -> str:
     return f"resume   {typed('fp8rl')} train {files.experiment} --resume"
 
 
-def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leaves nothing") -> str:
-    """Return what to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
+def how_to_go_on(files: RunDir) -> str:
+    """Return what to type after an interrupt."""
     if steps := files.checkpoint_steps():
         rows, _ = metrics_found(files.metrics)
         lost = int(rows[-1]["step"]) - steps[-1] if rows else 0
@@ -48,4 +47,4 @@ def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leave
         return f"saved    step {steps[-1]}, from which a resume continues{after}\n{resume_command(files)}"
     if files.begun:
         return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
-    return unbegun
+    return "the run had not begun: the same command begins again"

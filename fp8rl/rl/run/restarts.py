@@ -23,7 +23,6 @@ from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import EnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
 from fp8rl.rl.run.feed.judging import RewardError
-from fp8rl.rl.run.forced_end import bounded
 from fp8rl.rl.run.interrupts import Closing
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
@@ -44,8 +43,6 @@ FAILURES = (
     ray.exceptions.RayError,
 )
 """What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
-_TRACKER_SECONDS = 300.0
-"""Bound of all trackers to take the last rows; each is given up before."""
 
 
 def run_with_restarts(
@@ -87,10 +84,8 @@ def finish(run: LiveRun, stopped: str = "") -> None:
     run.checkpoints.wait()
     summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))
     values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
-    with bounded("wandb, or another tracker,", _TRACKER_SECONDS):
-        run.tracker.finish(
-            {f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED * bool(stopped)
-        )
+    run.tracker.finish({f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED * bool(stopped))
+    run.stack.events.deliver()
     run.end(stopped)
     report, _ = write_report(run.files.path)
     say = run.console.note

@@ -23,9 +23,9 @@ from fp8rl.rl.record.log import CONSOLE, run_log
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session, this_session
 from fp8rl.rl.record.trackers import Tracked
-from fp8rl.rl.record.trackers.processes import TrackerProcesses
+from fp8rl.rl.record.trackers.background import BackgroundTrackers
 from fp8rl.rl.record.trackers.to_wandb import leet
-from fp8rl.rl.record.tracking import TRACKER_LOST, WANDB_LOST, RunTracker, Samples
+from fp8rl.rl.record.tracking import RunTracker, Samples
 from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, check_contents, with_older
 from fp8rl.rl.run.early_end import end_without_ray
 from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Events
@@ -39,6 +39,7 @@ from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
 from fp8rl.weight_sync.bridge import SyncReport
 
 RESUMED = "tracking/resumed"
+TRACKER_LOST = "tracking/tracker_lost"
 BEFORE_THE_FIRST = -1
 """Stands in place of a step to resume after: everything is repeated, the row of step 0 too."""
 _ACTIONS = {
@@ -48,7 +49,6 @@ _ACTIONS = {
     RESUMED: "resume",
     ENVIRONMENT_FAILURES: "go_on",
     REWARD_FAILURES: "go_on",
-    WANDB_LOST: "go_on",
     TRACKER_LOST: "go_on",
 }
 
@@ -118,7 +118,7 @@ class LiveRun:
             _load(stack, console, files, resume_step)
             tracker = RunTracker(
                 files,
-                partial(_start_trackers, console, experiment, files, resume_step is not None, events),
+                _start_trackers(console, experiment, files, resume_step is not None, events),
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
             )
@@ -227,12 +227,12 @@ class LiveRun:
         if checkpointed:
             self.tracker.wait()
         self.checkpoints.recorded()
+        self.stack.events.deliver()
         return written
 
     def note(self, metric: str, count: int, text: str) -> None:
-        """Announce an event of the stream, and count it for the step's row, as far as the tracker does not."""
-        if metric not in (WANDB_LOST, TRACKER_LOST):
-            self.recoveries[metric] += count
+        """Announce an event of the stream, and count it for the step's row."""
+        self.recoveries[metric] += count
         action = _ACTIONS[metric] if count else "go_on"
         self.announce(Event(self.step, metric, float(count), "above 0", action, None, text))
 
@@ -248,9 +248,10 @@ class LiveRun:
         return {name: float(count) for name, count in counts.items()}
 
     def announce(self, event: Event) -> None:
-        """Show an event on the console, and append it to events.jsonl, from which the trackers have it."""
+        """Show an event on the console, append it to events.jsonl, and tell the trackers."""
         self.console.note(event.said, style="bold yellow")
         append_event(self.files.events, event)
+        self.tracker.alert(event.said)
 
 
 def check_directory(path: Path, made: os.stat_result, step: int) -> None:
@@ -285,12 +286,8 @@ def _greet(
 
 def _start_trackers(
     console: StepConsole, experiment: Experiment, files: RunDir, resumed: bool, events: Events
-) -> TrackerProcesses:
+) -> BackgroundTrackers:
     """Start the trackers of the run, and say how to watch it in wandb."""
-
-    def lost(name: str, sentence: str) -> None:
-        events.tell(WANDB_LOST if name == "wandb" else TRACKER_LOST, 1, sentence)
-
     tracking = experiment.tracking
     if "wandb" in tracking.recorded:
         console.note(f"live     {leet(files)}    (in a second terminal)")
@@ -303,7 +300,7 @@ def _start_trackers(
         last_step=experiment.run.steps,
         online=tracking.wandb.mode == "online",
     )
-    return TrackerProcesses(tracking.recorded, run, files, lost)
+    return BackgroundTrackers(tracking.recorded, run, lost=partial(events.add, TRACKER_LOST, 1))
 
 
 def _load(stack: Stack, console: StepConsole, files: RunDir, resume_step: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +15,6 @@ from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import with_own_cache
-from fp8rl.rl.record.written import SERVED, remove_written
 from fp8rl.rl.run.cluster.cluster import end_at_once, ray_cluster
 from fp8rl.rl.run.cluster.reservations import Reservations
 from fp8rl.rl.run.engines.canary import Canary
@@ -87,7 +87,7 @@ class Stack:
         reservations = Reservations(experiment, folder)
         closing.callback(reservations.close)
         warm_nodes(experiment, reservations.nodes, say)  # before both sides look for the same kernels at once
-        closing.callback(remove_written, folder / "served", SERVED)
+        closing.callback(shutil.rmtree, folder / "served", ignore_errors=True)
         events = events or Events()
         engines, rollout = Engines.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns

@@ -96,14 +96,16 @@ def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path) -
 
 
 def test_a_page_replaces_a_page_alone(tmp_path: Path) -> None:
-    (tmp_path / "page").write_text("<!doctype html><title>a · fp8rl run report</title>")
-    check_page(tmp_path / "page", "--page")
-    (tmp_path / "other").write_text("<!doctype html><title>a page about fp8rl</title>")
-    with pytest.raises(UserError, match="--page: found .*other, which is a file that fp8rl has not written here"):
-        check_page(tmp_path / "other", "--page")
-    check_page(tmp_path / "new/folder/page", "--page")
-    (tmp_path / "link").symlink_to("page")
-    for place, kind in (("link", "a link"), (".", "a directory"), ("page/x", "no directory")):
+    for name in ("page.html", "spec.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "link.html").symlink_to("page.html")
+    (tmp_path / "folder.html").mkdir()
+    os.mkfifo(tmp_path / "pipe.html")
+    for place in ("page.html", "new/folder/page"):
+        check_page(tmp_path / place, "--page")
+    places = {"link": "a link", "folder": "a directory", "pipe": "no page"}
+    others = {"spec.yaml": "no page", "page.html/x": "no directory"}
+    for place, kind in {**{f"{name}.html": kind for name, kind in places.items()}, **others}.items():
         with pytest.raises(UserError, match=f"--page: found .*{kind}"):
             check_page(tmp_path / place, "--page")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8rl.rl.mismatch.redraw import NOT_DRAWN, redraw_metrics
+from fp8rl.rl.guard.scored_batch import NOT_DRAWN, redraw_metrics
 
 TOKENS = torch.tensor([[9, 4, 5, 6], [9, 9, 7, 8], [9, 1, 2, 3]])
 MASK = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 0]]).bool()

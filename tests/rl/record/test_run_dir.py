@@ -48,12 +48,16 @@ def test_an_existing_run_is_not_touched_without_a_flag(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
+def test_resume_keeps_and_overwrite_renames(tmp_path: Path) -> None:
     run = old_run(tmp_path)
+    (run.path / "notes.md").touch()
     assert opened(tmp_path, resume=True).path == run.path
-    assert run.manifest(3).is_file()
+    kept = files(run.path)
+    assert {"manifests/step_3.json", "notes.md"} < {*kept}
     assert opened(tmp_path, overwrite=True).path == run.path
     assert files(run.path) == [".fp8rl"]
+    (replaced,) = tmp_path.glob("demo.replaced-*")
+    assert files(replaced) == kept
 
 
 def test_what_a_resumed_run_repeats_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -74,7 +78,8 @@ def test_what_a_resumed_run_repeats_is_removed_and_nothing_else(tmp_path: Path) 
         *sorted(kept + others),
     ]
     run.cut(-1)
-    assert files(run.path) == ["rollouts", *others], "as a run without a checkpoint begins again"
+    left = ["capsules", "manifests", "rollouts", *others]
+    assert files(run.path) == left, "as a run without a checkpoint begins again"
 
 
 def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -89,18 +94,46 @@ def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert run.model.is_dir()
 
 
-def test_a_start_that_never_reached_a_step_is_replaced(tmp_path: Path) -> None:
-    run = old_run(tmp_path, rows="")
-    assert opened(tmp_path).path == run.path
-    assert files(run.path) == [".fp8rl"]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
-def test_a_start_that_is_interrupted_or_refused_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_start_that_reached_no_step_leaves_its_logs_and_the_next_one_goes_on_there(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     with pytest.raises(error), open_run_dir(tmp_path / "runs", "demo") as run:
         run.experiment.write_text("{}")
         raise error
-    assert files(tmp_path) == ["runs"]
+    assert opened(tmp_path / "runs").path == run.path
+    assert files(tmp_path) == ["runs", "runs/demo", "runs/demo/.fp8rl", "runs/demo/spec.yaml"]
+
+
+@pytest.mark.parametrize("name", ["model", "rollouts/step_1.jsonl", "capsules/step_3/spec.yaml"])
+def test_what_a_run_is_made_from_is_not_renamed(tmp_path: Path, name: str) -> None:
+    run = old_run(tmp_path)
+    with (
+        pytest.raises(UserError, match="an input of this run"),
+        open_run_dir(tmp_path, "demo", overwrite=True, reads=[run.path / name]),
+    ):
+        pass
+    assert run.metrics.exists()
+
+
+@pytest.mark.parametrize(("shared", "mode"), [(False, 0o700), (True, 0o755)])
+def test_a_new_run_is_its_owners_unless_it_is_shared(tmp_path: Path, shared: bool, mode: int) -> None:
+    with open_run_dir(tmp_path / "runs", "demo", shared=shared) as run:
+        assert run.path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("kind", ["link", "text"])
+def test_a_file_of_the_locks_name_is_not_cut(tmp_path: Path, kind: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    lock = tmp_path / ".demo.lock"
+    if kind == "link":
+        lock.symlink_to(precious)
+    else:
+        lock.write_text("mine")
+    with pytest.raises(UserError, match=r"\.demo\.lock"):
+        opened(tmp_path)
+    assert lock.read_text() == "mine"
 
 
 def test_a_run_that_is_interrupted_or_a_start_that_fails_stays(tmp_path: Path) -> None:
@@ -114,7 +147,7 @@ def test_a_run_that_is_interrupted_or_a_start_that_fails_stays(tmp_path: Path) -
     assert run.experiment.is_file()
 
 
-def test_what_is_no_run_is_never_deleted_or_resumed(tmp_path: Path) -> None:
+def test_what_is_no_run_is_never_renamed_or_resumed(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
     (tmp_path / "link").symlink_to("photos")

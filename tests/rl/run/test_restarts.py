@@ -69,7 +69,7 @@ def test_an_interrupt_says_from_which_step_a_resume_continues_and_what_is_lost(
     done: int, lost: str, tmp_path: Path
 ) -> None:
     files = new_run(tmp_path / "it")
-    assert "leaves nothing" in how_to_go_on(files)
+    assert "had not begun" in how_to_go_on(files)
     files.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(done + 1)))
     assert "has no checkpoint yet" in how_to_go_on(files)
     for step in (2, 4):

@@ -1,6 +1,6 @@
 """Trackers of a run, a file each: all that one has to be is a `Tracker`.
 
-Each is a process of its own that follows the run's files, so none can hold up or end a run.
+A thread of the run tells them what happens (`background.py`), so none can hold up or end a run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN_EVERY = 10
 """Steps between sample rollouts, which are slow to write; the files have those of every step."""
-TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
-"""The package that each needs. wandb's is always installed; the extra of `fp8rl` for another has its name."""
+TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard"}
+"""The package that each needs. wandb's is always installed; TensorBoard's extra of `fp8rl` has its name."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tracked:
     last_step: int
     """The step after which nothing more is recorded."""
     online: bool = False
-    """wandb's server is to have it while it goes on. The other trackers' own settings say where they write."""
+    """wandb's server gets the run while it goes on."""
 
     def shows(self, step: int) -> bool:
         """Return whether sample rollouts of a step are shown."""
@@ -52,12 +52,7 @@ class Tracked:
 
 
 class Tracker:
-    """A tracker, in its own process. Whatever it raises ends it, and nothing else."""
-
-    @property
-    def lost_part(self) -> str:
-        """A sentence once a part of its work is lost, such as the upload, though it still records; else empty."""
-        return ""
+    """A tracker, in the trackers' thread. Whatever it raises ends it, and nothing else."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step; `rl.record.metrics.metric` has unit and meaning of each metric."""
@@ -69,9 +64,9 @@ class Tracker:
     def alert(self, text: str) -> None:
         """Tell somebody who should look at the run; `text` is an event, as the console said it."""
 
-    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
+    def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
         """Write what is not written yet. exit_code: of the run, 0 if it ended well. summary: values that stand for the
-        whole run; empty if it failed. After `seconds` its process is ended."""
+        whole run; empty if it failed."""
         raise NotImplementedError
 
 

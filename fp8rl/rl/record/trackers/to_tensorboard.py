@@ -28,5 +28,5 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, step, description=described)
         self._writer.flush()
 
-    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
+    def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
         self._writer.close()

@@ -1,9 +1,8 @@
-"""A run in wandb. It is recorded offline into `wandb/` of its folder; online, a process beside uploads the file."""
+"""A run in wandb, recorded into `wandb/` of its folder. wandb's own process writes the file, and uploads it online."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.record.metrics import METRICS
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.trackers import Tracked, Tracker
-from fp8rl.rl.record.trackers.upload import Upload
 
 if TYPE_CHECKING:
     import wandb
@@ -43,17 +41,18 @@ BASICS = {
 """Metrics that wandb gets a second time as `basics/NAME`: its pages and `wandb leet` show groups by the alphabet, so
 that these come first, on one screen."""
 
-_UPLOAD_SHARE = 0.8
-"""Of the seconds at the end; the rest is for the record itself."""
+_UPLOAD_SECONDS = 120.0
+"""Seconds at the end for what is not uploaded yet."""
 _KEY = "tracking.wandb"
+_STAGING = "WANDB_DATA_DIR"
 
 
 class WandbSection(Section):
     """The `tracking.wandb:` section of an experiment."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` records into the run's directory. `online` does so too, and a process beside the run uploads the file.
-    `disabled`: nothing."""
+    """`offline` records into the run's directory. `online` uploads the record too, while the run goes on. `disabled`:
+    nothing."""
     project: str = Field(default="fp8rl", min_length=1)
     """The project of wandb that the run belongs to."""
 
@@ -106,19 +105,9 @@ class Wandb(Tracker):
 
     def __init__(self, run: Tracked) -> None:
         self._name, self._tracked, place = run.name, run, run.place("wandb")
-        os.environ.setdefault("WANDB_DATA_DIR", str(place / "data"))  # it would stage its tables in the user's home
-        # wandb would remove its temporary folders in exit handlers, which a tracker's process does not run.
-        self._temporary = tempfile.TemporaryDirectory(prefix="fp8rl-wandb-")
-        tempfile.tempdir = self._temporary.name
+        self._staging = os.environ.get(_STAGING)
+        os.environ[_STAGING] = self._staging or str(place / "data")  # it would stage its tables in the user's home
         self._run = _start(run, place)
-        self._upload = Upload(Path(self._run.dir).parent, place / "upload.log") if run.online else None
-        self._lost_part = ""
-
-    @property
-    def lost_part(self) -> str:
-        if self._upload is not None and self._upload.ended:
-            self._lost_part = _upload_lost(self._upload)
-        return self._lost_part
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         basics = {f"basics/{short}": metrics[name] for short, name in BASICS.items() if name in metrics}
@@ -137,21 +126,18 @@ class Wandb(Tracker):
     def alert(self, text: str) -> None:
         self._run.alert(title=f"{self._name}: {text.split(':')[0]}", text=text)
 
-    def finish(self, exit_code: int, summary: Mapping[str, Any], seconds: float) -> None:
-        import wandb
-
-        lost = self.lost_part  # before the record ends, since an upload that ends after it has ended well
+    def finish(self, exit_code: int, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
-        self._run.finish(exit_code=exit_code)
-        wandb.teardown(exit_code)
-        self._temporary.cleanup()
-        upload, self._upload = self._upload, None
-        if upload is not None and not upload.finish(_UPLOAD_SHARE * seconds) and not lost:
-            self._lost_part = _upload_lost(upload)
-
-
-def _upload_lost(upload: Upload) -> str:
-    return f"the upload to wandb has ended ({upload.remedy}"
+        try:
+            self._run.finish(exit_code=exit_code)
+        except TimeoutError:
+            folder = Path(self._run.dir).parent
+            raise TimeoutError(
+                f"not all is uploaded after {_UPLOAD_SECONDS:g} s; `wandb sync --no-skip-online {folder}` does it"
+            ) from None
+        finally:
+            if self._staging is None:
+                os.environ.pop(_STAGING, None)
 
 
 def _row_of_table(record: RolloutRecord) -> list[Any]:
@@ -170,18 +156,25 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
     import wandb
 
     number = place / "run_id"  # one for a directory, so that a resumed run continues the same curves
-    if not number.is_file():
+    if not run.resumed or not number.is_file():
         write_atomically(number, uuid.uuid4().hex[:8])
     started = wandb.init(
-        mode="offline",
+        mode="online" if run.online else "offline",
+        reinit="create_new",  # a script that trains may have a run of its own
         project=run.project,
         name=run.name,
         id=number.read_text().strip(),
-        resume="allow" if run.resumed else None,  # for whoever uploads the file
+        resume="allow" if run.resumed else None,
         dir=run.folder,
         config=run.config,
         # Whoever watches reads the file: it is written every second, where wandb writes it every 15.
-        settings=wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=1.0),
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            x_transaction_log_flush_interval=1.0,
+            finish_timeout=_UPLOAD_SECONDS,
+            finish_timeout_raises=True,
+        ),
     )
     started.define_metric("step", hidden=True)
     for group in ("basics", *METRIC_GROUPS):

@@ -14,9 +14,7 @@
   // Curves over the steps of a run.
   const color = (trace, i) => css(trace.color ? `--${trace.color}` : `--c${i % 5}`);
   const curve = (trace, i) => {
-    const shared = { x: trace.x, y: trace.y, name: trace.name, text: trace.text };
-    const hover = trace.text ? "%{text}" : "%{y:.4~g}";
-    shared.hovertemplate = `${trace.name} ${hover}<extra></extra>`;
+    const shared = { x: trace.x, y: trace.y, name: trace.name, hovertemplate: `${trace.name} %{y:.4~g}<extra></extra>` };
     if (trace.kind === "bars") return { ...shared, type: "bar", marker: { color: color(trace, i), line: { width: 0 } } };
     return {
       ...shared, type: "scatter", mode: trace.kind, cliponaxis: false,
@@ -31,17 +29,10 @@
       ...layout(), hovermode: "x unified", barmode: "stack", showlegend: chart.traces.length > 1,
       legend: { ...legend, traceorder: "normal" },
       xaxis: { ...own, title: { text: "optimizer step", standoff: 6 }, showgrid: false, ticks: "outside", ticklen: 4, rangemode: "tozero", tickformat: "d", hoverformat: "d" },
-      yaxis: { ...own, title: { text: title, standoff: 8 }, exponentformat: "none", ...y },
-      shapes: [],
+      yaxis: { ...own, title: { text: title, standoff: 8 }, ...y },
     };
     const last = Math.max(...chart.traces.flatMap((trace) => trace.x));
     if (last <= 10) Object.assign(result.xaxis, { tick0: 0, dtick: 1 });  // halves would round to one step twice
-    if (chart.zero_line) {
-      result.shapes.push({
-        type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.zero_line, y1: chart.zero_line,
-        line: { color: css("--muted"), width: 1, dash: "dot" },
-      });
-    }
     return { traces: chart.traces.map(curve), layout: result };
   };
 
