@@ -28,9 +28,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.experiment.validation import load_own_architecture
-from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rl.run.kernels import warm_once
 from fp8rl.rollout.engine.protocol import check_report
 from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda
 from fp8rl.rollout.engine.server.client import EngineClient
@@ -92,7 +90,6 @@ def serve(
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
     config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
-    warm_once(served.launched, own_capability(), say)
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
         beside = served.adapter_config

@@ -25,7 +25,6 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.interrupts import Closing
-from fp8rl.rl.run.kernels import warm_nodes
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
@@ -86,7 +85,6 @@ class Stack:
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         reservations = Reservations(experiment, folder)
         closing.callback(reservations.close)
-        warm_nodes(experiment, reservations.nodes, say)  # before both sides look for the same kernels at once
         closing.callback(remove_written, folder / "served", SERVED)
         events = events or Events()
         engines, rollout = Engines.none(), experiment.rollout

@@ -3,7 +3,7 @@
 For Python 3.12, torch 2.11.0+cu130 and Triton 3.6.0, as an image with torch may have them. FOLDER gets archives, to be
 unpacked into one directory of the machine's PYTHONPATH, and `stand_ins/`, a directory to be named before it: SGLang
 imports packages on CUDA that exact mode never calls, and that take a gigabyte. Set SGLANG_IS_FLASHINFER_AVAILABLE=false
-and, if the machine is small, carry a Triton cache that `fp8rl warm SPEC --gpu h100` filled under the same Triton.
+and, if the machine is small, carry a Triton cache that `fp8rl warm FILE --gpu h100` filled under the same Triton.
 """
 
 from __future__ import annotations
