@@ -24,6 +24,7 @@ from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.core.terminal import say_error
 from fp8rl.rl.experiment.experiment import Experiment, uninterpolated
 from fp8rl.rl.experiment.layers import Say, merged, types_of
+from fp8rl.rl.experiment.removed import without_removed
 from fp8rl.rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from fp8rl.rollout.tasks.named_functions import check_importable
 
@@ -89,7 +90,8 @@ def architecture_of(overrides: Sequence[str]) -> str | None:
 
 
 def read_resolved(path: str | Path) -> Experiment:
-    """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides.
+    """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides; removed keys are
+    left out.
 
     No code is imported that it names, and no architecture: the run may be somebody else's. What computes with its model
     loads that by itself.
@@ -99,7 +101,7 @@ def read_resolved(path: str | Path) -> Experiment:
     """
     values = _interpolated(_read_yaml(Path(path)), Path(path))
     try:
-        return parse_experiment(values, imports=False)
+        return parse_experiment(without_removed(values), imports=False)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 

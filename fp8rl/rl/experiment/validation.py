@@ -17,6 +17,7 @@ from fp8rl.numerics.core.errors import UserError, check_rules, shown, user_error
 from fp8rl.rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.gate_rules import check_gates
+from fp8rl.rl.experiment.removed import refusal_of_removed
 from fp8rl.rl.experiment.rules import RULES
 from fp8rl.rollout.tasks.named_functions import check_importable
 
@@ -127,7 +128,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return _unknown_key(key, found, values)
+        return refusal_of_removed(key, shown(found, 60)) or _unknown_key(key, found, values)
     if kind == "missing":
         section = Experiment.model_fields[key].annotation if key in Experiment.model_fields else None
         needed = next((n for one in _models_in(section) for n, f in one.model_fields.items() if f.is_required()), "")

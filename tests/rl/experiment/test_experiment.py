@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.experiment import load_experiment, parse_experiment, read_resolved
+from fp8rl.rl.experiment.removed import REMOVED
 from tests.support.paths import EXAMPLES
 
 MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}
@@ -58,6 +59,18 @@ def test_a_section_that_is_missing_is_named_by_the_key_that_it_needs() -> None:
 def test_a_key_that_is_written_out_is_known_by_its_initials() -> None:
     for key, meant in (("learning_rate", "lr"), ("tensor_parallel", "tp")):
         assert f"Did you mean trainer.{meant}? " in message({"trainer": {key: 1}})
+
+
+def test_a_removed_key_is_refused_in_a_sentence_and_left_out_of_an_old_run(write, monkeypatch) -> None:
+    monkeypatch.setitem(REMOVED, "rollout.gone", "Set rollout.engines.")
+    said = "rollout.gone: found {'a': 1}, expected nothing: this key has gone, see CHANGELOG.md. Set rollout.engines."
+    assert message({"rollout": {"gone": {"a": 1}}}) == said
+    path = write("s.yaml", BASE)
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_experiment(path, ["rollout.gone.a=1"])
+    spec = load_experiment(path)
+    old = write("old.yaml", spec.to_yaml().replace("\nrollout:", "\nrollout:\n  gone: {a: 1}"))
+    assert "gone" in old.read_text() and read_resolved(old) == spec
 
 
 def test_a_wrong_entry_of_a_list_gives_one_message() -> None:

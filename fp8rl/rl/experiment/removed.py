@@ -1,0 +1,29 @@
+"""Keys that specs had once: a spec that has one is refused in a sentence; the spec of an old run is read without it.
+
+A row: the dotted key, without the indices of lists, and the sentence that says what to do. Below a removed section, no
+key needs a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+REMOVED: dict[str, str] = {}
+
+
+def refusal_of_removed(key: str, found: str) -> str | None:
+    """Return what is said of a removed key, with its value as text; None: specs never had such a key."""
+    remedy = REMOVED.get(".".join(part for part in key.split(".") if not part.isdigit()))
+    if remedy is None:
+        return None
+    return f"{key}: found {found}, expected nothing: this key has gone, see CHANGELOG.md. {remedy or 'Remove it.'}"
+
+
+def without_removed(value: Any, key: str = "") -> Any:
+    """Return the values of an old run's spec without the keys that have gone; `key` is where the value stands."""
+    if isinstance(value, list):
+        return [without_removed(entry, key) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {name: (f"{key}.{name}".lstrip("."), part) for name, part in value.items()}
+    return {name: without_removed(part, below) for name, (below, part) in inner.items() if below not in REMOVED}
