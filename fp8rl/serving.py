@@ -30,7 +30,7 @@ from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, loa
 from fp8rl.rl.experiment.validation import load_own_architecture
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.protocol import check_report
-from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda
+from fp8rl.rollout.engine.server.arguments import ServedChats
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Endpoint
@@ -89,7 +89,7 @@ def serve(
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
-    config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
+    config = served.rollout.model_copy(update={"port": port})
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
         beside = served.adapter_config

@@ -83,11 +83,6 @@ CONDITIONS: dict[str, Condition] = {
         lambda e: f"rollout.sleep={str(e.rollout.sleep).lower()}",
         "rollout.sleep=true",
     ),
-    "speculation": Condition(
-        lambda e: e.rollout.speculation is not None and e.needs_engines,
-        lambda e: f"rollout.speculation={'null' if e.rollout.speculation is None else 'given'}",
-        "rollout.speculation",
-    ),
     "routes": Condition(
         lambda e: e.numerics.router_replay != "off",
         lambda e: f"numerics.router_replay={e.numerics.router_replay}",

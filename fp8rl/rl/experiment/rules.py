@@ -39,11 +39,6 @@ def _dynamic(experiment: Experiment) -> bool:
     return isinstance(experiment.algorithm, PolicyGradient) and experiment.algorithm.dynamic_sampling
 
 
-def _drafts(experiment: Experiment) -> str:
-    drafts = experiment.rollout.speculation
-    return f"drafts={drafts.drafts}" if drafts is not None else "null"
-
-
 RULES: tuple[Rule[Experiment], ...] = (
     Rule(
         "environment",
@@ -128,20 +123,6 @@ RULES: tuple[Rule[Experiment], ...] = (
         "tensor or disk: with this transport engines have GPUs of their own, so sleeping frees no memory for the "
         "trainer",
         "Set sync.transport=tensor, or remove rollout.sleep.",
-    ),
-    Rule(
-        "rollout.speculation",
-        lambda e: e.rollout.speculation is not None and e.numerics.mode != "exact",
-        lambda e: f"{_drafts(e)} with numerics.mode=native",
-        "null, or numerics.mode=exact: in native mode a token's logits depend on the tokens computed beside it",
-        "Remove rollout.speculation, or set numerics.mode=exact.",
-    ),
-    Rule(
-        "rollout.speculation",
-        lambda e: e.rollout.speculation is not None and e.carries_supports,
-        lambda e: f"{_drafts(e)} with rollout.top_p, top_k or min_p, and tokens of older weights",
-        "null: with drafts SGLang does not report the kept tokens, which a trainer at other weights needs",
-        "Remove rollout.speculation; or set rollout.staleness=0 and one update for a batch.",
     ),
     Rule(
         "adapter",

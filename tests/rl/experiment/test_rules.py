@@ -47,12 +47,6 @@ SPECS: list[tuple[str, list[str], list[str]]] = [
     ("'true with rollout.staleness=1'", ["rollout.sleep=true", "rollout.staleness=1"], []),
     ("'true with sync.delta=true'", ["rollout.sleep=true", "sync.delta=true"], []),
     ("'true with sync.transport=distributed'", ["rollout.sleep=true", "sync.transport=distributed"], []),
-    ("'drafts=3 with numerics.mode=native'", ["rollout.speculation={drafts: 3}", "numerics.mode=native"], []),
-    (
-        "'drafts=3 with rollout.top_p",
-        ["rollout.speculation={drafts: 3}", "rollout.top_p=0.9", "rollout.staleness=1"],
-        [],
-    ),
     ("'an adapter with numerics.mode=native'", ["adapter={}", "numerics.mode=native"], []),
     ("'0.1 with an adapter'", ["adapter={}", "trainer.router_bias_rate=0.1"], []),
     ("'true, and no frozen weights are served", ["sync.shared_base=true"], []),

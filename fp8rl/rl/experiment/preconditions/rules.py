@@ -24,7 +24,6 @@ from fp8rl.numerics.core.errors import Rule, UserError, check_rules
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
 from fp8rl.rl.experiment.preconditions.target import PlannedRun, Target, dotted
-from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
 
@@ -234,23 +233,12 @@ CONTEXT: tuple[Rule[PlannedRun], ...] = (
     ),
     Rule(
         "rollout.max_total_tokens",
-        lambda c: c.experiment.rollout.cache_tokens < c.experiment.rollout.row_tokens,
+        lambda c: c.experiment.rollout.cache_tokens < c.experiment.rollout.context_length,
         lambda c: c.experiment.rollout.cache_tokens,
-        lambda c: f"at least rollout.context_length = {c.experiment.rollout.context_length}{_behind(c.experiment)}",
+        lambda c: f"at least rollout.context_length = {c.experiment.rollout.context_length}",
         "Raise rollout.max_total_tokens or lower rollout.context_length.",
     ),
 )
-
-STATES: tuple[Rule[PlannedRun], ...] = (
-    Rule(
-        "rollout.speculation",
-        lambda c: c.experiment.rollout.speculation is not None and c.shape.request_bytes() > 0,
-        "given, with a model that keeps a state for each sequence",
-        "null: a state that has read a draft cannot give it back",
-        "Remove rollout.speculation.",
-    ),
-)
-
 
 CPU_HEADS: tuple[Rule[PlannedRun], ...] = (
     Rule(
@@ -269,11 +257,6 @@ CPU_HEADS: tuple[Rule[PlannedRun], ...] = (
         "Set numerics.mode=exact.",
     ),
 )
-
-
-def _behind(experiment: Experiment) -> str:
-    drafts = experiment.rollout.speculation
-    return "" if drafts is None else f" and {drafts.reserve} tokens for drafts"
 
 
 def check_model_layout(shape: Shape, experiment: Experiment) -> None:
@@ -305,7 +288,6 @@ def _check_rows(run: PlannedRun) -> None:
 
 CHECKS: tuple[Callable[[PlannedRun], None], ...] = (
     partial(check_rules, DEEPGEMM),
-    lambda run: check_drafts(run.experiment.rollout.speculation, run.target.gpus),
     _check_engines,
     lambda run: check_rules(ALLOCATOR, run.target),
     partial(check_rules, COMPILER),
@@ -317,7 +299,6 @@ CHECKS: tuple[Callable[[PlannedRun], None], ...] = (
     _check_rows,
     lambda run: check_gate_layers(run.experiment, run.sizes),
     partial(check_rules, CONTEXT),
-    partial(check_rules, STATES),
     partial(check_rules, CPU_HEADS),
 )
 """Each raises `UserError` for the first of its rules that a spec breaks; they do not rely on each other."""

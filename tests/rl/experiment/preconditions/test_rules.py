@@ -229,7 +229,6 @@ def test_what_a_kind_of_machine_cannot_run_is_refused_and_its_remedy_mends(
             {},
             "numerics.mode: found 'exact on GPUs of compute capability 12.0', expected 8.9 to 11.x",
         ),
-        (on("h100"), {"rollout": {"speculation": {"drafts": 2}}}, "rollout.speculation: found 'drafts=2 on a GPU'"),
     ],
 )
 def test_what_else_it_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:

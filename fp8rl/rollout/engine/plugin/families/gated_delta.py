@@ -71,8 +71,6 @@ class States:
     @classmethod
     def of(cls, backend: Any, layer: int, batch: Any) -> States:
         """Find the states of SGLang's ForwardBatch. backend: of its linear attention, which knows the batch's slots."""
-        if batch.forward_mode.is_target_verify():
-            raise NotImplementedError("fp8rl plugin: found drafts for a model with states, which cannot give them back")
         held = backend.req_to_token_pool.mamba2_layer_cache(layer)
         slots = backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)  # SGLang pads with -1
         if batch.forward_mode.is_decode_or_idle():
