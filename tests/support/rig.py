@@ -36,7 +36,7 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.placement import ActorPlacement
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import PassResult
@@ -158,17 +158,8 @@ class Rig:
             ActorPlacement(options={"name": name, "get_if_exists": True, "lifetime": "detached"})
             for name in self._ranks[: config.world_size]
         ]
-        return TrainerGroup.start(
-            model,
-            config,
-            numerics,
-            seed=0,
-            total_steps=100,
-            max_sequence_length=512,
-            placements=named,
-            adapter=adapter,
-            shared_base=shared_base,
-        )
+        spec = TrainerSpec(model, config, numerics, 0, 100, 512, adapter=adapter, shared_base=shared_base)
+        return TrainerGroup.start(spec, named)
 
     def only_ray(self) -> None:
         """Ray, and room for a test's own engines."""

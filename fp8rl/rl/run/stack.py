@@ -30,6 +30,7 @@ from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.config import TrainerSpec
 from fp8rl.weight_sync.bridge import Bridge
 from fp8rl.weight_sync.frozen import write_base
 from fp8rl.weight_sync.served import write_description
@@ -205,14 +206,13 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservations: Reservations) -> TrainerGroup:
     algorithm = experiment.algorithm
-    trainer = TrainerGroup.start(
+    spec = TrainerSpec(
         experiment.model.directory,
         experiment.trainer,
         numerics,
         seed=experiment.run.seed,
         total_steps=algorithm.policy_updates(experiment.run.steps),
         max_sequence_length=experiment.rollout.context_length,
-        placements=reservations.trainer(),
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
         critic_steps=experiment.run.steps * algorithm.updates,
@@ -220,6 +220,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservation
         shared_base=experiment.base_spec is not None,
         architecture=experiment.model.architecture,
     )
+    trainer = TrainerGroup.start(spec, reservations.trainer())
     _share_base(experiment, trainer)
     return trainer
 
