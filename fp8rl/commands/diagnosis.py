@@ -88,6 +88,7 @@ def warm(
         if implementation_for(capability, QuantSpec.preset("fp8_block_pow2")) != "triton":
             raise user_error("--gpu", found=gpu, expected="a GPU that runs our kernels", remedy="Name h100 or b200.")
         variants = precompile.read_list(file)
+        cache.relocate()
         found = precompile.compile_all(variants, capability, len(os.sched_getaffinity(0)), progress())
     counts = {"directory": str(cache.directory()), "kernels": len(variants), "compiled": len(found.compiled)}
     if as_json:

@@ -117,9 +117,6 @@ def compile_all(
     Raises:
         UserError: a kernel of the list is no longer there, or has other arguments.
     """
-    from fp8rl.numerics.kernels.cache import relocate
-
-    relocate()
     # A kernel's variants take as long as each other, and the longest are those of the longest descriptions.
     ordered, found = sorted(set(variants), key=lambda each: (-len(each.data), each.kernel)), Compiled()
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (capability,)) as pool:
