@@ -28,11 +28,9 @@ from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
-from fp8rl.rl.run.cluster.placement import own_capability
 from fp8rl.rl.run.engines.serving import expected_report
-from fp8rl.rl.run.kernels import warm_once
 from fp8rl.rollout.engine.protocol import check_report
-from fp8rl.rollout.engine.server.arguments import ServedChats, has_cuda
+from fp8rl.rollout.engine.server.arguments import ServedChats
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Endpoint
@@ -91,8 +89,7 @@ def serve(
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
-    config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
-    warm_once(served.launched, own_capability(), say)
+    config = served.rollout.model_copy(update={"port": port})
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
         beside = served.adapter_config

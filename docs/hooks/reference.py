@@ -34,9 +34,9 @@ begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
 
 A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier files, mappings are merged,
 and lists are replaced. On the command line `section.key=value` overrides all files. If a file or an override names
-another algorithm, environment or rejection, the settings of the former one go, and a note names them. A path is relative
-to the file that it is written in; on the command line it is relative to the current directory. It may begin with `~`. The
-error for a misspelt key names the nearest valid key. *required* says that there is no default.
+another algorithm, environment or rejection, the settings of the former one go, and a note names them. A path is
+relative to the file that it is written in; on the command line it is relative to the current directory. It may begin
+with `~`. The error for a misspelt key names the nearest valid key. *required* says that there is no default.
 """
 _NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text", types.NoneType: "null"}
 _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}

@@ -6,13 +6,12 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, refuse_given, show, user_errors
+from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
@@ -41,14 +40,10 @@ def doctor(
         from fp8rl.rl.experiment import load_experiment
         from fp8rl.rl.experiment.fetching import fetched
         from fp8rl.rl.experiment.sections import NumericsSection
-        from fp8rl.rl.run.cluster.placement import own_capability
-        from fp8rl.rl.run.kernels import warm_once
 
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
         say = progress()
-        if not quick:
-            warm_once(None, own_capability(), say)
         diagnosis = judge(gather(numerics, say, quick=quick), numerics)
         if loaded:
             say("checking model, data and sizes of the spec")
@@ -61,50 +56,38 @@ def doctor(
 
 
 def warm(
-    context: typer.Context,
-    subject: Annotated[Path, typer.Argument(metavar="SPEC|RUN|MODEL", help="YAML spec, or the directory to serve.")],
-    overrides: Overrides = None,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="List of kernels that a run or doctor wrote beside Triton's cache.")
+    ],
     gpu: Annotated[
         str | None, typer.Option(help="A name that `plan` knows. Default: the GPU of this machine, else h100.")
     ] = None,
-    mode: Annotated[Literal["exact", "native"], typer.Option(help="For a MODEL: exact or native.")] = "exact",
-    preset: Annotated[Preset, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
     as_json: AsJson = False,
 ) -> None:
-    """Compile the Triton kernels of a run, or of `fp8rl serve`, before it starts. This needs no GPU.
+    """Compile a list of Triton kernels, so that a run on another machine compiles none. This needs no GPU.
 
     TRITON_CACHE_DIR names the cache, which can be carried to machines with the same Triton.
 
     Exit code 0, 2 for bad input.
     """
     with user_errors():
-        from fp8rl.diagnose.subject import read_served
-        from fp8rl.rl.experiment import load_experiment
+        from fp8rl.numerics.backend.implementation import implementation_for
+        from fp8rl.numerics.kernels import cache, precompile
+        from fp8rl.numerics.spec import QuantSpec
         from fp8rl.rl.experiment.budget.gpus import gpu_named
-        from fp8rl.rl.experiment.fetching import fetched
         from fp8rl.rl.run.cluster.placement import own_capability
-        from fp8rl.rl.run.kernels import Subject
-        from fp8rl.rl.run.kernels import warm as compile_kernels
 
-        if not os.path.isdir(subject) or os.path.isfile(subject / "spec.yaml"):
-            refuse_given(context, ["mode", "preset"], "a spec or a run, which has its own")
         capability = (own_capability() or (9, 0)) if gpu is None else gpu_named(gpu).capability
-        if subject.is_dir():
-            if overrides:
-                raise user_error(
-                    "KEY=VALUE", found=overrides, expected="none beside a directory", remedy="Leave it out."
-                )
-            launched: Subject = read_served(subject, mode, preset).launched
-        else:
-            launched = fetched(load_experiment(subject, overrides or []))
-        found = compile_kernels(launched, capability, progress())
+        if implementation_for(capability, QuantSpec.preset("fp8_block_pow2")) != "triton":
+            raise user_error("--gpu", found=gpu, expected="a GPU that runs our kernels", remedy="Name h100 or b200.")
+        variants = precompile.read_list(file)
+        cache.relocate()
+        found = precompile.compile_all(variants, capability, len(os.sched_getaffinity(0)), progress())
+    counts = {"directory": str(cache.directory()), "kernels": len(variants), "compiled": len(found.compiled)}
     if as_json:
-        print(json.dumps(None if found is None else asdict(found)))
-    elif found is None:
-        show("nothing to compile: it runs no kernels of ours on such GPUs")
+        print(json.dumps(counts))
     else:
-        later = f"; ops of {', '.join(found.unknown)} are compiled when they first run" if found.unknown else ""
-        show(f"{found.kernels} kernels in {found.directory}, of which {found.compiled} were compiled now{later}")
+        show("{kernels} kernels in {directory}, of which {compiled} were compiled now".format(**counts))
 
 
 def plan(

@@ -26,7 +26,6 @@ from fp8rl.rl.guard.capsule import read_capsule
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.run.engines.serving import engine_adapter
-from fp8rl.rl.run.kernels import ServedModel
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.tasks.tool_calls import parsers
 from fp8rl.trainer.step.batch import TokenBatch
@@ -172,12 +171,6 @@ class Served:
     @property
     def adapter_config(self) -> AdapterSection | None:
         return None if self.adapter is None else self.adapter.config
-
-    @property
-    def launched(self) -> ServedModel:
-        """Return what its engine computes on a GPU, where it takes no drafts."""
-        rollout = self.rollout.model_copy(update={"speculation": None})
-        return ServedModel(self.path, self.numerics, rollout, self.adapter_config, self.architecture)
 
     def with_tools(self, tool_parser: str) -> Served:
         """Let the model call tools in this format. Raises UserError: SGLang has none of that name."""

@@ -3,53 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.sampling import Truncation
 from fp8rl.rollout.types import SamplingParams, some_or_all
-
-# What `rollout.speculation` may say, and where it cannot be had.
-
-Source = Literal["siblings", "history"]
-
-
-class SpeculationSection(Section):
-    """Draft tokens that other answers said, have the model compute several of them in one forward pass, and keep those
-    that are drawn anyway. No token and no log-probability changes."""
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    drafts: int = Field(default=4, ge=1, le=16)
-    """Most tokens that are drafted for an answer in a forward pass; fewer or none if they do not pay."""
-    source: Source = Field(default="history", alias="from")
-    """The source of drafts. `siblings`: answers to the same prompt at the same weights. `history`: all that the engine
-    has answered, to the same prompt first, also at earlier weights."""
-
-    @property
-    def width(self) -> int:
-        """Tokens of an answer in one forward pass: its last one and the drafts."""
-        return self.drafts + 1
-
-    @property
-    def reserve(self) -> int:
-        """Tokens that SGLang keeps free in the KV cache behind each answer."""
-        return 2 * self.width
-
-
-def check_drafts(speculation: SpeculationSection | None, cuda: bool) -> None:
-    """Raise `UserError` if an engine with drafts is to run on a GPU."""
-    if speculation is not None and cuda:
-        raise user_error(
-            "rollout.speculation",
-            found=f"drafts={speculation.drafts} on a GPU",
-            expected="null: a decode step there is a captured CUDA graph with one token of each answer",
-            remedy="Remove rollout.speculation.",
-        )
-
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Numbers of answers that CUDA graphs are captured for, unless the spec names them."""
@@ -121,8 +81,6 @@ class RolloutSection(Section):
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
-    speculation: SpeculationSection | None = None
-    """Draft tokens and accept those that are drawn anyway; null: one token per answer in a forward pass."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
     """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
     imports alone take about ten."""
@@ -181,7 +139,7 @@ class RolloutSection(Section):
     @property
     def cache_tokens(self) -> int:
         """`max_total_tokens`, or an engine's own default."""
-        return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.row_tokens)
+        return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.context_length)
 
     def running(self, cuda: bool) -> int | None:
         """Return the number of answers that an engine works on at a time; None: SGLang's own."""
@@ -192,11 +150,6 @@ class RolloutSection(Section):
     def states(self, cuda: bool) -> int:
         """Return the number of sequences whose states an engine holds, of a model that has states beside a KV cache."""
         return (self.running(cuda) or CPU_RUNNING) * (STATES_PER_ANSWER if self.prefix_cache else 1)
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of the cache that the longest row takes, with the reserve behind it."""
-        return self.context_length + (0 if self.speculation is None else self.speculation.reserve)
 
     @property
     def updates_in_flight(self) -> bool:

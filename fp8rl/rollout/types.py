@@ -147,18 +147,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """The counts of an answer's forward passes, of tokens that were drafted in them, and of drafts that were right."""
-
-    passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def __add__(self, other: Decoding) -> Decoding:
-        return Decoding(self.passes + other.passes, self.drafted + other.drafted, self.accepted + other.accepted)
-
-
-@dataclass(frozen=True)
 class Completion:
     """One answer of the engine: generated tokens, and the log-probability and weight version of each."""
 
@@ -177,8 +165,6 @@ class Completion:
     """A pause for an update ended it."""
     supports: KeptTokens | None = field(default=None, repr=False)
     """Of the T tokens; None if they were not requested."""
-    decoding: Decoding = Decoding()
-    """Of an engine that drafts."""
 
     def then(self, rest: Completion) -> Completion:
         """Join this answer, which was aborted, with the engine's continuation from its last token on."""
@@ -188,7 +174,6 @@ class Completion:
             logprobs=self.logprobs + rest.logprobs,
             weight_versions=self.weight_versions + rest.weight_versions,
             supports=self.supports.then(rest.supports) if self.supports and rest.supports else rest.supports,
-            decoding=self.decoding + rest.decoding,
         )
 
 
@@ -224,8 +209,6 @@ class Trajectory:
     """Its number among the rows of one conversation; row 0 ended it."""
     supports: KeptTokens | None = field(default=None, repr=False)
     """Of the M tokens, if they were requested."""
-    decoding: Decoding = Decoding()
-    """As in a Completion."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8rl.models import load_architecture
-from fp8rl.models.adapters import AdapterSection
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.placement import ActorPlacement
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, Scored
@@ -77,17 +76,15 @@ class TrainerActor:
         self._store = parallel.open_store(host, self.config.world_size)
         return self._store.port
 
-    def start(
-        self, host: str, port: int, model_path: Path, numerics: NumericsConfig, architecture: str | None, **options: Any
-    ) -> None:
-        """Join the other ranks and build the models. architecture: see `TrainerGroup.start`. options: the keywords of
-        `Roles`."""
+    def start(self, host: str, port: int, spec: TrainerSpec) -> None:
+        """Join the other ranks and build the models."""
         from fp8rl.trainer import device
         from fp8rl.trainer.distributed import parallel
 
+        numerics = spec.numerics
         device.start(self.rank, numerics)
-        if architecture is not None:
-            load_architecture(architecture)
+        if spec.architecture is not None:
+            load_architecture(spec.architecture)
         from fp8rl.trainer.roles import Roles
         from fp8rl.trainer.trainer import check_row_invariance
 
@@ -96,7 +93,7 @@ class TrainerActor:
         if self._store is None and self.config.world_size > 1:
             self._store = parallel.join_store(host, port, self.config.world_size)
         layout = parallel.initialize(self.config, self.rank, self._store, host)
-        self._roles = Roles(model_path, self.config, numerics, layout, **options)
+        self._roles = Roles(spec, layout)
 
     def apply(
         self, role: Role | None, method: str | Callable[..., T], *args: Any, of_reporting_ranks: bool = False
@@ -129,18 +126,6 @@ class TrainerActor:
         parallel.shutdown()
 
 
-@dataclass(frozen=True)
-class _Start:
-    """The arguments that every rank starts with, apart from where it runs."""
-
-    model_path: Path
-    config: TrainerSection
-    numerics: NumericsConfig
-    architecture: str | None
-    options: dict[str, Any]
-    """The keywords of `trainer.roles.Roles`."""
-
-
 class TrainerGroup:
     """All ranks of one trainer. Calls block until every rank is done, and speak of the policy unless they name a role.
 
@@ -157,50 +142,21 @@ class TrainerGroup:
     def __init__(self, actors: list[Any], hung_after_s: float = 120.0, merges: bool = False) -> None:
         self._actors, self._hung_after_s = actors, hung_after_s
         self.merges = merges
-        self._begin: _Start | None = None
+        self._begin: TrainerSpec | None = None
         self._started = False
         self.weight_version = 0
 
     @classmethod
-    def start(
-        cls,
-        model_path: Path,
-        trainer: TrainerSection,
-        numerics: NumericsConfig,
-        seed: int,
-        total_steps: int,
-        max_sequence_length: int,
-        placements: Sequence[ActorPlacement] | None = None,
-        reference: bool = False,
-        critic: TrainerSection | None = None,
-        critic_steps: int | None = None,
-        adapter: AdapterSection | None = None,
-        shared_base: bool = False,
-        architecture: str | None = None,
-    ) -> TrainerGroup:
+    def start(cls, spec: TrainerSpec, placements: Sequence[ActorPlacement] | None = None) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
-        placements: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that
-        stays as it is. critic: how a critic is trained, if there is one. critic_steps: its optimizer steps; None: as
-        many as the policy's `total_steps`. adapter: what is trained in place of the weights. shared_base: these come
-        from a base that the policy is to adopt before it computes (`weight_sync.frozen`).
-        architecture: a user's file with that of the model; None: it is one of ours.
+        placements: where each rank runs; None: on one machine, without GPUs.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
         """
-        options = {
-            "seed": seed,
-            "total_steps": total_steps,
-            "max_sequence_length": max_sequence_length,
-            "reference": reference,
-            "critic": critic,
-            "critic_steps": critic_steps,
-            "adapter": adapter,
-            "shared_base": shared_base,
-        }
-        group = cls([], trainer.hung_after_s, adapter is not None and adapter.mode == "merged")
-        group._begin = _Start(Path(model_path).absolute(), trainer, numerics, architecture, options)
+        group = cls([], spec.config.hung_after_s, spec.adapter is not None and spec.adapter.mode == "merged")
+        group._begin = replace(spec, model_path=Path(spec.model_path).absolute())
         group.restart(placements)
         return group
 
@@ -219,7 +175,7 @@ class TrainerGroup:
         try:
             host = placements[0].host
             port = self._one(0, "open_rendezvous", host) if begin.config.world_size > 1 else 0
-            self._all("start", host, port, begin.model_path, begin.numerics, begin.architecture, **begin.options)
+            self._all("start", host, port, begin)
         except BaseException:
             self.shutdown()
             raise

@@ -1,11 +1,15 @@
-"""The `trainer:` section of an experiment spec."""
+"""The `trainer:` section of an experiment spec, and all that the ranks of a trainer start with."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from fp8rl.models.adapters import AdapterSection
+from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.section import Section
 from fp8rl.numerics.spec import TensorSpec
 
@@ -135,6 +139,33 @@ class TrainerSection(RateSection):
     def copies(self) -> int:
         """Ranks that hold the same dense weights, whether they share rows or tokens."""
         return self.dp * self.cp
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What every rank of a trainer starts with, apart from where it runs. All models are in one layout and numerics."""
+
+    model_path: Path
+    """A Hugging Face directory."""
+    config: TrainerSection
+    numerics: NumericsConfig
+    seed: int
+    total_steps: int
+    """Optimizer steps of the policy."""
+    max_sequence_length: int
+    reference: bool = False
+    """Whether a model is to stay as the directory has it: of a policy with adapters its own weights, of any other a
+    copy."""
+    critic: TrainerSection | None = None
+    """Its optimizer's settings, if there is to be one."""
+    critic_steps: int | None = None
+    """Its optimizer steps; None: as many as the policy's."""
+    adapter: AdapterSection | None = None
+    """Trained in place of the weights."""
+    shared_base: bool = False
+    """The policy's frozen weights come from a base that it is to adopt before it computes (`weight_sync.frozen`)."""
+    architecture: str | None = None
+    """A user's file with that of the model; None: it is one of ours."""
 
 
 def travels_in_fp8(spec: TensorSpec) -> bool:

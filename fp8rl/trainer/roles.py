@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.architecture import Role
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer import device
 from fp8rl.trainer.checkpoint import checkpoint
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSpec
 from fp8rl.trainer.critic import Critic
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.distributed.offload import HostCopy
@@ -34,38 +33,20 @@ class Roles:
         models: by role. The policy is always there.
     """
 
-    def __init__(
-        self,
-        model_path: Path,
-        config: TrainerSection,
-        numerics: NumericsConfig,
-        layout: Layout,
-        *,
-        reference: bool = False,
-        critic: TrainerSection | None = None,
-        critic_steps: int | None = None,
-        adapter: AdapterSection | None = None,
-        shared_base: bool = False,
-        **options: Any,
-    ) -> None:
-        """reference: whether a model is to stay as the directory has it: of a policy with adapters its own weights, of
-        any other a copy. critic: its optimizer's settings, if there is to be one. critic_steps: its optimizer steps;
-        None: as many as the policy's. adapter: of all that is trained. shared_base: the policy's frozen weights come
-        from a base; see `Scorer`. options: the keywords of `Trainer`.
-
-        Raises:
-            UserError: as `Trainer` does.
-        """
-        self.policy = Trainer(model_path, config, numerics, layout, adapter=adapter, shared_base=shared_base, **options)
+    def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
+        """Build the policy, and the reference and critic that the spec asks for. Raises UserError as `Trainer` does."""
+        beside = {"max_sequence_length": spec.max_sequence_length}
+        trained = beside | {"seed": spec.seed, "total_steps": spec.total_steps, "adapter": spec.adapter}
+        given = spec.numerics, layout
+        self.policy = Trainer(spec.model_path, spec.config, *given, **trained, shared_base=spec.shared_base)
         self.models: dict[Role, Scorer | WithoutAdapter] = {"policy": self.policy}
-        if reference and adapter is not None:
+        if spec.reference and spec.adapter is not None:
             self.models["reference"] = WithoutAdapter(self.policy)
-        elif reference:
-            length = options["max_sequence_length"]
-            self.models["reference"] = Reference(model_path, config, numerics, layout, max_sequence_length=length)
-        if critic is not None:
-            options |= {} if critic_steps is None else {"total_steps": critic_steps}
-            self.models["critic"] = Critic(model_path, critic, numerics, layout, adapter=adapter, **options)
+        elif spec.reference:
+            self.models["reference"] = Reference(spec.model_path, spec.config, *given, **beside)
+        if spec.critic is not None:
+            trained |= {} if spec.critic_steps is None else {"total_steps": spec.critic_steps}
+            self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)
 
     def offload(self) -> OffloadReport:
         """Make room on the device, for engines that sample on it; see :func:`offload`."""

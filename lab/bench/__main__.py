@@ -25,7 +25,6 @@ from lab.studies.harness.result import processor
 
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "rollout": ("lab.bench.engines:rollout",),
-    "speculation": ("lab.bench.engines:speculation",),
     "endpoint": ("lab.bench.endpoint:run",),
     "kv": ("lab.bench.engines:kv",),
     "families": ("lab.bench.engines:families",),

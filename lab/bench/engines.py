@@ -18,10 +18,10 @@ from fp8rl.numerics.config import KVPrecision, Mode, NumericsConfig, RolloutPrec
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutSection, SpeculationSection
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import Engine
 from fp8rl.rollout.tasks.data.sources import Source, load_problems
-from fp8rl.rollout.types import Decoding, Prompt, SamplingParams, Trajectory, prompt_ids
+from fp8rl.rollout.types import Prompt, SamplingParams, Trajectory, prompt_ids
 from fp8rl.weight_sync.served import convert_checkpoint
 from lab.bench.measure import DEMO, Result, median_ratio
 
@@ -39,7 +39,6 @@ class Side:
     kv: KVPrecision = "bf16"
     plugin: bool = True
     """False: stock SGLang."""
-    speculation: SpeculationSection | None = None
     adapter: AdapterSection | None = None
 
 
@@ -67,7 +66,6 @@ SIDES = {
     FP8: Side(),
     NATIVE: Side(mode="native"),
 }
-PLAIN, DRAFTS = "one token at a time", "drafts"
 ABSORBED = "SGLang's own ops in BF16, told to absorb latents"
 """Stock SGLang stops at latent attention on a CPU: its attention there takes latents for keys of heads."""
 OWN = {
@@ -117,51 +115,6 @@ def adapters(adapter: AdapterSection) -> Result:
     return asyncio.run(measure(DEMO, sides)).ratio(what, "with adapters", "without", 0.85)
 
 
-def speculation() -> Iterator[Result]:
-    """Seeded speculation: the same bits, tokens of a forward pass, and tokens per second; of whole steps, and of the
-    last answers of a step."""
-    with asyncio.Runner() as runner:
-        measured = _speculation()
-
-        async def following() -> list[Result]:
-            return await anext(measured, [])
-
-        while results := runner.run(following()):
-            yield from results
-
-
-async def _speculation() -> AsyncIterator[list[Result]]:
-    sides = {PLAIN: Side(), DRAFTS: Side(speculation=SpeculationSection())}
-    async with serving(DEMO, sides) as engines:
-        for kind, temperature in {"T = 1": 1.0, "greedy": 0.0}.items():
-            for count in (PROMPTS, 2):
-                shape = f"{kind}, {count} x {GROUP} answers"
-                found = await in_turns(engines, DEMO, count, temperature, rounds=10, warmup=4)
-                pairs = zip(found.answers[PLAIN], found.answers[DRAFTS], strict=True)
-                said = sum((answer.decoding for answer in found.counted[DRAFTS]), Decoding())
-                drafted = {
-                    "drafted per forward pass": said.drafted / said.passes,
-                    "right": said.accepted / max(said.drafted, 1),
-                }
-                yield [
-                    Result(
-                        name=f"speculation: answers with other tokens or log-probabilities ({shape})",
-                        value=sum((a.token_ids, a.logprobs) != (b.token_ids, b.logprobs) for a, b in pairs),
-                        bar=0,
-                        at_least=False,
-                        parts={"answers": float(len(found.answers[PLAIN]))},
-                    ),
-                    Result(
-                        name=f"speculation: accepted tokens per forward pass ({shape})",
-                        value=1 + said.accepted / said.passes,
-                        bar=1.5,
-                        at_least=True,
-                        parts=drafted,
-                    ),
-                    found.ratio(f"speculation: rollout tokens/s, with drafts / without ({shape})", DRAFTS, PLAIN, 1.0),
-                ]
-
-
 async def measure(model: Path, sides: Mapping[str, Side]) -> Turns:
     """Have an engine of each side answer in turns."""
     async with serving(model, sides) as engines:
@@ -185,7 +138,7 @@ async def serving(model: Path, sides: Mapping[str, Side]) -> AsyncIterator[dict[
                 served = folder / f"served_{len(engines)}"
                 convert_checkpoint(model, served, numerics.rollout_spec)
                 engines[label] = Engine(
-                    RolloutSection(speculation=side.speculation),
+                    RolloutSection(),
                     folder / f"{len(engines)}.log",
                     plugin if side.plugin else None,
                     expected_report(numerics, side.adapter) if side.plugin else None,

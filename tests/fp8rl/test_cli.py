@@ -197,7 +197,6 @@ def test_serve_says_what_it_cannot_serve(
         ),
         (["certify", "dump.jsonl", "--seconds", "9"], "--seconds: found 9.0, expected none beside a dump"),
         (["convert", "m", "out", "--pad", "--preset", "bf16"], "--preset: found bf16, expected none beside --pad"),
-        (["warm", "s.yaml", "--mode", "native"], "--mode: found native, expected none beside a spec or a run"),
         (["runs", "--all"], "--all: found True, expected none beside a list"),
         (["eval", "{run}", "model.path=other"], "model.path: found model.path=other, expected no such key, as"),
         (["eval", "{run}", "adapter=null"], "adapter: found adapter=null, expected no such key, as"),

@@ -17,8 +17,9 @@ from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
 import tests.support.interpreter  # noqa: F401
-from fp8rl.numerics.kernels.precompile import address, no_device
+from fp8rl.numerics.kernels.precompile import no_device
 
+META = torch.device("meta")
 aten = torch.ops.aten
 _NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
 """Ops that are no views and only make room."""
@@ -36,6 +37,11 @@ class Launches:
     @property
     def total(self) -> int:
         return self.torch.total() + self.kernels.total()
+
+
+def address(tensor: torch.Tensor) -> int:
+    """A meta tensor's, if its storage begins at a multiple of 512 bytes, as CUDA's allocator has it."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 @contextlib.contextmanager

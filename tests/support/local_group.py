@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Objective, PassResult, Scored
@@ -26,8 +26,7 @@ class LocalGroup:
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
         config = TrainerSection(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
-        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        self.roles = Roles(path, config, numerics, layout, **sizes, **options)
+        self.roles = Roles(TrainerSpec(path, config, numerics, 0, 100, LENGTH, **options), layout)
         self.calls: list[tuple[str, str]] = []
 
     @property

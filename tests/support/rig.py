@@ -30,13 +30,13 @@ from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rl.run.feed.feed import to_groups
-from fp8rl.rollout.config import RolloutSection, SpeculationSection
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.actor import Engine, check_versions
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.types import NO_WEIGHTS, Endpoint, Group, Problem, Prompt, SamplingParams, Trajectory
 from fp8rl.trainer.actor import TrainerActor, TrainerGroup
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.placement import ActorPlacement
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import PassResult
@@ -90,7 +90,6 @@ class Setup:
     engine_tp: int = 1
     adapter: AdapterSection | None = None
     shared_base: bool = False
-    speculation: SpeculationSection | None = None
     kv: str = "bf16"
 
     @property
@@ -111,7 +110,7 @@ class Setup:
     def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
         numerics = self.numerics.rollout_spec, self.kv, self.k_splits, self.mode, self.router_replay, self.engine_tp
-        return self.model, *numerics, self.beside, self.speculation, self.shared_base
+        return self.model, *numerics, self.beside, self.shared_base
 
     @property
     def beside(self) -> AdapterSection | None:
@@ -159,17 +158,8 @@ class Rig:
             ActorPlacement(options={"name": name, "get_if_exists": True, "lifetime": "detached"})
             for name in self._ranks[: config.world_size]
         ]
-        return TrainerGroup.start(
-            model,
-            config,
-            numerics,
-            seed=0,
-            total_steps=100,
-            max_sequence_length=512,
-            placements=named,
-            adapter=adapter,
-            shared_base=shared_base,
-        )
+        spec = TrainerSpec(model, config, numerics, 0, 100, 512, adapter=adapter, shared_base=shared_base)
+        return TrainerGroup.start(spec, named)
 
     def only_ray(self) -> None:
         """Ray, and room for a test's own engines."""
@@ -206,7 +196,7 @@ class Rig:
                 write_description(model, checkpoint, spec)
             else:
                 convert_checkpoint(model, checkpoint, spec)
-            served = setup.numerics, setup.engine_tp, setup.beside, setup.speculation, setup.shared_base
+            served = setup.numerics, setup.engine_tp, setup.beside, setup.shared_base
             engine = make_engine(self.folder / "engine.log", *served)
             self._runner.run(engine.start(checkpoint, NO_WEIGHTS if setup.shared_base else 0))
             self._engine = setup.served, engine
@@ -327,14 +317,11 @@ def make_engine(
     numerics: NumericsConfig,
     tp: int = 1,
     adapter: AdapterSection | None = None,
-    speculation: SpeculationSection | None = None,
     shared_base: bool = False,
     **changes: Any,
 ) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
-    config = RolloutSection(
-        context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp, speculation=speculation
-    )
+    config = RolloutSection(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
     plugin = {
         "numerics": numerics.to_dict(),
         "adapter": adapter and adapter.model_dump(mode="json"),

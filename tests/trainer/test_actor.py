@@ -21,7 +21,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.trainer.actor import TrainerDiedError, TrainerGroup
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from tests.support.batches import Poisoned, cross_entropy, random_batch
 from tests.support.models import LENGTH
 from tests.support.servers import wait_until
@@ -39,9 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def start(path: Path, **config: Any) -> TrainerGroup:
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    return TrainerGroup.start(
-        path, TrainerSection(**SETTINGS, **config), numerics, seed=0, total_steps=100, max_sequence_length=LENGTH
-    )
+    return TrainerGroup.start(TrainerSpec(path, TrainerSection(**SETTINGS, **config), numerics, 0, 100, LENGTH))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection
+from fp8rl.trainer.config import TrainerSection, TrainerSpec
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import ObjectiveOutput
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_plain_autograd(
 def roles(path: Path, layout: Layout) -> Any:
     from fp8rl.trainer.roles import Roles
 
-    return Roles(path, CONFIG, numerics(), layout, reference=True, critic=CRITIC, **OPTIONS)
+    return Roles(TrainerSpec(path, CONFIG, numerics(), reference=True, critic=CRITIC, **OPTIONS), layout)
 
 
 def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
@@ -149,7 +149,8 @@ def test_the_critic_s_rate_decays_over_its_own_steps(moe_path: Path, layout: Lay
     from fp8rl.trainer.roles import Roles
 
     options = OPTIONS | {"total_steps": 1, "critic_steps": 3}
-    held = Roles(moe_path, CONFIG.model_copy(update={"decay": "linear"}), numerics(), layout, critic=CRITIC, **options)
+    config = CONFIG.model_copy(update={"decay": "linear"})
+    held = Roles(TrainerSpec(moe_path, config, numerics(), critic=CRITIC, **options), layout)
     rates = {role: trainer.optimizer for role, trainer in held.models.items() if hasattr(trainer, "optimizer")}
     for optimizer in rates.values():
         optimizer.schedule.step(1)

@@ -1,35 +1,31 @@
-"""Compiles kernels before anything launches them, on a machine that need not have a GPU.
+"""Compiles a list of kernels before anything launches them, on a machine that need not have a GPU.
 
-Triton compiles a kernel once for each variant of its arguments, when it is first launched: a minute or two before a run
-does anything, in the trainer and in each engine. Here ops are called on tensors of the meta device, where nothing is
-computed, and each launch is noted as Triton's own description of the variant. Worker processes then compile these into
-Triton's cache, all at once. What a variant is depends on the code, Triton and the GPU's architecture, not on the GPU.
+Triton compiles a kernel once for each variant of its arguments, when it is first launched. `cache.watch` writes down
+which variants a process needed; worker processes compile these into Triton's cache, all at once. What a variant is
+depends on the code and on Triton, and not on the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pkgutil
-import subprocess
-import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 
-from fp8rl.numerics.kv import KVFormat
+from fp8rl.numerics.core.errors import user_error
 
-META = torch.device("meta")
+_KEPT = ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals")
+_OURS = "fp8rl.numerics.kernels."
 
 
 @dataclass(frozen=True)
@@ -65,46 +61,40 @@ class Variant:
     kernel: str
     """`module:function`"""
     data: str
-    """Triton's description of it, which `JITFunction.preload` compiles."""
+    """JSON: Triton's description of it, as far as it is needed (`described`)."""
 
     @property
     def name(self) -> str:
         return self.kernel.rpartition(".")[2].replace(":", ".")
 
+    def line(self) -> str:
+        """Return the variant as a line of a list."""
+        return json.dumps({"kernel": self.kernel} | json.loads(self.data), separators=(",", ":"))
 
-@contextlib.contextmanager
-def recorded(capability: tuple[int, int]) -> Iterator[dict[Variant, None]]:
-    """Inside, what kernels would be launched with is noted, in order, and nothing runs."""
-    found: dict[Variant, None] = {}
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        kernel = fn.jit_function
-        found[Variant(f"{kernel.module}:{kernel.fn.__qualname__}", compile["specialization_data"])] = None
-        return True  # leave it out
+def described(kernel: str, data: str) -> Variant:
+    """Keep of Triton's `specialization_data` what depends neither on the GPU nor on the machine."""
+    values = json.loads(data)
+    default = make_backend(GPUTarget(**values["target"])).parse_options({}).__dict__
+    default = json.loads(json.dumps(default))
+    options = {name: value for name, value in values["options"].items() if value != default[name]}
+    return Variant(kernel, json.dumps({part: values[part] for part in _KEPT} | {"options": options}))
 
-    hook, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
+
+def read_list(path: Path) -> list[Variant]:
+    """Read the variants of a list. Raises UserError: it is no list of our kernels."""
+    found = []
     try:
-        with no_device(capability), mock.patch.object(Tensor, "data_ptr", address):
-            yield found
-    finally:
-        triton.knobs.runtime.jit_cache_hook = hook
-
-
-def address(tensor: Tensor) -> int:
-    """A meta tensor's, if its storage begins at a multiple of 512 bytes, as CUDA's allocator has it."""
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def launch_probe(kv: KVFormat) -> None:
-    """Call what a process tries at its start (`numerics.backend.probe`). Tiles of all sizes are allowed afterwards.
-
-    kv: the format of the engine's cache.
-    """
-    from fp8rl.numerics.backend import probe
-
-    with mock.patch.object(probe, "_same", lambda a, b: True):
-        probe.choose_tiles(META)
-        probe.row_variant_ops(META, kv)
+        for line in path.read_text().splitlines():
+            values = json.loads(line)
+            kernel = values.pop("kernel")
+            if not kernel.startswith(_OURS) or {*values} != {*_KEPT, "options"}:
+                raise ValueError(kernel)
+            found.append(Variant(kernel, json.dumps(values)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "a list that a run or `fp8rl doctor` wrote on a GPU (fp8rl_kernels.jsonl in Triton's cache)"
+        raise user_error(str(path), found=str(error), expected=expected, remedy="Name such a file.") from None
+    return found
 
 
 @dataclass
@@ -120,85 +110,52 @@ class Compiled:
 def compile_all(
     variants: Iterable[Variant], capability: tuple[int, int], processes: int, say: Callable[[str], object]
 ) -> Compiled:
-    """Compile what the cache lacks of these, in as many processes. say: told what is being compiled.
+    """Compile what the cache lacks of these for GPUs of a compute capability, in as many processes.
+
+    say: told what is being compiled.
 
     Raises:
-        RuntimeError: a process failed; its end names the kernel.
+        UserError: a kernel of the list is no longer there, or has other arguments.
     """
     # A kernel's variants take as long as each other, and the longest are those of the longest descriptions.
-    left = deque(sorted(variants, key=lambda each: (-len(each.data), each.kernel)))
-    total, found, lock = len(left), Compiled(), threading.Lock()
-    failures: list[str] = []
-
-    def work() -> None:
-        command = [sys.executable, "-P", "-m", __name__, json.dumps(capability)]
-        # Whether Triton interprets or compiles is settled when its kernels are defined.
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        complaints: list[str] = []
-        reader = threading.Thread(target=lambda: complaints.extend(process.stderr), daemon=True)  # type: ignore[arg-type]
-        reader.start()
-        name = ""
-        try:
-            while True:
-                with lock:
-                    if not left or failures:
-                        break
-                    variant = left.popleft()
-                name = variant.name
-                process.stdin.write(json.dumps([variant.kernel, variant.data]) + "\n")
-                process.stdin.flush()
-                if not (answer := process.stdout.readline()):
-                    raise OSError("it ended")
-                seconds = json.loads(answer)
-                with lock:
-                    if seconds is None:
-                        found.cached += 1
-                    else:
-                        found.compiled.append(name)
-                        done = len(found.compiled) + found.cached
-                        say(f"compiled {name} in {seconds:.1f} s ({done} of {total} kernels)")
-        except OSError:
-            process.wait()
-            reader.join()
-            failures.append(f"{name}: {''.join(complaints[-20:]).strip()}")
-        finally:
-            process.stdin.close()
-            process.wait()
-            reader.join()
-            process.stdout.close()
-            process.stderr.close()
-
-    workers = [threading.Thread(target=work) for _ in range(min(processes, total))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if failures:
-        raise RuntimeError(f"kernels: found one that does not compile, {failures[0]}")
+    ordered, found = sorted(set(variants), key=lambda each: (-len(each.data), each.kernel)), Compiled()
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (capability,)) as pool:
+        running = {pool.submit(_compile, each, capability): each for each in ordered}
+        for done in as_completed(running):
+            name = running[done].name
+            if (error := done.exception()) is not None:
+                pool.shutdown(cancel_futures=True)
+                expected = "kernels of this version of fp8rl"
+                remedy = "Have `fp8rl doctor` or a run write the list again, on a GPU."
+                raise user_error(name, found=str(error)[-2000:], expected=expected, remedy=remedy)
+            if (seconds := done.result()) is None:
+                found.cached += 1
+            else:
+                found.compiled.append(name)
+                count = len(found.compiled) + found.cached
+                say(f"compiled {name} in {seconds:.1f} s ({count} of {len(ordered)} kernels)")
     return found
 
 
-def _compile_lines(capability: Sequence[int]) -> None:
-    """Compile the variants of the standard input, one a line; answer with the seconds of each, null: it was cached."""
+_seconds: list[float | None] = []
+
+
+def _begin(capability: tuple[int, int]) -> None:
+    """Prepare a worker: it has no other device for as long as it lives."""
     from fp8rl.numerics.kernels import kernels  # noqa: F401, it settles their keys
 
-    answers, sys.stdout = sys.stdout, sys.stderr
-    seconds: list[float | None] = []
-
     def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
-        seconds.append(None if cache_hit else times.total / 1e6)
+        _seconds.append(None if cache_hit else times.total / 1e6)
 
     triton.knobs.compilation.listener = listen
-    with no_device((capability[0], capability[1])):
-        for line in sys.stdin:
-            kernel, data = json.loads(line)
-            seconds.clear()
-            pkgutil.resolve_name(kernel).preload(data)
-            print(json.dumps(seconds[-1] if seconds else None), file=answers, flush=True)
+    driver.set_active(NoDevice(capability))
 
 
-if __name__ == "__main__":
-    _compile_lines(json.loads(sys.argv[1]))
+def _compile(variant: Variant, capability: tuple[int, int]) -> float | None:
+    """Return the seconds that it took; None: the cache had it."""
+    _seconds.clear()
+    kernel = pkgutil.resolve_name(variant.kernel)
+    target = NoDevice(capability).get_current_target().__dict__
+    named = {"name": variant.kernel.replace(":", "."), "key": "", "target": target}
+    kernel.preload(json.dumps(json.loads(variant.data) | named))
+    return _seconds[-1] if _seconds else None

@@ -77,7 +77,6 @@ class TeacherSection(Section):
                 "max_total_tokens": self.max_total_tokens,
                 "port": None,
                 "sleep": False,
-                "speculation": None,
             }
         )
 

@@ -62,11 +62,6 @@ def conditions(e: Experiment) -> dict[str, Condition]:
         "staleness": _above("rollout.staleness", e.rollout.staleness, 0),
         "several_engines": _above("rollout.engines", e.rollout.engines, 1),
         "sleep": _switch("rollout.sleep", e.rollout.sleep, e.needs_engines),
-        "speculation": Condition(
-            e.rollout.speculation is not None and e.needs_engines,
-            f"rollout.speculation={'null' if e.rollout.speculation is None else 'given'}",
-            "rollout.speculation",
-        ),
         "routes": Condition(
             numerics.router_replay != "off",
             f"numerics.router_replay={numerics.router_replay}",

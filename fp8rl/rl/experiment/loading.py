@@ -99,7 +99,7 @@ def read_resolved(path: str | Path) -> Experiment:
     if isinstance(tracking, dict) and isinstance(tracking.get("to"), list):  # MLflow and Trackio were trackers once
         tracking["to"] = [name for name in tracking["to"] if name not in ("mlflow", "trackio")]
     try:
-        return parse_experiment(values, imports=False)
+        return parse_experiment(without_removed(values), imports=False)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "rollout.speculation": "No engine drafts tokens any more.",
+}
 
 
 def refusal_of_removed(key: str, found: str) -> str | None:

@@ -22,7 +22,6 @@ def refusals(e: Experiment) -> Iterator[UserError]:
     """What the sections of a spec refuse of each other, in the order in which it is checked."""
     yield from _sampling(e)
     yield from _sleep(e)
-    yield from _drafts(e)
     yield from _adapter(e)
     yield from _teacher(e)
 
@@ -93,24 +92,6 @@ def _sleep(e: Experiment) -> Iterator[UserError]:
             "trainer"
         )
         yield user_error("rollout.sleep", found, expected, "Set sync.transport=tensor, or remove rollout.sleep.")
-
-
-def _drafts(e: Experiment) -> Iterator[UserError]:
-    if (speculation := e.rollout.speculation) is None:
-        return
-    drafts = f"drafts={speculation.drafts}"
-    if e.numerics.mode != "exact":
-        found = f"{drafts} with numerics.mode=native"
-        expected = (
-            "null, or numerics.mode=exact: in native mode a token's logits depend on the tokens computed beside it"
-        )
-        remedy = "Remove rollout.speculation, or set numerics.mode=exact."
-        yield user_error("rollout.speculation", found, expected, remedy)
-    if e.carries_supports:
-        found = f"{drafts} with rollout.top_p, top_k or min_p, and tokens of older weights"
-        expected = "null: with drafts SGLang does not report the kept tokens, which a trainer at other weights needs"
-        remedy = "Remove rollout.speculation; or set rollout.staleness=0 and one update for a batch."
-        yield user_error("rollout.speculation", found, expected, remedy)
 
 
 def _adapter(e: Experiment) -> Iterator[UserError]:

@@ -91,9 +91,6 @@ SECTIONS: dict[str, dict[str, Look]] = {
     "Time": {
         TIME: Look("Other: everything outside the named parts.", "seconds", "floor", bars=True),
         "Throughput": Look("Generated and trained tokens.", "tokens per second", "floor"),
-        "Tokens of a forward pass": Look(
-            "Tokens of an answer per pass: drafted, and gained, its own token included.", "tokens", "floor"
-        ),
         "Memory by turns": Look(
             "What one side releases for the other's turn; what engines keep should not grow.", "MiB", "floor"
         ),

@@ -25,12 +25,12 @@ from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.interrupts import Closing
-from fp8rl.rl.run.kernels import warm_nodes
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
+from fp8rl.trainer.config import TrainerSpec
 from fp8rl.weight_sync.bridge import Bridge
 from fp8rl.weight_sync.frozen import write_base
 from fp8rl.weight_sync.served import write_description
@@ -86,7 +86,6 @@ class Stack:
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         reservations = Reservations(experiment, folder)
         closing.callback(reservations.close)
-        warm_nodes(experiment, reservations.nodes, say)  # before both sides look for the same kernels at once
         closing.callback(shutil.rmtree, folder / "served", ignore_errors=True)
         events = events or Events()
         engines, rollout = Engines.none(), experiment.rollout
@@ -207,14 +206,13 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservations: Reservations) -> TrainerGroup:
     algorithm = experiment.algorithm
-    trainer = TrainerGroup.start(
+    spec = TrainerSpec(
         experiment.model.directory,
         experiment.trainer,
         numerics,
         seed=experiment.run.seed,
         total_steps=algorithm.policy_updates(experiment.run.steps),
         max_sequence_length=experiment.rollout.context_length,
-        placements=reservations.trainer(),
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
         critic_steps=experiment.run.steps * algorithm.updates,
@@ -222,6 +220,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, reservation
         shared_base=experiment.base_spec is not None,
         architecture=experiment.model.architecture,
     )
+    trainer = TrainerGroup.start(spec, reservations.trainer())
     _share_base(experiment, trainer)
     return trainer
 

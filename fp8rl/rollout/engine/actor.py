@@ -242,7 +242,6 @@ async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling:
                     seed=seed,
                     routed_experts=answer.routed_experts,
                     supports=answer.supports,
-                    decoding=answer.decoding,
                 )
                 for (prompt_ids, seed, group), answer in zip(asked, answers, strict=True)
             ]

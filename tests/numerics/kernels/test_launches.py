@@ -10,7 +10,20 @@ from tests.support.elsewhere import found_elsewhere
 pytestmark = pytest.mark.slow
 
 OF_A_LAYER, BESIDE_LAYERS = 14, 7
-"""Launches, an op of torch counted once; the engine's own are in `tests/rollout/engine/plugin/test_launches.py`."""
+"""Launches, an op of torch counted once."""
+OF_64_ANSWERS = {
+    "norm._forward_kernel": 2,
+    "gemm._product_kernel": 5,
+    "rope._heads_kernel": 1,
+    "forward._forward_kernel": 1,
+    "chunks._merge_kernel": 1,
+    "quantize._rows_kernel": 1,
+    "router._route_kernel": 1,
+    "gather._gather_kernel": 1,
+    "swiglu._forward_kernel": 1,
+    "combine._combine_kernel": 1,
+}
+"""Of a layer in FP8, whose answers have up to 4,096 tokens. With 256 answers no chunks are merged."""
 VARIANTS = 36
 """Compiled kernels: 15 of attention, for 9 powers of two of sequences, 2 heights of tiles, and chunks of keys spread
 over programs or not; 7 of products, for operands, widths and heights of tiles, grouped or not; at most 3 of any
@@ -54,6 +67,7 @@ with using("triton"), torch.no_grad():
         head = random(SHAPE.vocab, SHAPE.hidden, device=META)
     counted([layer], (1, 1))  # what is made once
     one, two = counted([layer], (256, 256)), counted([layer] * 2, (256, 256))
+    few = [counted([layer] * layers, (64, 64)) for layers in (1, 2)]
     decoded = ((rows, rows) for rows in range(1, 257))
     prefilled = ((tokens, sequences) for tokens in (17, 100, 128, 1000, 8191, 8192) for sequences in (1, 2, 16))
     every = counted([layer], *decoded, *prefilled)
@@ -74,6 +88,7 @@ variants = {name: len(keys) for name, keys in every.variants.items()}
 beside, names = one.total - of_a_layer, one.torch | one.kernels
 found = {"layer": of_a_layer, "beside": beside, "names": names, "variants": variants, "packed": packed.kernels}
 found["tree"] = shared.kernels
+found["of 64 answers"] = (few[1].kernels - few[0].kernels) + (few[1].torch - few[0].torch)
 found["cut"] = {"kernels": cut.kernels, "torch": cut.torch}
 print(json.dumps(found))
 """
@@ -127,6 +142,7 @@ def found() -> Any:
 
 def test_a_decode_step_keeps_to_its_launches(found: Any) -> None:
     assert found["layer"] <= OF_A_LAYER and found["beside"] <= BESIDE_LAYERS, found
+    assert found["of 64 answers"] == OF_64_ANSWERS
 
 
 def test_batches_of_all_sizes_are_served_by_few_compiled_kernels(found: Any) -> None:

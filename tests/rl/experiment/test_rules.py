@@ -49,12 +49,6 @@ SPECS = [
     ("rollout.sleep: found 'true with rollout.staleness=1'", "rollout.sleep=true rollout.staleness=1", ""),
     ("rollout.sleep: found 'true with sync.delta=true'", "rollout.sleep=true sync.delta=true", ""),
     ("rollout.sleep: found 'true with sync.tran", "rollout.sleep=true sync.transport=distributed", ""),
-    ("rollout.speculation: found 'drafts=3 with numerics", f"rollout.speculation={{drafts: 3}} {NATIVE}", ""),
-    (
-        "rollout.speculation: found 'drafts=3 with rollout.top_p",
-        "rollout.speculation={drafts: 3} rollout.top_p=0.9 rollout.staleness=1",
-        "",
-    ),
     ("adapter: found 'an adapter with numerics.mode=native'", f"adapter={{}} {NATIVE}", ""),
     ("trainer.router_bias_rate: found '0.1 with an", "adapter={} trainer.router_bias_rate=0.1", ""),
     ("sync.shared_base: found 'true, and no frozen weights are served", "sync.shared_base=true", ""),
@@ -138,7 +132,6 @@ MACHINES = [
     ("qwen3_8b", "h200", "rollout.sleep: found 'true with rollout.tp=2 on GPUs'", SLEEPER, ""),
     ("qwen3_8b", "h200", "sync.shared_base: found 'true with 2 trainer rank(s)", f"{SHARED} trainer.dp=2", ""),
     ("qwen3_8b", "h200", "sync.shared_base: found 'true with 1", f"{SHARED} rollout.engines=2", ""),
-    ("qwen3_8b", "h200", "rollout.speculation: found 'drafts=2 on a GPU'", "rollout.speculation={drafts: 2}", ""),
     ("moonlight_16b_a3b", "4090", "numerics.mode: found 'exact with latent attention on GPUs of compute cap", "", ""),
     ("qwen3_8b", "h100", "numerics.preset: found 'mxfp8 with numerics.mode=exact on", "numerics.preset=mxfp8", ""),
     ("qwen3_8b", "a100", "numerics.mode: found 'exact on GPUs of compute capability 8.0'", "", ""),
@@ -170,7 +163,6 @@ MACHINES = [
         f"{SMALL} rollout.max_new_tokens=64 rollout.max_total_tokens=100",
         "rollout.max_total_tokens=512 | rollout={context_length: 100, max_new_tokens: 50}",
     ),
-    ("qwen3_5_9b", "", "rollout.speculation: found 'given, with a", "rollout.speculation={drafts: 2}", ""),
     ("wide heads", "", "numerics.mode: found 'native on CPUs, with heads of 128 in a model of", NATIVE, ""),
 ]
 ROWS = [("", "", *row) for row in SPECS] + MACHINES

@@ -23,7 +23,6 @@ from fp8rl.numerics.core.errors import UserError, raise_first, user_error
 from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.gates import check_gate_layers
 from fp8rl.rl.experiment.preconditions.target import Target, dotted
-from fp8rl.rollout.config import check_drafts
 from fp8rl.trainer.megatron.lowering import by_mx, lower, lower_optimizer
 from fp8rl.trainer.megatron.model_checks import check_engine_layout, check_layout, check_rows, check_training
 
@@ -199,18 +198,10 @@ def _context(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]
         expected = f"less than rollout.context_length = {length}, which holds the prompt too"
         remedy = "Lower rollout.max_new_tokens or raise rollout.context_length."
         yield user_error("rollout.max_new_tokens", rollout.max_new_tokens, expected, remedy)
-    if rollout.cache_tokens < rollout.row_tokens:
-        drafts = "" if rollout.speculation is None else f" and {rollout.speculation.reserve} tokens for drafts"
-        expected = f"at least rollout.context_length = {length}{drafts}"
+    if rollout.cache_tokens < length:
+        expected = f"at least rollout.context_length = {length}"
         remedy = "Raise rollout.max_total_tokens or lower rollout.context_length."
         yield user_error("rollout.max_total_tokens", rollout.cache_tokens, expected, remedy)
-
-
-def _states(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
-    if e.rollout.speculation is not None and shape.request_bytes() > 0:
-        found = "given, with a model that keeps a state for each sequence"
-        expected = "null: a state that has read a draft cannot give it back"
-        yield user_error("rollout.speculation", found, expected, "Remove rollout.speculation.")
 
 
 def _cpu_heads(e: Experiment, shape: Shape, target: Target) -> Iterator[UserError]:
@@ -226,7 +217,6 @@ def _cpu_heads(e: Experiment, shape: Shape, target: Target) -> Iterator[UserErro
 
 CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None], ...] = (
     _deepgemm,
-    lambda e, shape, target: check_drafts(e.rollout.speculation, target.gpus),
     _engines,
     lambda e, shape, target: shared_memory_refusals(target),
     _compiler,
@@ -240,7 +230,6 @@ CHECKS: tuple[Callable[[Experiment, Shape, Target], Iterable[UserError] | None],
     ),
     lambda e, shape, target: check_gate_layers(e, shape.sizes),
     _context,
-    _states,
     _cpu_heads,
 )
 """Each yields its refusals, or raises the first of them. No check relies on another one."""

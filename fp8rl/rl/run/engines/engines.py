@@ -19,14 +19,14 @@ from fp8rl.rl.run.background import Background, begun, waited, waited_with_event
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import CanaryCheck, canary_metrics
 from fp8rl.rl.run.engines.serving import Serving
-from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, decoding_metrics, end_engine
+from fp8rl.rl.run.engines.slot import EngineSlot, answered, call, end_engine
 from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.engine.actor import Slept, check_versions
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.engine.server.server import SERVER_GRACE_S
-from fp8rl.rollout.types import Decoding, Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
 
@@ -205,7 +205,6 @@ class Engines:
             len(group.seeds), longest, lambda actor: actor.generate.remote([group], sampling), near
         )
         slot.tokens += sum(len(answer.token_ids) for answer in answers)
-        slot.decoding = sum((answer.decoding for answer in answers), slot.decoding)
         check_versions(answers, oldest, self._newest)
         return answers
 
@@ -249,18 +248,16 @@ class Engines:
 
     @waited
     async def metrics(self) -> dict[str, float]:
-        """`perf/engine_...`, and of engines that draft how many tokens a forward pass brought, since this was last
-        asked; nothing without engines."""
+        """`perf/engine_...` since this was last asked; nothing without engines."""
         now = time.monotonic()
         idle = [slot.idle + (0.0 if slot.answers else now - slot.idle_since) for slot in self.slots]
         tokens = [slot.tokens for slot in self.slots]
         if not idle:
             return {}
-        decoding = sum((slot.decoding for slot in self.slots), Decoding())
         for slot in self.slots:
-            slot.idle, slot.tokens, slot.decoding, slot.idle_since = 0.0, 0, Decoding(), now
+            slot.idle, slot.tokens, slot.idle_since = 0.0, 0, now
         balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
-        return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance, **decoding_metrics(decoding)}
+        return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
 
     async def _all_up(self) -> None:
         while not all(slot.is_up for slot in self.slots):

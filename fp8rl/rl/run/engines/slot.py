@@ -17,7 +17,6 @@ from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine.actor import Slept
 from fp8rl.rollout.types import (
-    Decoding,
     Endpoint,
     EngineDiedError,
     EngineError,
@@ -54,8 +53,6 @@ class EngineSlot:
     """Its load as of the last pulse."""
     tokens: int = 0
     """Tokens that it has generated."""
-    decoding: Decoding = field(default_factory=Decoding)
-    """Passes and drafts of its answers."""
     idle: float = 0.0
     """Seconds that it had nothing to do."""
     idle_since: float = field(default_factory=time.monotonic)
@@ -184,13 +181,3 @@ async def end_engine(actor: Any, name: str, grace_s: float = 0.0) -> None:
     except Exception as error:  # a server that is still there dies with its actor
         logging.getLogger(__name__).debug("%s that is to end: %r", name, error)
     ray.kill(actor)
-
-
-def decoding_metrics(decoding: Decoding) -> dict[str, float]:
-    """`perf/..._per_forward`; nothing where no engine said that it drafts."""
-    if not decoding.passes:
-        return {}
-    return {
-        "perf/accepted_per_forward": 1 + decoding.accepted / decoding.passes,
-        "perf/drafted_per_forward": decoding.drafted / decoding.passes,
-    }

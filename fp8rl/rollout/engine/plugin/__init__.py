@@ -24,8 +24,7 @@ def register() -> None:
     from fp8rl.models import load_architecture
     from fp8rl.models.adapters import AdapterSection
     from fp8rl.numerics.config import NumericsConfig
-    from fp8rl.rollout.config import SpeculationSection
-    from fp8rl.rollout.engine.plugin import hooks, speculation, state
+    from fp8rl.rollout.engine.plugin import hooks, state
 
     config = json.loads(text)
     if (architecture := config.get("architecture")) is not None:
@@ -41,5 +40,3 @@ def register() -> None:
         architecture=architecture,
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
-    if (drafts := config.get("speculation")) is not None:
-        speculation.register(SpeculationSection.model_validate(drafts))

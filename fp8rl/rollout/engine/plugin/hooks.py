@@ -38,11 +38,6 @@ _UNPADDED: tuple[Hook, ...] = (
         "model_config load_config tp_size",
     ),
 )
-# A kernel that a CPU lacks, for drafts in trees: entries of the KV cache stay where they are.
-_EVERY_CPU: tuple[Hook, ...] = (
-    Hook("mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", "replace", nothing, ""),
-)
-
 
 _EVERY_MODE: tuple[Hook, ...] = (
     # weights
@@ -110,7 +105,7 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     change what SGLang gets wrong of a model beside its ops: its loader, its kind of attention.
     """
     of_families = tuple(hook for family in families() for hook in family.hooks(numerics, cuda))
-    every = (*_EVERY_MODE, *(() if cuda else _EVERY_CPU))
+    every = _EVERY_MODE
     if numerics.mode == "exact":
         return (*of_families, *(() if cuda else _UNPADDED), *_FP8_LAYOUT, *every)
     layout = _FP8_LAYOUT if numerics.rollout_spec.quantized else ()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8rl.models.sizes import ModelSizes
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.types import Completion, Decoding, EngineError, KeptTokens
+from fp8rl.rollout.types import Completion, EngineError, KeptTokens
 
 _BYTES = 4
 """SGLang reports int32."""
@@ -65,9 +65,6 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
     drawn_from = _supports(meta, token_ids) if supports else None
     if drawn_from is not None:
         reported = [(logprob, 0, None) for logprob in meta.get("output_token_sampling_logprobs", [])]
-    # SGLang leaves these out if it does not draft, or has cut the answer; it gives the mean drafts of a pass.
-    passes = meta.get("spec_verify_ct", 0)
-    drafted = round(passes * meta.get("spec_cap_length", 0.0))
     return Completion(
         token_ids=token_ids,
         supports=drawn_from,
@@ -75,7 +72,6 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
         finished=reason["type"] == "stop",
         aborted=aborted,
-        decoding=Decoding(passes, drafted, meta.get("spec_num_correct_drafts", 0)),
         routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
     )
 

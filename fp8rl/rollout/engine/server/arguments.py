@@ -16,9 +16,8 @@ import torch
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import KVPrecision, Mode
 from fp8rl.numerics.core.process import LOOPBACK
-from fp8rl.rollout.config import RolloutSection, check_drafts
+from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
-from fp8rl.rollout.engine.plugin.speculation import NAME as ALGORITHM
 from fp8rl.rollout.types import IDLE_S
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
@@ -142,12 +141,6 @@ def server_arguments(
         arguments += ["--max-running-requests", str(running)]
     # For models that keep a state for each sequence: others have none.
     arguments += ["--max-mamba-cache-size", str(config.states(cuda)), "--mamba-ssm-dtype", "float32"]
-    check_drafts(config.speculation, cuda)
-    if config.speculation is not None:
-        # A chain of drafts by the plugin's algorithm; SGLang counts the last token among them.
-        arguments += ["--speculative-algorithm", ALGORITHM, "--speculative-eagle-topk", "1"]
-        arguments += ["--speculative-num-steps", str(config.speculation.drafts)]
-        arguments += ["--speculative-num-draft-tokens", str(config.speculation.width)]
     if not config.prefix_cache:
         arguments.append("--disable-radix-cache")
     if routes:

@@ -77,8 +77,6 @@ class SGLangServer:
             UserError: the configured port is taken, or the model directory has no config.json.
             EngineDiedError: the process ended; EngineError: it did not answer within `config.start_timeout_s`.
         """
-        if plugin is not None and config.speculation is not None:
-            plugin = {**plugin, "speculation": config.speculation.model_dump(mode="json")}
         model_type = ConfigFile.read(Path(model_path), "model.path").model_type()
         cuda = has_cuda()
         numerics: dict[str, Any] = {"mode": "native", "kv": "bf16"} if plugin is None else plugin["numerics"]

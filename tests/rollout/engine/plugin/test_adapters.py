@@ -119,7 +119,7 @@ def test_a_sync_of_adapters_alone_leaves_the_operands_and_digests_the_base_anew(
 
 
 def test_rows_of_requests_for_the_base_go_without_the_adapters() -> None:
-    """In prefills of some tokens each, in a pass of drafts, and in a decode step."""
+    """In prefills of some tokens each, and in a decode step."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     rows, weights = AdaptedRows(12, torch.device("cpu")), ServedWeights(SPEC.weight)
@@ -132,7 +132,7 @@ def test_rows_of_requests_for_the_base_go_without_the_adapters() -> None:
         return SimpleNamespace(lora_ids=names, forward_mode=mode, input_ids=tokens, extend_seq_lens=new)
 
     x = torch.randn(9, HIDDEN).bfloat16()
-    for mode, lengths in ((ForwardMode.EXTEND, [2, 4, 3]), (ForwardMode.TARGET_VERIFY, [1, 3, 2])):
+    for mode, lengths in ((ForwardMode.EXTEND, [2, 4, 3]), (ForwardMode.EXTEND, [1, 3, 2])):
         rows.take(batch(mode, lengths))
         assert rows.mask[: sum(lengths)].tolist() == [True] * lengths[0] + [False] * lengths[1] + [True] * lengths[2]
     rows.take(batch(ForwardMode.DECODE, [1, 1, 1]))

@@ -17,7 +17,7 @@ def batch_of(indices: list[int]) -> tuple[Any, Any]:
         req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: held),
         forward_metadata=SimpleNamespace(mamba_cache_indices=torch.tensor(indices, dtype=torch.int32)),
     )
-    mode = SimpleNamespace(is_target_verify=lambda: False, is_decode_or_idle=lambda: True)
+    mode = SimpleNamespace(is_decode_or_idle=lambda: True)
     return backend, SimpleNamespace(forward_mode=mode)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.config import GRAPH_BATCHES, RolloutSection, SpeculationSection
+from fp8rl.rollout.config import GRAPH_BATCHES, RolloutSection
 from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.engine.server.arguments import server_arguments, server_environment
 from fp8rl.rollout.types import IDLE_S
@@ -92,14 +91,6 @@ def test_no_batch_is_larger_than_the_largest_graph(config: dict, graphs: tuple[i
 def test_a_graph_of_a_batch_that_never_runs_is_refused() -> None:
     with pytest.raises(ValueError, match="found graph_batches up to 64 with max_running_requests=32"):
         RolloutSection(max_running_requests=32, graph_batches=(1, 64))
-
-
-def test_an_engine_that_drafts_asks_for_our_algorithm_and_no_gpu_does() -> None:
-    config = RolloutSection(speculation=SpeculationSection(drafts=3))
-    asked = f"{STATES.format(192)} --speculative-algorithm FP8RL --speculative-eagle-topk 1 --speculative-num-steps 3"
-    assert " ".join(arguments_for(config)) == f"{COMMON} {asked} --speculative-num-draft-tokens 4 {CPU}"
-    with pytest.raises(UserError, match="rollout.speculation"):
-        arguments_for(config, cuda=True)
 
 
 def test_an_engine_that_sleeps_has_its_memory_on_a_gpu_in_regions_of_torch_memory_saver(tmp_path: Path) -> None:

@@ -82,9 +82,6 @@ class EngineSide:
     """[T, k, H], what each of a token's experts adds to the output; None where there are no experts."""
     constants: Callable[[Any], tuple[float, ...]] | None = None
     """Values of the form's constants in a module."""
-    launch: Callable[..., tuple[Tensor, ...]] | None = None
-    """Call its ops as the hooks do, given `plugin.launches.MetaEngine`, the site and its inputs, all on the
-    meta device, and return its outputs; None: nobody knows beforehand which kernels it launches."""
     hooked: bool = True
     """Exact mode puts the form's definition there with a hook; else the model itself calls the definition."""
 
@@ -113,8 +110,6 @@ class EngineFamily:
     """What a ModelRunner of SGLang keeps of tokens beside its pool of keys and values, by name."""
     states: Callable[[Any], Iterable[tuple[str, Tensor]]] = lambda runner: ()
     """What it adds to with each token of a sequence, FP32, by name."""
-    launch_native: Callable[[Any], None] = lambda engine: None
-    """Call the ops that its hooks call in native mode on a GPU, given `rollout.engine.plugin.launches.MetaEngine`."""
 
 
 _registered: list[EngineFamily] = []

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.families.attention import ATTENTION, HEAD_NORM, HEADS_NORM, QKV, ROPE
-from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import HeadNorms, NewSlots
 from fp8rl.rollout.engine.plugin.families import OF_ITS_SCHEDULER, EngineFamily, EngineSide, Hook, Probed
-from fp8rl.rollout.engine.plugin.families.ends import epsilon, launch_norm, never
+from fp8rl.rollout.engine.plugin.families.ends import epsilon, never
 from fp8rl.rollout.engine.plugin.state import state
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON = "layers.attention.triton_backend.TritonAttnBackend."
 _ROTARY = "layers.rotary_embedding.base.RotaryEmbedding."
 _POOL = "mem_cache.memory_pool.MHATokenToKVPool."
 _QWEN3, _QWEN3_MOE = "models.qwen3.Qwen3Attention.", "models.qwen3_moe.Qwen3MoeAttention."
-FUSED_HEADS = {"Qwen3ForCausalLM": False, "Qwen3MoeForCausalLM": True}
-"""Architectures whose norms of heads and rotation are one op on a GPU; True: which writes the cache as well."""
 _ROPE = "positions query key offsets fused_set_kv_buffer_arg"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
@@ -236,59 +229,19 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     return (out.flatten(1),)
 
 
-# What the ops launch, of an engine of which only shapes exist.
-
-
-def _launch_qkv(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    """Views of one product, as SGLang cuts it."""
-    queries, keys = engine.heads(engine.sizes.heads), engine.heads(engine.sizes.kv_heads)
-    return engine.product(site, x).unflatten(-1, (-1, engine.sizes.head_dim)).split((queries, keys, keys), 1)
-
-
-def _launch_head_norm(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    if engine.definition.architecture.name in FUSED_HEADS:
-        return (x,)  # with the rotation
-    return (launch_norm(engine, site, x.reshape(-1, x.shape[-1]))[0].view(x.shape),)
-
-
-def _launch_rope(engine: MetaEngine, _: OpSite, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    sizes, norms, cache = engine.sizes, None, None
-    if (stores := FUSED_HEADS.get(engine.definition.architecture.name)) is not None:
-        norms = HeadNorms(engine.norm(sizes.head_dim), engine.norm(sizes.head_dim), sizes.norm_eps)
-    if stores:
-        new = q.new_empty(len(q), q.shape[1] + 2 * k.shape[1], k.shape[2])[:, -k.shape[1] :]
-        keys, values = (engine.empty(engine.length, *k.shape[1:]) for _ in range(2))
-        cache = NewSlots(keys, values, engine.positions, new)
-    module = SimpleNamespace(head_size=sizes.head_dim, base=sizes.rope_theta, rotary_dim=sizes.rotary_dim)
-    return _rotated(module, engine.positions, q, k, norms, cache)
-
-
-def _launch_attention(engine: MetaEngine, _: OpSite, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    dtype = engine.numerics.kv_format.dtype
-    keys, values = (engine.empty(engine.length, *k.shape[1:], dtype=dtype) for _ in range(2))
-    requests, lengths = engine.whole(engine.sequences), engine.whole(engine.sequences)
-    scale = engine.sizes.head_dim**-0.5
-    out = _over_slots(q.contiguous(), keys, values, engine.table, requests, engine.new, lengths, scale)
-    return (out.flatten(1),)
-
-
 FAMILY = EngineFamily(
     sides={
-        HEAD_NORM: EngineSide(
-            lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=epsilon, launch=_launch_head_norm
-        ),
+        HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=epsilon),
         HEADS_NORM: EngineSide(
             lambda _, module, x: (module(x.flatten(1)).view(x.shape),),
             constants=epsilon,
-            launch=lambda engine, site, x: (launch_norm(engine, site, x.flatten(1))[0].view(x.shape),),
         ),
-        QKV: EngineSide(_qkv, launch=_launch_qkv),
+        QKV: EngineSide(_qkv),
         ROPE: EngineSide(
             _rope,
             constants=lambda module: (module.base, getattr(module, "scaling_factor", 1.0)),
-            launch=_launch_rope,
         ),
-        ATTENTION: EngineSide(_attention, launch=_launch_attention),
+        ATTENTION: EngineSide(_attention),
     },
     hooks=_hooks,
 )

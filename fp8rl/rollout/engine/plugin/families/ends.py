@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.forms import ADD_NORM, EMBED, LINEAR, NORM
 from fp8rl.models.tensors import SCALE_SUFFIX
-from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import LowRank
-from fp8rl.numerics.quantize import QuantizedTensor, quantize, scale_shape
+from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.engine.plugin.normed import Normed, whole_product
 from fp8rl.rollout.engine.plugin.state import state
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 _PLAIN = "layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
@@ -248,55 +244,14 @@ def epsilon(module: Any) -> tuple[float, ...]:
     return (module.variance_epsilon,)
 
 
-# What the ops launch, of an engine of which only shapes exist.
-
-
-def launch_norm(engine: MetaEngine, _: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    return (ops.rms_norm(x.contiguous(), engine.norm(x.shape[-1]), engine.sizes.norm_eps),)
-
-
-def _launch_norm(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    if x.shape[-1] != engine.sizes.hidden_size:
-        return launch_norm(engine, site, x)
-    return add_norm_and_quantize(x, None, engine.norm(x.shape[-1]), engine.sizes.norm_eps)[:1]
-
-
-def _launch_add_norm(engine: MetaEngine, site: OpSite, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
-    return add_norm_and_quantize(x, residual, engine.norm(x.shape[-1]), engine.sizes.norm_eps)
-
-
-def _launch_linear(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    if site.layer is not None:
-        return (engine.product(site, x),)
-    rows = engine.rows(site) or [row for row in engine.definition.tensors.rows.values() if row.copies]  # tied
-    return (ops.linear(x[: engine.sequences], engine.weight(rows)),)  # the head sees last tokens
-
-
-def _launch_native(engine: MetaEngine) -> None:
-    """Quantize activations of each width that FP8 products take, whose scales SGLang lays out by rows or by groups."""
-    spec = engine.spec.activation
-    if not engine.spec.quantized or spec == _SGLANGS:
-        return
-    for width in engine.quantized_widths:
-        x, codes = engine.empty(engine.tokens, width), engine.empty(engine.tokens, width, dtype=spec.dtype)
-        rows, groups = scale_shape(x.shape, spec)
-        by_rows, by_groups = (engine.empty(*shape, dtype=torch.float32) for shape in ((rows, groups), (groups, rows)))
-        for scales in (by_rows, by_groups.t()):
-            quantize(x, spec, QuantizedTensor(codes, scales, spec))
-        if width == spec.group:
-            quantize(x, spec)
-
-
 FAMILY = EngineFamily(
     sides={
         EMBED: EngineSide(
             lambda _, module, tokens: (module(tokens),),
-            launch=lambda engine, _, tokens: (engine.empty(len(tokens), engine.sizes.hidden_size),),
         ),
-        NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon, launch=_launch_norm),
-        ADD_NORM: EngineSide(_add_norm, constants=epsilon, launch=_launch_add_norm),
-        LINEAR: EngineSide(_linear, launch=_launch_linear),
+        NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon),
+        ADD_NORM: EngineSide(_add_norm, constants=epsilon),
+        LINEAR: EngineSide(_linear),
     },
     hooks=_hooks,
-    launch_native=_launch_native,
 )

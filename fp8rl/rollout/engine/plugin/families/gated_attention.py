@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from fp8rl.models.families.gated_attention import GATED_QKV, OUTPUT_GATE
-from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.engine.plugin.families.attention import rotary_embedding
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 _NEXT = "models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention"
 _QWEN3_5 = "models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention"
@@ -62,18 +58,11 @@ def _gated_qkv(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return q, gate.flatten(1), k, v
 
 
-def _launch_gated_qkv(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    heads, kv_heads = engine.heads(engine.sizes.heads), engine.heads(engine.sizes.kv_heads)
-    q, k, v, gate = split(engine.product(site, x), heads, kv_heads, engine.sizes.head_dim)
-    return q, gate.flatten(1), k, v
-
-
 FAMILY = EngineFamily(
     sides={
-        GATED_QKV: EngineSide(_gated_qkv, launch=_launch_gated_qkv),
+        GATED_QKV: EngineSide(_gated_qkv),
         OUTPUT_GATE: EngineSide(
             lambda _, module, x, gate: (ops.sigmoid_gate(x, gate),),
-            launch=lambda engine, _, x, gate: (ops.sigmoid_gate(x, gate),),
         ),
     },
     hooks=_hooks,

@@ -11,22 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ, GatedDelta
-from fp8rl.models.trace import OpSite
+from fp8rl.models.families.gated_delta import CONV, DELTA, GATED_NORM, GATES, IN_PROJ
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.engine.plugin.families import OF_ITS_SCHEDULER, EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.engine.plugin.families.ends import never
 from fp8rl.rollout.engine.plugin.state import state
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 _NETS = ("models.qwen3_next.Qwen3GatedDeltaNet.forward", "models.qwen3_5.Qwen3_5GatedDeltaNet.forward")
 _MADE = {
@@ -76,8 +71,6 @@ class States:
     @classmethod
     def of(cls, backend: Any, layer: int, batch: Any) -> States:
         """Find the states of SGLang's ForwardBatch. backend: of its linear attention, which knows the batch's slots."""
-        if batch.forward_mode.is_target_verify():
-            raise NotImplementedError("fp8rl plugin: found drafts for a model with states, which cannot give them back")
         held = backend.req_to_token_pool.mamba2_layer_cache(layer)
         slots = backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)  # SGLang pads with -1
         if batch.forward_mode.is_decode_or_idle():
@@ -176,57 +169,13 @@ def _check_mode(x: Tensor) -> None:
         raise NotImplementedError(OF_ITS_SCHEDULER)
 
 
-# What the ops launch, of an engine of which only shapes exist.
-
-
-def _launch_in_proj(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    channels = engine.sizes.of(GatedDelta).channels // engine.ranks
-    qkvz = engine.product(site, x)
-    return qkvz[:, :channels].contiguous(), qkvz[:, channels:]
-
-
-def _launch_conv(engine: MetaEngine, _: OpSite, qkv: Tensor) -> tuple[Tensor, ...]:
-    taps, channels = engine.sizes.of(GatedDelta).taps, qkv.shape[1]
-    held = engine.empty(engine.sequences, taps - 1, channels)
-    return (ops.paged_causal_conv(qkv, engine.empty(channels, taps), held, *_launch_where(engine)),)
-
-
-def _launch_delta(engine: MetaEngine, _: OpSite, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
-    own, heads = engine.sizes.of(GatedDelta), a.shape[1]
-    keys, key_heads = own.keys // engine.ranks, engine.heads(own.key_heads)
-    attn = SimpleNamespace(
-        q_dim=keys,
-        k_dim=keys,
-        v_dim=own.values // engine.ranks,
-        num_q_heads=key_heads,
-        num_k_heads=key_heads,
-        num_v_heads=heads,
-        A_log=engine.empty(heads, dtype=torch.float32),
-        dt_bias=engine.empty(heads, dtype=torch.float32),
-    )
-    held = engine.empty(engine.sequences, heads, own.key_dim, own.value_dim, dtype=torch.float32)
-    return (ops.paged_gated_delta_rule(*rule_of(attn, qkv, b, a), held, *_launch_where(engine)).flatten(1),)
-
-
-def _launch_where(engine: MetaEngine) -> tuple[Tensor, Tensor, Tensor]:
-    slots = engine.whole(engine.sequences)
-    return slots, engine.whole(engine.sequences), torch.empty_like(slots, dtype=torch.bool)
-
-
-def _launch_gated_norm(engine: MetaEngine, _: OpSite, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
-    width = engine.sizes.of(GatedDelta).value_dim
-    heads, gates = x.unflatten(-1, (-1, width)), z.unflatten(-1, (-1, width))
-    weight = engine.empty(width, dtype=torch.float32)
-    return (ops.gated_rms_norm(heads, gates, weight, engine.sizes.norm_eps).flatten(1),)
-
-
 FAMILY = EngineFamily(
     sides={
-        IN_PROJ: EngineSide(_in_proj, launch=_launch_in_proj),
-        GATES: EngineSide(_gates, launch=lambda engine, site, x: engine.product(site, x).chunk(2, -1)),
-        CONV: EngineSide(_conv, launch=_launch_conv),
-        DELTA: EngineSide(_delta, launch=_launch_delta),
-        GATED_NORM: EngineSide(_gated_norm, constants=lambda module: (module.eps,), launch=_launch_gated_norm),
+        IN_PROJ: EngineSide(_in_proj),
+        GATES: EngineSide(_gates),
+        CONV: EngineSide(_conv),
+        DELTA: EngineSide(_delta),
+        GATED_NORM: EngineSide(_gated_norm, constants=lambda module: (module.eps,)),
     },
     hooks=_hooks,
     caches=caches,

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8rl.models.families.latent import LATENT_ATTENTION, LATENT_DOWN, Latent
-from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.quantize import QuantizedTensor
@@ -32,11 +30,8 @@ from fp8rl.rollout.engine.plugin.families import (
     Probed,
     nothing,
 )
-from fp8rl.rollout.engine.plugin.families.ends import launch_norm, never
+from fp8rl.rollout.engine.plugin.families.ends import never
 from fp8rl.rollout.engine.plugin.state import state
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 _MODEL = "models.deepseek_v2."
 _MLA = "positions hidden_states forward_batch zero_allocator layer_scatter_modes llama_4_scaling prev_topk_indices"
@@ -291,32 +286,10 @@ def _rotation(attention: Any) -> tuple[float, ...]:
     return attention.rotary_emb.base, getattr(attention.rotary_emb, "scaling_factor", 1.0)
 
 
-# What the ops launch, of an engine of which only shapes exist.
-
-
-def _launch_down(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    """Views of one product, of which that of the queries is made dense before its norm."""
-    rank, fused = engine.sizes.of(Latent).q_rank, engine.product(site, x)
-    return fused[:, :rank].contiguous(), fused[:, rank:]
-
-
-def _launch_attention(engine: MetaEngine, site: OpSite, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
-    own = engine.sizes.of(Latent)
-    module = SimpleNamespace(
-        kv_lora_rank=own.kv_rank,
-        v_head_dim=own.value_dim,
-        kv_b_proj=SimpleNamespace(weight=engine.weight(engine.rows(site))),
-        kv_a_layernorm=lambda rows: launch_norm(engine, site, rows)[0],
-    )
-    where = Where(engine.table, engine.whole(engine.sequences), engine.new, engine.whole(engine.sequences))
-    cache = engine.empty(engine.length, own.kv_rank + own.rope_dim, dtype=engine.numerics.kv_format.dtype)
-    return (attend(module, q, kv_row, engine.positions, lambda rows: cache, where),)
-
-
 FAMILY = EngineFamily(
     sides={
-        LATENT_DOWN: EngineSide(_latent_down, launch=_launch_down),
-        LATENT_ATTENTION: EngineSide(_latent_attention, constants=_rotation, launch=_launch_attention),
+        LATENT_DOWN: EngineSide(_latent_down),
+        LATENT_ATTENTION: EngineSide(_latent_attention, constants=_rotation),
     },
     hooks=_hooks,
     copies=copies_in,

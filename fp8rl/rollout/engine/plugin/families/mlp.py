@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.families.mlp import EXPERTS, EXPERTS_AND_SHARED, ROUTER, SHARED_GATE, SIGMOID_TOPK, SWIGLU, TOPK
-from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.ops import ExpertWeights
@@ -18,9 +17,6 @@ from fp8rl.numerics.ops.grouped import grouped_linear
 from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
 from fp8rl.rollout.engine.plugin.families.ends import on_rank_0
 from fp8rl.rollout.engine.plugin.state import state
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 _BF16 = "layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8MoEMethod.apply"
@@ -235,51 +231,16 @@ def _routed(module: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
     return module(x, StandardTopKOutput(probs.float(), ids.int(), logits))
 
 
-# What the ops launch, of an engine of which only shapes exist.
-
-
-def _launch_router(engine: MetaEngine, site: OpSite, x: Tensor) -> tuple[Tensor, ...]:
-    return (ops.linear_partial(x, engine.weight(engine.rows(site)).to(x.dtype)),)
-
-
-def _launch_top_k(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
-    """Probabilities and experts of each token, as the hooks hand them to the experts."""
-    return fused_topk(logits, logits, engine.sizes.top_k, engine.sizes.renormalize)
-
-
-def _launch_sigmoid_top_k(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
-    how = engine.sizes.sigmoid_router
-    assert how is not None
-    bias = engine.empty(logits.shape[1], dtype=torch.float32)
-    top_k, renormalize = engine.sizes.top_k, engine.sizes.renormalize
-    return biased_grouped_topk(logits, logits, bias, top_k, renormalize, how.groups, how.kept_groups, 0, how.factor)
-
-
-def _launch_experts(
-    engine: MetaEngine, site: OpSite, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    rows, held = engine.rows(site), engine.sizes.experts // engine.ranks
-    stacks = dict.fromkeys(row.engine.parameter for row in rows)  # gate and up, then down
-    w13, w2 = (engine.experts([row for row in rows if row.engine.parameter == stack], held) for stack in stacks)
-    spec, top_k = engine.spec if engine.spec.quantized else None, chosen.shape[1]
-    if engine.ranks == 1:
-        return (ops.routed_experts(x, probs, chosen, w13, w2, spec, "bf16", state().rows_of(x)),)
-    order, counts = ops.group_by_expert(chosen.long(), held + 1)
-    outputs = ops.experts(x[order // top_k], counts[:held], w13, w2, spec, "bf16")
-    return (ops.combine(outputs, probs, order, x.dtype),)
-
-
 FAMILY = EngineFamily(
     sides={
-        SWIGLU: EngineSide(lambda _, module, x: (module(x),), launch=lambda engine, _, x: (ops.swiglu(x),)),
-        TOPK: EngineSide(_top_k, launch=_launch_top_k),
-        EXPERTS: EngineSide(_experts, each=_each_expert, launch=_launch_experts),
-        ROUTER: EngineSide(lambda _, module, x: (module(x),), launch=_launch_router),
-        SIGMOID_TOPK: EngineSide(_sigmoid_top_k, launch=_launch_sigmoid_top_k),
-        EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert, launch=_launch_experts),
+        SWIGLU: EngineSide(lambda _, module, x: (module(x),)),
+        TOPK: EngineSide(_top_k),
+        EXPERTS: EngineSide(_experts, each=_each_expert),
+        ROUTER: EngineSide(lambda _, module, x: (module(x),)),
+        SIGMOID_TOPK: EngineSide(_sigmoid_top_k),
+        EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert),
         SHARED_GATE: EngineSide(
             lambda _, gate, x, shared: (ops.token_gate(shared, x, gate.weight),),
-            launch=lambda engine, site, x, shared: (ops.token_gate(shared, x, engine.weight(engine.rows(site))),),
         ),
     },
     hooks=_hooks,

@@ -8,20 +8,16 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.models.forms import LOGPROBS
-from fp8rl.models.trace import OpSite
 from fp8rl.numerics import ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.sampling import GREEDY
 from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
-
-if TYPE_CHECKING:
-    from fp8rl.rollout.engine.plugin.launches import MetaEngine
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -272,25 +268,4 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     return (_SEEDS, _SAMPLES, _PROMPTS) if numerics.mode == "exact" else (_SEEDS, _DRAW)
 
 
-def _launch(engine: MetaEngine, _: OpSite, logits: Tensor) -> tuple[Tensor, ...]:
-    """Draw, and say log-probabilities of what was drawn and of given tokens, with and without truncation. SGLang hands
-    logits over in FP32."""
-    count, logits = len(logits), logits[:, : engine.sizes.vocab_size].float()
-    temperatures, top_k = engine.empty(count, dtype=torch.float32), engine.whole(count)
-    floors = ops.truncation_floors(logits, temperatures, temperatures, top_k, temperatures)
-    narrow = ops.narrowed(logits, floors)
-    tokens = _drawn(narrow, temperatures, engine.whole(count), engine.whole(count))
-    ops.token_logprobs(logits, tokens, 1.0)
-    return (ops.token_logprobs(narrow, tokens, temperatures)[0],)
-
-
-def _launch_native(engine: MetaEngine) -> None:
-    """Draw a token for each sequence; SGLang hands probabilities over in FP32."""
-    count = engine.sequences
-    logits = engine.empty(count, engine.sizes.vocab_size, dtype=torch.float32)
-    _drawn(logits, engine.empty(count, dtype=torch.float32), engine.whole(count), engine.whole(count))
-
-
-FAMILY = EngineFamily(
-    sides={LOGPROBS: EngineSide(_logprobs, launch=_launch)}, hooks=_hooks, launch_native=_launch_native
-)
+FAMILY = EngineFamily(sides={LOGPROBS: EngineSide(_logprobs)}, hooks=_hooks)
