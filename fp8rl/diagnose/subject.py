@@ -87,10 +87,13 @@ def read_subject(path: Path, key: str) -> Subject:
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
         experiment = experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
+    elif step is None and experiment.adapter is not None and run.adapter.is_dir():
+        adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
+        experiment = experiment.model_copy(update={"adapter": adapter})
     elif step is None:
         raise user_error(
             key,
-            found=f"{run.path} with neither model/ nor a checkpoint",
+            found=f"{run.path} without model/, adapter/ or a checkpoint",
             expected="weights to compare",
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
