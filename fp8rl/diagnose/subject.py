@@ -200,10 +200,8 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
     check_path(subject, _KEY)
     files = RunDir(subject.absolute())
     if not files.experiment.is_file():
-        subject = model_directory(str(subject), None, _KEY)
+        subject = model_given(subject, architecture, _KEY)
         _refuse_converted(subject)
-        if architecture is not None:
-            load_own_architecture(architecture, "--architecture")
         sizes = check_model(subject).sizes
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
@@ -234,6 +232,14 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
         experiment.data.chat_template,
         experiment.model.architecture,
     )
+
+
+def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:
+    """Return the directory of a model or of a hub's name, once a user's file that has its architecture is loaded."""
+    check_path(model, key)
+    if architecture is not None:
+        load_own_architecture(str(architecture), "--architecture")
+    return model_directory(str(model), None, key)
 
 
 def check_model(path: Path) -> Model:

@@ -13,6 +13,7 @@ from rich.text import Text
 from fp8rl.diagnose.audit.sightings import Sighting
 from fp8rl.diagnose.report import Report, graded, grid
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
+from fp8rl.weight_sync.manifest import some_of
 
 _NOT_IN_EVERY_RUN = {
     "head.weight",
@@ -20,8 +21,6 @@ _NOT_IN_EVERY_RUN = {
     *(each.key for each in CLASSES if each.key.startswith("experts.")),
 }
 """A head may be tied to the embedding, a run in BF16 has no codes, and a dense model no experts."""
-_SHOWN = 3
-"""Names that a difference spells out."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,8 @@ def rendered(report: AuditReport) -> RenderableType:
         rows.append((verdict, f"  {row.key}", " or ".join(row.planned), found, size))
     lines = []
     for each in report.differences:
-        rest = f" and {len(each.names) - _SHOWN} more" if len(each.names) > _SHOWN else ""
-        names = ", ".join(each.names[:_SHOWN]) + rest
-        lines += ["", f"{each.key}: found {each.found}, planned {each.planned}: {names}", f"{each.why} {each.remedy}"]
+        said = f"{each.key}: found {each.found}, planned {each.planned}: {some_of(each.names)}"
+        lines += ["", said, f"{each.why} {each.remedy}"]
     if report.unseen:
         unseen = f"not seen, as a kernel fuses it or rounds otherwise than its definition: {', '.join(report.unseen)}"
         lines += ["", unseen]
