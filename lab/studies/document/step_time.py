@@ -129,11 +129,6 @@ class StepTime:
     def total(self) -> float:
         return max(self.work, self.launches) + self.transfers + self.optimizer + self.bubble
 
-    @property
-    def host_bound(self) -> bool:
-        """The host cannot start kernels fast enough."""
-        return self.launches > self.work
-
 
 def step_time(job: Job, gpu: Peaks, rates: Rates) -> StepTime:
     """The time of one optimizer step, on the stage that takes longest."""

@@ -22,16 +22,13 @@ from lab.studies.document.step_time import (
     PEAKS,
     SLOW,
     Bracket,
-    Rates,
     expert_bytes,
     fp8_over_bf16,
     gathered_and_summed_bytes,
-    kernels,
     step_time,
 )
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
-PERFECT = Rates(1, 1, 1, 1, 1, 1, 1, launches=2e5, hidden=True)
 
 
 def test_every_claim_that_can_be_calculated_has_a_figure_and_a_verdict() -> None:
@@ -96,21 +93,6 @@ def test_ironwoods_speed_up_is_43_percent_of_the_step_in_products() -> None:
     assert at_peak < share < 2 * at_peak
 
 
-def test_products_take_their_bytes_where_tokens_are_few() -> None:
-    """A token alone: each weight is read in the forward and for the input's gradient, and its gradient written."""
-    job = Job(read_shape(CONFIGS / "qwen3_8b"), TrainerSection(), NATIVE, "kernels", 1, 1).in_bf16()
-    time = step_time(job, PEAKS["h100"], PERFECT)
-    assert time.products == pytest.approx(3 * 2 * job.shape.active_parameters / 3.35e12, rel=0.01)
-
-
-def test_a_pipeline_waits_for_its_stages() -> None:
-    """(p - 1) / m of the work, which is (p - 1) / (m + p - 1) of the step."""
-    job = qwen(64, pp=4, ep=2, dp=2)
-    time = step_time(job, PEAKS["h100"], PERFECT)
-    assert job.micro_batches == 32
-    assert time.bubble / (time.work + time.bubble) == pytest.approx(3 / 35)
-
-
 def test_tokens_travel_to_experts_and_back_twice() -> None:
     job = on_h200()
     per_token = 4 * 48 * 8 * 2048 * 2 * 7 / 8
@@ -129,9 +111,3 @@ def test_narrow_wires_carry_less() -> None:
     gathered, summed = gathered_and_summed_bytes(replace(job, layout=narrow))
     assert gathered == pytest.approx((2 * QWEN.parameters - quantized) * 3 / 4)
     assert summed == pytest.approx((1 + 1 / 32) * QWEN.parameters * 3 / 4)
-
-
-def test_fp8_adds_kernels_of_every_expert() -> None:
-    libraries = on_h200()
-    own = 128 // 8
-    assert kernels(libraries) - kernels(libraries.in_bf16()) == 48 * 2 * (2 + 2 * own)
