@@ -65,7 +65,7 @@ def _of_stage(job: Job, rates: Rates, stage: int) -> StepTime:
     found, times = list(products(job, stage)), job.micro_batches
 
     def passes(name: str, size: float) -> Part:
-        return _part(name, [(size, rates.copy)], "copy rate of the bench's `quantizers`")
+        return _part(name, [(size, rates.copy)], "the copy of `quantizers`")
 
     def multiplied(name: str, experts: bool) -> Part:
         work: dict[Rate | None, float] = {}
@@ -74,7 +74,9 @@ def _of_stage(job: Job, rates: Rates, stage: int) -> StepTime:
                 for fp8, gradient in each.passes(job):
                     rate = rates.product(experts, fp8, gradient)
                     work[rate] = work.get(rate, 0.0) + times * each.flops * each.again
-        return _part(name, [(flops, rate) for rate, flops in work.items()], "the bench's products")
+        return _part(
+            name, [(flops, rate) for rate, flops in work.items()], "rows of `grouped`" if experts else "rows of `gemms`"
+        )
 
     quantized = sum(operand_bytes(job, each) * each.again for each in found if each.fp8)
     parts = [multiplied("products", experts=False)]

@@ -44,7 +44,7 @@ def test_a_part_without_a_measured_rate_has_no_seconds_and_says_what_is_missing(
     lacking = step_time(job, replace(RATES, copy=None, fp8_experts=None))
     assert set(seconds(lacking)) == {"products", "launches"}
     missing = {part.name: part.rests_on for part in lacking.parts if part.seconds is None}
-    assert "copy rate" in missing["quantization"] and "products" in missing["products of experts"]
+    assert "`quantizers`" in missing["quantization"] and "`grouped`" in missing["products of experts"]
     narrow = step_time(job, replace(RATES, fp8_gradient=Rate(1e15, 2e15, "")))
     assert seconds(narrow)["products of experts"] > seconds(step_time(job, RATES))["products of experts"]
 
