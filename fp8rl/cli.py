@@ -21,7 +21,7 @@ from fp8rl.rollout.loopback import reach_loopback
 try:
     from fp8rl_certify.cli import certify
 except ModuleNotFoundError:
-    from fp8rl.commands.diagnosis import certify_elsewhere as certify
+    certify = diagnosis.certify_elsewhere  # type: ignore[assignment]
 
 _EXIT_SECONDS = 60.0
 """Time between the end of a command and that of its process."""

@@ -14,17 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8rl.diagnose.subject import Served
-from fp8rl.models import load_architecture
+from fp8rl.diagnose.subject import Served, model_given
 from fp8rl.models.architecture import Model
 from fp8rl.models.checkpoint.padding import padded, unpadded
 from fp8rl.models.checkpoint.peft import read_adapter
 from fp8rl.models.checkpoint.reading import check_stored
-from fp8rl.models.hub import model_directory
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.files import check_writable, writing
 from fp8rl.numerics.core.process import LOOPBACK
-from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
@@ -139,7 +136,7 @@ def convert_model(
     Raises:
         UserError: the model, the preset or the adapter cannot be used, or `out` exists.
     """
-    spec, model = QuantSpec.preset(preset), _directory(model, architecture)
+    spec, model = QuantSpec.preset(preset), model_given(model, architecture, "MODEL")
     definition = read_model(model, "MODEL")
     check_layout(definition.shape, TrainerSection(), spec)
     check_stored(model, definition, "MODEL", say=note)
@@ -159,7 +156,7 @@ def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> d
     Raises:
         UserError: the model cannot be padded, or was not, or `out` exists.
     """
-    model = _directory(model, architecture)
+    model = model_given(model, architecture, "MODEL")
     check_stored(model, read_model(model, "MODEL"), "MODEL", say=lambda _: None)
     _check_new(out)
     spec = QuantSpec.preset("fp8_block_pow2")
@@ -167,14 +164,6 @@ def pad_model(model: Path, out: Path, pad: bool, architecture: Path | None) -> d
         if pad:
             return padded(model, out, "MODEL", lambda wider: check_layout(wider.shape, TrainerSection(), spec))
         return unpadded(model, out, "MODEL")
-
-
-def _directory(model: Path, architecture: Path | None) -> Path:
-    """Return the directory of a model or of a hub's name, once a user's file that has its architecture is loaded."""
-    check_path(model, "MODEL")
-    if architecture is not None:
-        load_architecture(str(architecture), "--architecture")
-    return model_directory(str(model), None, "MODEL")
 
 
 def _check_new(out: Path) -> None:

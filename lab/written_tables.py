@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fp8rl.diagnose.plan import Plan, make_plan
-from fp8rl.diagnose.plan.efficiency import assumed
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.precision_map import CLASSES
 from fp8rl.rl.experiment.budget.gpus import gpu_named
@@ -58,8 +57,7 @@ def _formats(formats: str) -> str:
 
 
 def plan_of(spec: str, *, gpu: str) -> Plan:
-    subject = read_plan_subject(spec)
-    return make_plan(subject, gpu_named(gpu), assumed(subject.experiment.numerics.mode))
+    return make_plan(read_plan_subject(spec), gpu_named(gpu))
 
 
 def with_plan(path: Path, planned: Callable[..., Plan] = plan_of) -> str:

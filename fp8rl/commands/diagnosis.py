@@ -16,7 +16,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
 
 if TYPE_CHECKING:
-    from fp8rl.numerics.config import Mode
+    pass
 
 Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
 
@@ -107,27 +107,20 @@ def plan(
     fit: Annotated[bool, typer.Option("--fit", help="Find keys with which it fits, and print them.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Calculate what fits on which GPUs, how long a step takes, and whether FP8 pays. It starts nothing.
+    """Calculate what fits on which GPUs, and with --bench how long a step takes at least. It starts nothing.
 
     Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
     """
     with user_errors():
         from fp8rl.diagnose.plan import fitted_plan, make_plan
-        from fp8rl.diagnose.plan.efficiency import Efficiency, assumed, measured
         from fp8rl.diagnose.plan.plan_report import rendered
         from fp8rl.diagnose.plan.subject import read_plan_subject
         from fp8rl.rl.experiment.budget.gpus import gpu_named
 
-        kind = gpu_named(gpu)
-
-        def efficiency(mode: Mode) -> Efficiency:
-            return measured(bench, mode, kind) if bench else assumed(mode)
-
         if fit:
-            made = fitted_plan(subject, overrides or [], kind, efficiency, gpus, length)
+            made = fitted_plan(subject, overrides or [], gpu_named(gpu), gpus, length, bench)
         else:
-            found = read_plan_subject(subject, overrides or [])
-            made = make_plan(found, kind, efficiency(found.experiment.numerics.mode), gpus, length)
+            made = make_plan(read_plan_subject(subject, overrides or []), gpu_named(gpu), gpus, length, bench)
     print(made.to_json()) if as_json else show(rendered(made))
     end(made.ok)
 

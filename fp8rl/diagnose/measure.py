@@ -25,6 +25,7 @@ from fp8rl.rollout.types import Prompt
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import Scored
+from fp8rl.weight_sync.manifest import SyncError
 
 if TYPE_CHECKING:
     from fp8rl.rl.run.stack import Stack
@@ -50,6 +51,19 @@ def check_has_engine(experiment: Experiment) -> None:
             expected="a run with an engine: there is nothing for its trainer to agree with",
             remedy="Train it as it is, or set eval.problems.",
         )
+
+
+def sync_weights(stack: Stack) -> None:
+    """Send the trainer's weights to the engines. Raises `UserError`: an engine does not hold them."""
+    try:
+        stack.syncing.sync()
+    except SyncError as error:
+        raise user_error(
+            "sync",
+            found=str(error),
+            expected="engines that hold the trainer's weights",
+            remedy="`fp8rl preflight SPEC` names what differs; compare the versions of sglang on both sides.",
+        ) from error
 
 
 def calibration_prompts(stack: Stack) -> list[Prompt]:

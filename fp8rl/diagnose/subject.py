@@ -86,10 +86,13 @@ def read_subject(path: Path, key: str) -> Subject:
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
         experiment = experiment.model_copy(update={"model": experiment.model.at(run.model), "adapter": None})
+    elif step is None and experiment.adapter is not None and run.adapter.is_dir():
+        adapter = experiment.adapter.model_copy(update={"start": str(run.adapter)})
+        experiment = experiment.model_copy(update={"adapter": adapter})
     elif step is None:
         raise user_error(
             key,
-            found=f"{run.path} with neither model/ nor a checkpoint",
+            found=f"{run.path} without model/, adapter/ or a checkpoint",
             expected="weights to compare",
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
@@ -190,10 +193,8 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
     check_path(subject, _KEY)
     files = RunDir(subject.absolute())
     if not files.experiment.is_file():
-        subject = model_directory(str(subject), None, _KEY)
+        subject = model_given(subject, architecture, _KEY)
         _refuse_converted(subject)
-        if architecture is not None:
-            load_architecture(architecture, "--architecture")
         sizes = check_model(subject).sizes
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
@@ -224,6 +225,14 @@ def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None
         experiment.data.chat_template,
         experiment.model.architecture,
     )
+
+
+def model_given(model: Path, architecture: str | Path | None, key: str) -> Path:
+    """Return the directory of a model or of a hub's name, once a user's file that has its architecture is loaded."""
+    check_path(model, key)
+    if architecture is not None:
+        load_architecture(str(architecture), "--architecture")
+    return model_directory(str(model), None, key)
 
 
 def check_model(path: Path) -> Model:

@@ -76,7 +76,7 @@ class RolloutSection(Section):
     sleep: bool = False
     """Take turns on the GPUs that engines share with the trainer. While the trainer works, engines release weights, KV
     cache and CUDA graphs; while they sample, its masters, moments and reference are offloaded to the host, and it has
-    no gradients. Engines wake by a full, verified sync. Synchronous runs only; [memory.md](memory.md#turns)."""
+    no gradients. Engines wake by a full, verified sync. Synchronous runs only; [plan.md](plan.md#turns)."""
     chunked_prefill_size: int | None = Field(default=None, ge=1)
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True

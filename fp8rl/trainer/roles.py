@@ -35,15 +35,16 @@ class Roles:
 
     def __init__(self, spec: TrainerSpec, layout: Layout) -> None:
         """Build the policy, and the reference and critic that the spec asks for. Raises UserError as `Trainer` does."""
-        beside = {"max_sequence_length": spec.max_sequence_length}
-        trained = beside | {"seed": spec.seed, "total_steps": spec.total_steps, "adapter": spec.adapter}
+        rows = spec.max_sequence_length
+        trained: dict[str, Any] = {"seed": spec.seed, "total_steps": spec.total_steps, "adapter": spec.adapter}
+        trained["max_sequence_length"] = rows
         given = spec.numerics, layout
         self.policy = Trainer(spec.model_path, spec.config, *given, **trained, shared_base=spec.shared_base)
         self.models: dict[Role, Scorer | WithoutAdapter] = {"policy": self.policy}
         if spec.reference and spec.adapter is not None:
             self.models["reference"] = WithoutAdapter(self.policy)
         elif spec.reference:
-            self.models["reference"] = Reference(spec.model_path, spec.config, *given, **beside)
+            self.models["reference"] = Reference(spec.model_path, spec.config, *given, max_sequence_length=rows)
         if spec.critic is not None:
             trained |= {} if spec.critic_steps is None else {"total_steps": spec.critic_steps}
             self.models["critic"] = Critic(spec.model_path, spec.critic, *given, **trained)

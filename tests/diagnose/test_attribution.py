@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from fp8rl.diagnose.attribution.compare import (
     relative_rms,
 )
 from fp8rl.diagnose.attribution.findings import Clues, rank
+from fp8rl.diagnose.measure import sync_weights
 from fp8rl.diagnose.subject import read_subject
 from fp8rl.models.architecture import Model
 from fp8rl.models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
@@ -45,7 +47,7 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
-from fp8rl.weight_sync.manifest import Manifest
+from fp8rl.weight_sync.manifest import Manifest, SyncError
 from tests.support.definitions import SIZES
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
@@ -307,8 +309,11 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     run.mkdir()
     spec = load_experiment("examples/arithmetic_lora.yaml", ["trainer.tp=2", "adapter.mode=merged"])
     (run / "spec.yaml").write_text(spec.to_yaml())
-    with pytest.raises(UserError, match="neither model/ nor a checkpoint"):
+    with pytest.raises(UserError, match="without model/, adapter/ or a checkpoint"):
         read_subject(run, "attribute")
+    (run / "adapter").mkdir()
+    adapter = read_subject(run, "attribute").experiment.adapter
+    assert adapter is not None and adapter.start == str(run / "adapter")
     (run / "model").mkdir()
     subject = read_subject(run, "attribute")
     assert (subject.experiment.model.path, subject.checkpoint) == (str(run / "model"), None)
@@ -323,6 +328,14 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     assert subject.experiment.adapter == spec.adapter
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
     assert (subject.name, page_of(subject)) == ("demo", run / "attribution.html")
+
+
+def test_a_sync_that_fails_is_one_sentence() -> None:
+    def sync() -> None:
+        raise SyncError("2 tensors differ")
+
+    with pytest.raises(UserError, match="sync: found '2 tensors differ', expected engines that hold"):
+        sync_weights(SimpleNamespace(syncing=SimpleNamespace(sync=sync)))  # type: ignore[arg-type]
 
 
 def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) -> None:

@@ -17,11 +17,8 @@ from typer.testing import CliRunner
 from fp8rl.cli import app
 from fp8rl.diagnose import audit
 from fp8rl.diagnose.audit.audit_report import (
-    BACKWARD,
-    OPTIMIZER,
     AuditReport,
     Deviation,
-    answers,
     differences_of,
     rendered,
     rows_of,
@@ -42,6 +39,8 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.engine.plugin.state import WEIGHTS
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.config import TrainerSection
+from lab.studies.document.published_map import BACKWARD, OPTIMIZER, answers
+from lab.studies.document.published_map import claims as claims_of
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_model
 from tests.support.tiny_model import TinyModel, write_tiny_model
@@ -111,7 +110,7 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     attention = {"fp32" if mode == "exact" or kind == "deepseek_v3" else "bf16"}
     assert formats["scores.output"] == formats["softmax.output"] == attention
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
-    claims = {claim.id: claim for claim in report(*sightings).claims}
+    claims = {claim.id: claim for claim in claims_of(report(*sightings))}
     if (kind, mode) == ("moe", "exact"):
         confirmed = {"002-15", "002-19"}
         assert {id for id, claim in claims.items() if claim.verdict == "confirmed"} == confirmed

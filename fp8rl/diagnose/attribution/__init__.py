@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8rl.diagnose.attribution.attribute import Pair, attribute
 from fp8rl.diagnose.attribution.attribution_report import Attribution
-from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
+from fp8rl.diagnose.measure import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch, sync_weights
 from fp8rl.diagnose.subject import Subject
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
@@ -48,7 +48,7 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
     causes that take another trainer and engine to switch, in native mode.
 
     Raises:
-        UserError: what both sides refuse at their start.
+        UserError: what both sides refuse at their start, or a sync.
     """
     say(f"attribute {subject.name}")
     with _stack_of(subject, subject.numerics, say) as stack:
@@ -93,5 +93,5 @@ def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], o
                 stack.trainer.load(subject.checkpoint)
         else:
             stack.trainer.weight_version = subject.version
-        stack.syncing.sync()
+        sync_weights(stack)
         yield stack

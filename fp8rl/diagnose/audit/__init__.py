@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rows_of
 from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
-from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
+from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch, sync_weights
 from fp8rl.models import Model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.algorithms.sft import SftObjective
@@ -28,7 +28,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
         say: told what is going on.
 
     Raises:
-        UserError: no run of the spec could start.
+        UserError: no run of the spec could start, or its sync fails.
     """
     began, numerics = time.monotonic(), experiment.numerics_config()
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
@@ -59,7 +59,7 @@ def examine(
     """Return the tokens of the step, and all that was seen. The trainer has learnt from it; its engine holds the
     weights from before."""
     say("syncing the weights")
-    stack.syncing.sync()
+    sync_weights(stack)
     say("sampling answers and learning from them, uncompiled")
     batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
     holdings = stack.engines.ask(lambda client: client.inventory())

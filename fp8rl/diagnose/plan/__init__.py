@@ -1,21 +1,20 @@
-"""A plan: what a model or a spec costs on GPUs of one kind, from its configuration alone."""
+"""A plan: what a model or a spec takes of GPUs of one kind, from its configuration alone."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl.diagnose.plan import layouts, verdict
+from fp8rl.diagnose.plan.bench import Rates, read_bench
 from fp8rl.diagnose.plan.decode import Decode, decode_step
-from fp8rl.diagnose.plan.efficiency import Efficiency
 from fp8rl.diagnose.plan.search import dense_layers_in_bf16, keys_that_fit, written
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on, read_plan_subject
 from fp8rl.diagnose.plan.time import StepTime, step_time
-from fp8rl.diagnose.plan.verdict import Bracket, Pays
 from fp8rl.diagnose.report import Remark, Report
-from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
@@ -31,7 +30,7 @@ DECODED = (1, 32, 256)
 
 @dataclass(frozen=True)
 class Plan(Report):
-    """The calculated bytes and times. Its JSON has these keys, and `schema` and `ok`."""
+    """The calculated bytes, and times where rates were measured. Its JSON has these keys, and `schema` and `ok`."""
 
     subject: str
     gpu: Gpu
@@ -80,22 +79,12 @@ class Plan(Report):
     """The largest `rollout.tp` that divides the model."""
     sync_bytes: tuple[int, ...]
     """To each engine, and what it would be in BF16."""
-    fp8: Mapping[str, StepTime]
-    """A training step in FP8, at both corners."""
-    bf16: Mapping[str, StepTime]
-    tokens_per_second: Bracket
-    """Of a training step, on one GPU."""
-    fp8_over_bf16: Bracket
-    """Of their times."""
-    pays: Pays
-    break_even: tuple[int | None, int | None]
-    """Tokens of a step from which FP8 is faster, slow corner and fast."""
     decode: tuple[tuple[Decode, Decode], ...]
-    """Decode steps by answers at a time, half of a row each, in the spec's precision and in BF16, slow corner."""
-    efficiency: Efficiency
-    """Of which all times are."""
-    left_out: tuple[str, ...]
-    """Costs that no number here counts."""
+    """What decode steps read, by answers at a time, half of a row each: in the spec's precision and in BF16."""
+    rates: Rates | None
+    """What `--bench` has; None: without it, no time is calculated."""
+    steps: tuple[StepTime, ...]
+    """The training step as planned, and in BF16, at the rates that were measured; empty without them."""
     remarks: tuple[Remark, ...]
 
     @property
@@ -123,6 +112,8 @@ class Plan(Report):
         }
         for name, memory in self.memory.items():
             values["memory"][name]["peak"] = memory.peak
+        for one, step in zip(values["steps"], self.steps, strict=True):
+            one["at_least"] = step.total
         return values
 
 
@@ -130,8 +121,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Memory):
         return {"rank": value.rank, "held": _plain(value.held)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return values | ({"total": value.total} if isinstance(value, StepTime) else {})
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
@@ -140,11 +130,14 @@ def _plain(value: Any) -> Any:
 def make_plan(
     subject: PlanSubject,
     gpu: Gpu,
-    efficiency: Efficiency,
     gpus: int | None = None,
     length: int | None = None,
+    bench: Path | None = None,
 ) -> Plan:
-    """Raises UserError: the GPUs cannot be divided over the layout, or the model over any."""
+    """Plan a subject. bench: a file of measured rates, without which no time is calculated.
+
+    Raises UserError: the GPUs cannot be divided over the layout, or the model over any; or the bench cannot be read.
+    """
     check_has_fp8(subject.experiment, gpu)
     shape, job = subject.shape, job_on(subject, gpu, length)
     if not subject.engines_chosen:
@@ -154,11 +147,12 @@ def make_plan(
         layouts.check_ranks(shape, job.layout)
     else:
         layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
-        job = layouts.choose(job, gpu, count, efficiency)
-    plan = _calculated(subject, job, gpu, efficiency)
+        job = layouts.choose(job, gpu, count)
+    rates = None if bench is None else read_bench(bench, job.numerics.mode)
+    plan = _calculated(subject, job, gpu, rates)
     if plan.ok and plan.slack >= plan.needed_slack:
         return plan
-    keys = keys_that_fit(subject, gpu, efficiency, plan.gpus, length)
+    keys = keys_that_fit(subject, gpu, plan.gpus, length)
     return plan if keys is None else replace(plan, fits_with=tuple(written(keys)))
 
 
@@ -166,9 +160,9 @@ def fitted_plan(
     name: str | None,
     overrides: Sequence[str],
     gpu: Gpu,
-    efficiency: Callable[[Mode], Efficiency],
     gpus: int | None = None,
     length: int | None = None,
+    bench: Path | None = None,
 ) -> Plan:
     """The plan of a spec or model under the keys that make it fit, which `Plan.keys` has; as it stands, without `keys`,
     where none do.
@@ -178,12 +172,12 @@ def fitted_plan(
     """
     subject = read_plan_subject(name, overrides)
     check_has_fp8(subject.experiment, gpu)
-    keys = keys_that_fit(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
+    keys = keys_that_fit(subject, gpu, gpus, length)
     shown = dense_layers_in_bf16(subject, gpu) if keys is None else keys
     kept = [each for each in overrides if each.partition("=")[0] not in shown]
     subject = read_plan_subject(name, [*kept, *written(shown)])
     gpus = gpus if keys is None else None
-    plan = make_plan(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
+    plan = make_plan(subject, gpu, gpus, length, bench)
     return replace(plan, searched=True, keys=None if keys is None else tuple(written(keys)))
 
 
@@ -200,22 +194,14 @@ def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
         )
 
 
-def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, efficiency: Efficiency) -> Plan:
-    corners = {"slow": efficiency.slow, "fast": efficiency.fast}
+def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, rates: Rates | None) -> Plan:
     apart = is_apart(subject.experiment, job)
     job = with_cache(job, subject.experiment, gpu.memory, apart)
     memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     full = fullest(job, apart)
-    ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
-    times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
-    break_even = verdict.break_even(job, gpu, efficiency)
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [
-        *verdict.refusals(subject, job, gpu, full),
-        *verdict.stand_in(subject),
-        *verdict.remarks(job, gpu, full, ratio, break_even),
-    ]
+    remarks = [*verdict.refusals(subject, job, gpu, full), *verdict.remarks(subject, job, gpu, full)]
     world = job.layout.world_size
     shape = job.shape
     return Plan(
@@ -247,34 +233,11 @@ def _calculated(subject: PlanSubject, job: Job, gpu: Gpu, efficiency: Efficiency
         largest_with_slack=largest_micro_batch(job, memory[decides], gpu.memory, SLACK),
         largest_engine_tp=max(layouts.engine_widths(job), default=1),
         sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
-        fp8=times,
-        bf16={corner: step_time(job.in_bf16(), gpu, rates) for corner, rates in corners.items()},
-        tokens_per_second=Bracket(*(job.tokens / times[corner].total / world for corner in corners)),
-        fp8_over_bf16=ratio,
-        pays=verdict.pays(ratio),
-        break_even=break_even,
-        decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)) if job.engines else (),
-        efficiency=efficiency,
-        left_out=tuple(_left_out(subject.experiment)),
+        decode=tuple(_decoded(job, batch) for batch in _batches(job)) if job.engines else (),
+        rates=rates,
+        steps=() if rates is None else tuple(step_time(each, rates) for each in (job, job.in_bf16())[: 1 + job.fp8]),
         remarks=tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
     )
-
-
-def _left_out(experiment: Experiment) -> Iterator[str]:
-    """List what a run of the spec does or holds beside the training step, the policy and the engine."""
-    if experiment.algorithm.samples:
-        yield "sampling, rewards and syncs"
-    needs = experiment.algorithm.needs
-    if needs.old_logprobs:
-        yield "scoring by the policy before its first update"
-    others = [role for role in ("reference", "critic", "teacher") if getattr(needs, role)]
-    if others:
-        yield f"the time in which {' and '.join(others)} score"
-    if needs.teacher:
-        yield "the engines of the teacher"
-    if experiment.trainer.optimizer.offload:
-        yield "the extra time of an update on the host"
-    yield "evaluations and checkpoints"
 
 
 def _batches(job: Job) -> list[int]:
@@ -283,12 +246,11 @@ def _batches(job: Job) -> list[int]:
     return sorted({min(batch, room) for batch in DECODED})
 
 
-def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[Decode, Decode]:
-    """The time of a decode step in the spec's precision and in BF16."""
+def _decoded(job: Job, batch: int) -> tuple[Decode, Decode]:
+    """What a decode step reads in the spec's precision and in BF16."""
     first, second = (
         decode_step(
-            *(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp),
-            each.numerics.mode,
+            *(job.shape, each.numerics.rollout_spec, batch, job.length / 2, job.engine_tp, each.numerics.mode),
             each.numerics.kv_format.dtype.itemsize,
         )
         for each in (job, job.in_bf16())

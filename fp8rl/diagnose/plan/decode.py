@@ -1,17 +1,13 @@
-"""The time of a decode step of one engine: it reads the weights that its answers use, and their keys and values.
-
-The step is one CUDA graph. The host starts it at once, but each of its kernels takes a moment to begin and to end.
-"""
+"""What a decode step of one engine reads and launches; with measured rates, the least time that this takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8rl.diagnose.plan.efficiency import Rates
+from fp8rl.diagnose.plan.bench import Rate
 from fp8rl.models.shape import BF16_BYTES, Shape
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.rl.experiment.budget.gpus import Gpu
 from fp8rl.weight_sync.served import weight_bytes
 
 OF_LAYER: dict[tuple[Mode, bool], tuple[int, int]] = {
@@ -29,26 +25,29 @@ BESIDE_LAYERS = 14
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode step of an engine. seconds: with `work`, that of its bytes and FLOPs; kernels: of its graph; weights,
-    cache: bytes read; batch: answers, a token each."""
+    """One decode step of an engine."""
 
     batch: int
-    seconds: float
-    work: float
+    """Answers, a token each."""
     kernels: int
+    """Kernels of its CUDA graph."""
     weights: float
+    """Bytes of the weights that it reads."""
     cache: float
+    """Bytes of keys, values and states."""
+    ranks: int = 1
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.batch / self.seconds
+    def seconds(self, copy: Rate, nodes: Rate) -> tuple[float, float]:
+        """The least time of reading and of the kernels' begins and ends, at the fastest and slowest measured rates."""
+        size = (self.weights + self.cache) / self.ranks
+        return size / copy.high + self.kernels / nodes.high, size / copy.low + self.kernels / nodes.low
 
 
 def decode_step(
-    shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float, ranks: int = 1,
-    mode: Mode = "exact", each: int = BF16_BYTES,
+    shape: Shape, spec: QuantSpec, batch: int, context: float, ranks: int = 1, mode: Mode = "exact",
+    each: int = BF16_BYTES,
 ) -> Decode:  # fmt: skip
-    """Time of one decode step on an engine of `ranks` GPUs, launched as one CUDA graph.
+    """What one decode step reads on an engine of `ranks` GPUs.
 
     batch: answers at a time. context: tokens that each has so far. each: bytes of a number in the cache.
     """
@@ -60,12 +59,7 @@ def decode_step(
         if weight.place != "first"  # of which an answer takes a row; a tied one is read as the head
     )
     cache = batch * (context * shape.kv_bytes(each) + 2 * shape.request_bytes())  # a state is read and written
-    memory = (weights + cache) / ranks / (gpu.bandwidth * rates.bandwidth)
-    fp8 = spec.quantized
-    flops = 2.0 * shape.active_parameters * batch / ranks / (gpu.peak(fp8) * rates.product(sizes.moe, fp8))
-    attention = batch * shape.attention_flops(context) / ranks / (gpu.bf16 * rates.attention)
-    work, kernels = max(memory, flops + attention), decode_kernels(shape, spec, mode)
-    return Decode(batch, work + kernels / rates.nodes, work, kernels, weights, cache)
+    return Decode(batch, decode_kernels(shape, spec, mode), weights, cache, ranks)
 
 
 def decode_kernels(shape: Shape, spec: QuantSpec, mode: Mode) -> int:

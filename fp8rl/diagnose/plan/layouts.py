@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fp8rl.diagnose.plan.efficiency import Efficiency
-from fp8rl.diagnose.plan.time import step_time
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.spec import QuantSpec
@@ -54,24 +52,20 @@ def engine_widths(job: Job) -> list[int]:
     return [ranks for ranks in _divisors(heads, heads) if _accepted(check_engine_layout, job.shape, ranks, spec)]
 
 
-def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
-    """The job in the fastest layout that leaves `SLACK` beside an engine; if none does, in the one that takes least.
+def choose(job: Job, gpu: Gpu, gpus: int) -> Job:
+    """The job in the layout that divides the model least of those that leave `SLACK` beside an engine; if none does, in
+    the one that takes least.
 
     Raises UserError: the model cannot be quantized as its spec says, however it is laid out.
     """
-    best: tuple[tuple[bool, float], Job] | None = None
-    for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec):
-        candidate = replace(job, layout=layout)
-        peak = colocated_memory(candidate).peak
-        fits = leaves_slack(peak, gpu)
-        corners = (efficiency.slow, efficiency.fast) if fits else ()
-        rank = (not fits, sum(step_time(candidate, gpu, rates).total for rates in corners) if fits else peak)
-        if best is None or rank < best[0]:
-            best = rank, candidate
-    if best is None:  # even the plainest one, which says why
+    candidates = [
+        replace(job, layout=layout) for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec)
+    ]
+    if not candidates:  # not even the plainest one, which says why
         check_layout(job.shape, job.layout, job.numerics.blocks_spec)
         raise AssertionError("found no layout, expected the plainest one to be refused")
-    return best[1]
+    fitting = (each for each in candidates if leaves_slack(colocated_memory(each).peak, gpu))
+    return next(fitting, None) or min(candidates, key=lambda each: colocated_memory(each).peak)
 
 
 def leaves_slack(peak: float, gpu: Gpu) -> bool:
@@ -82,19 +76,17 @@ def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerSection | None:
     """A layout of the job on as few GPUs as leave `SLACK`, of 1, 2, 4, ... `MOST_GPUS`; None: on none of these."""
     if beside_engine and not leaves_slack(engine_memory(job).peak, gpu):
         return None
-    gpus = 1
+    gpus, needed = 1, colocated_memory if beside_engine else trainer_memory
     while gpus <= MOST_GPUS:
         for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec):
-            candidate = replace(job, layout=layout)
-            memory = colocated_memory(candidate) if beside_engine else trainer_memory(candidate)
-            if leaves_slack(memory.peak, gpu):
+            if leaves_slack(needed(replace(job, layout=layout)).peak, gpu):
                 return layout
         gpus *= 2
     return None
 
 
 def layouts(shape: Shape, base: TrainerSection, gpus: int, spec: QuantSpec) -> Iterator[TrainerSection]:
-    """All that divide the model over the GPUs, tensor parallelism within a node."""
+    """All that divide the model over the GPUs, those that divide it less first; tensor parallelism within a node."""
     sizes = shape.sizes
     for tp in _divisors(gpus, GPUS_PER_NODE):
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):

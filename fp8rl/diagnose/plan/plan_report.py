@@ -1,4 +1,4 @@
-"""A plan on a terminal: the verdict in words, then the model, its bytes and its times."""
+"""A plan on a terminal: the verdict in words, then the model, its bytes, and its times where rates were measured."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fp8rl.diagnose.plan import Plan
-from fp8rl.diagnose.plan.verdict import by
+from fp8rl.diagnose.plan.time import Part
 from fp8rl.diagnose.report import Grade, graded, grid
 from fp8rl.rl.experiment.budget.memory import PHASES, Phase
 
-_PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
 _MEMORY_OF_A_WORKSTATION = 64e9
 """Bytes. Who needs more does not train on a CPU, so the plan does not say what that would take."""
 
 
 def rendered(plan: Plan) -> RenderableType:
-    """Render the verdict, conflicts and notes, then the model, its bytes, its times and its decoding."""
+    """Render the verdict, conflicts and notes, then the model, its bytes, its step and its decoding."""
     job, layout, on = plan.job, plan.job.layout, f"on {plan.gpus} x {plan.gpu.name}"
     grade: Grade = "good"
     end = f"the plan fits {on}"
@@ -53,9 +52,7 @@ def rendered(plan: Plan) -> RenderableType:
         Text("\n".join(model)),
         Text(),
         _memory(plan),
-        Text(),
-        _times(plan),
-        Text(plan.efficiency.source, style="dim"),
+        *((Text(), _times(plan), Text(_NOT_IN_TIMES)) if plan.steps else ()),
         *((Text(), _decode(plan)) if plan.decode else ()),
     )
 
@@ -73,7 +70,7 @@ def _keys(plan: Plan) -> list[Text]:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    """Say what the plan takes and leaves free, and how fast it is."""
+    """Say what the plan takes and leaves free."""
     job, has, gpu = plan.job, plan.gpu.memory, plan.gpu.name
     of_trainer, of_engine = (plan.memory[name].peak / 1e9 for name in ("trainer", "engine"))
     alone = "" if plan.decides == "trainer" else " alone"
@@ -111,30 +108,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"a sync sends {sent:.3g} GB to each engine ({in_bf16:.3g} in BF16)"
         one = ", and on GPUs exact mode runs with 1" if job.numerics.mode == "exact" else ""
         yield f"this model's largest rollout.tp is {plan.largest_engine_tp}{one}"
-    speed = plan.tokens_per_second
-    yield f"training processes {speed.low:,.0f} to {speed.high:,.0f} tokens per second and GPU"
-    if job.fp8:
-        yield _of_fp8(plan)
     if plan.on_a_cpu[1] < _MEMORY_OF_A_WORKSTATION:
         yield f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB"
-    yield f"left out of these numbers: {'; '.join(plan.left_out)}"
-
-
-def _of_fp8(plan: Plan) -> str:
-    """Say how much faster or slower a step is in FP8, and from how many tokens on it is faster."""
-    ratio, (slow, fast) = plan.fp8_over_bf16, plan.break_even
-    said = {
-        "FP8 is slower here": f"FP8 training is {by(ratio)} slower than BF16 here",
-        "FP8 is faster here": f"FP8 training takes {by(ratio)} less time than BF16 here",
-        "FP8 may be faster or slower here": f"FP8 training takes between {1 - ratio.low:.0%} less and "
-        f"{ratio.high - 1:.0%} more time than BF16 here",
-    }[plan.pays]
-    if slow is None and fast is None:
-        return f"{said}, at any batch size" if plan.pays == "FP8 is slower here" else said
-    if slow == fast:
-        return f"{said}; it is faster from {slow:,} tokens a step on"
-    at_best = f"from {fast:,} tokens a step on at best" if fast else "never at best"
-    return f"{said}; it is faster {at_best}, {f'from {slow:,} at worst' if slow else 'never at worst'}"
 
 
 def _memory(plan: Plan) -> RenderableType:
@@ -156,26 +131,49 @@ def _memory(plan: Plan) -> RenderableType:
     return grid((f"GB, rank {ours.rank}{beside}", *PHASES), rows, numbers=1)
 
 
+_NOT_IN_TIMES = (
+    "not in these times: attention, transfers between GPUs, waits of pipeline stages, sampling, rewards, syncs, "
+    "scoring, evaluations, checkpoints"
+)
+
+
 def _times(plan: Plan) -> RenderableType:
-    ours = "FP8" if plan.job.fp8 else "as planned"
-    columns = [side[corner] for side in (plan.fp8, plan.bf16) for corner in ("slow", "fast")]
+    steps, source = plan.steps, plan.rates.source if plan.rates else ""
+    parts: dict[str, dict[int, Part]] = {part.name: {} for step in steps for part in step.parts}
+    for number, step in enumerate(steps):
+        for part in step.parts:
+            parts[part.name][number] = part
     rows: list[tuple[RenderableType, ...]] = []
-    for part in _PARTS:
-        counts = [" (counts)" if part == "launches" and time.host_bound else "" for time in columns]
-        rows.append((part, *(f"{getattr(time, part):.3g}{note}" for time, note in zip(columns, counts, strict=True))))
-    rows.append((Text("step", style="bold"), *(f"{time.total:.3g}" for time in columns)))
-    headings = ("s a training step", f"{ours}, slow", f"{ours}, fast", "BF16, slow", "BF16, fast")
-    return grid(headings, rows, numbers=1)
+    for name, found in parts.items():
+        seconds = (_between(found[number].seconds) if number in found else "" for number in range(len(steps)))
+        rests_on = dict.fromkeys(one for part in found.values() for one in part.rests_on.split("; "))
+        rows.append((name, *seconds, "; ".join(rests_on)))
+    rows.append((Text("a step, at least", style="bold"), *(_between(step.total) for step in steps), source))
+    names = ("FP8" if plan.job.fp8 else "as planned", "BF16")
+    return grid(("s a training step", *names[: len(steps)], "rests on"), rows)
 
 
 def _decode(plan: Plan) -> RenderableType:
-    speeds = [f"tokens/s, {plan.job.numerics.mode} {each}" for each in (plan.job.numerics.rollout, "bf16")]
-    rows = [
-        ("an engine", str(side.batch), str(side.kernels), f"{side.tokens_per_second:,.0f}",
-         f"{bf16.tokens_per_second:,.0f}", _gb(side.weights), _gb(side.cache))
-        for side, bf16 in plan.decode
-    ]  # fmt: skip
-    return grid(("decoding", "answers", "kernels", *speeds, "weights read (GB)", "cache read (GB)"), rows)
+    precisions = [f"{plan.job.numerics.mode} {each}" for each in (plan.job.numerics.rollout, "bf16")]
+    copy, nodes = (plan.rates.copy, plan.rates.nodes) if plan.rates else (None, None)
+    rows = []
+    for side, bf16 in plan.decode:
+        row = [f"{side.batch}", f"{side.kernels}", _gb(side.weights), _gb(bf16.weights), _gb(side.cache)]
+        if copy and nodes:
+            for each in (side, bf16):
+                fast, slow = each.seconds(copy, nodes)
+                row.append(_between((each.batch / slow, each.batch / fast)))
+        rows.append(row)
+    weights = [f"weights, {each} (GB)" for each in precisions]
+    speeds = [f"tokens/s at most, {each}" for each in precisions] if copy and nodes else []
+    return grid(("a decode step reads: answers", "kernels", *weights, "cache (GB)", *speeds), rows, numbers=0)
+
+
+def _between(ends: tuple[float, float] | None) -> str:
+    if ends is None:
+        return "not measured"
+    low, high = (f"{end:,.0f}" if end >= 1000 else f"{end:.3g}" for end in ends)
+    return low if low == high else f"{low} to {high}"
 
 
 def _gpus(number: int) -> str:

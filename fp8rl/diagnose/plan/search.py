@@ -5,21 +5,18 @@ Exact mode is left last of all, and only where no layout on any number of GPUs h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import reduce
 from itertools import product
 from typing import Any
 
 from fp8rl.diagnose.plan import layouts
-from fp8rl.diagnose.plan.efficiency import Efficiency, assumed
 from fp8rl.diagnose.plan.subject import PlanSubject, is_apart, job_on
-from fp8rl.diagnose.plan.time import step_time
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import Experiment, parse_experiment
 from fp8rl.rl.experiment.budget.fit import fullest, with_cache
 from fp8rl.rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
-from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import engine_memory
 from fp8rl.rl.experiment.preconditions.rules import broken_rules
 from fp8rl.rl.experiment.preconditions.target import Target
@@ -27,35 +24,27 @@ from fp8rl.trainer.config import TrainerSection
 
 MOST_GPUS = 1024
 _SIZES = ("tp", "pp", "ep", "dp", "cp")
+_LAYOUT = "another layout"
 Keys = Mapping[str, Any]
 
-PRICES = {
-    "trainer.head_chunk_tokens": 0.5,
-    "trainer.micro_batch_tokens": 0.5,
-    "rollout.sleep": 1.0,
-    "trainer.recompute=experts": 1.0,
-    "trainer.recompute=layer": 2.0,
-    "rollout.max_total_tokens": 2.0,
-    "trainer.optimizer.moments": 2.5,
-    "trainer.optimizer.offload": 3.0,
-}
-"""The assumed cost of a key, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
-recomputing, a part of each forward once more; a cache of one row, answers in turns; moments in BF16, their digits; an
-update on the host, more time than all of these. An order set by hand: none of it was measured."""
-ANOTHER_LAYOUT = 1.5
-"""The price of a layout other than the spec's."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """Keys under which a job leaves the slack that a real run needs."""
-
-    keys: Keys
-    job: Job
+ORDER = (
+    "trainer.head_chunk_tokens",
+    "trainer.micro_batch_tokens",
+    "rollout.sleep",
+    "trainer.recompute=experts",
+    _LAYOUT,
+    "trainer.recompute=layer",
+    "rollout.max_total_tokens",
+    "trainer.optimizer.offload",
+    "trainer.optimizer.moments",
+)
+"""The order in which keys are tried: each only once all sets of the keys before it have failed. A smaller chunk costs
+hardly anything; turns cost the engine's wait; recomputing costs a part of each forward once more; with a cache of one
+row answers wait; an update on the host waits for the bus; moments in BF16 lose digits. The order was set by hand."""
 
 
 def keys_that_fit(
-    subject: PlanSubject, gpu: Gpu, efficiency: Efficiency, gpus: int | None = None, length: int | None = None
+    subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None
 ) -> dict[str, Any] | None:
     """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
 
@@ -70,21 +59,20 @@ def keys_that_fit(
     for mode in dict.fromkeys((base.numerics.mode, "native")):
         if not _loads(with_keys(base, {"numerics.mode": mode})):
             continue
-        rates = efficiency if mode == base.numerics.mode else assumed("native")
         count = world
         while count <= most:
             for fraction in dict.fromkeys((base.rollout.memory_fraction, None)):  # null: SGLang's own
                 first = {"numerics.mode": mode, "rollout.memory_fraction": fraction}
-                if found := _cheapest(subject, first, gpu, count, target, length, gpus is not None):
-                    return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
+                if found := _first(subject, first, gpu, count, target, length, gpus is not None):
+                    return _differing(subject, found)
             count *= 2
     return None
 
 
-def _cheapest(
+def _first(
     subject: PlanSubject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None, no_more: bool
-) -> list[Way]:
-    """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does.
+) -> Keys | None:
+    """The first keys of `ORDER`, and the first layout, that leave the slack; None if none do.
 
     no_more: engines that share GPUs with the trainer get none of their own.
     """
@@ -92,27 +80,30 @@ def _cheapest(
     fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
     base = with_keys(base, fixed)
     engines = _engine_ranks(base, subject, gpu, no_more)
-    if not engines:
-        return []
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
     blocks = base.numerics_config().blocks_spec
     others = [each for each in layouts.layouts(subject.shape, base.trainer, gpus, blocks) if each not in own]
     if subject.shape.adapters and own:
         others = []
 
-    def fitting(keys: Keys, some: Sequence[TrainerSection]) -> list[Way]:
+    def fitting(keys: Keys, some: list[TrainerSection]) -> Keys | None:
         tried = (_with_engines(base, {**fixed, **keys}, ranks) for ranks in engines)
-        found = (_way(subject, each, layout, gpu, target, length) for each in tried for layout in some)
-        return [way for way in found if way is not None]
+        found = (_in_layout(subject, each, layout, gpu, target, length) for each in tried for layout in some)
+        return next((keys for keys in found if keys is not None), None)
 
-    savings = sorted(_savings(base, subject, length), key=lambda each: each[0])
-    longest = {_of_optimizer(keys): keys for keys in sorted((keys for _, keys in savings), key=len)}
+    savings = list(_savings(base, subject, length))
+    longest = {_of_optimizer(keys): keys for keys in sorted(savings, key=len)}
     if not any(fitting(keys, [*own, *others]) for keys in longest.values()):
-        return []
-    ladder = [(price, keys, own) for price, keys in savings if own]
-    ladder += [(price + (ANOTHER_LAYOUT if own else 0.0), keys, others) for price, keys in savings]
+        return None
+    ladder = [(_place(keys, keys), keys, own) for keys in savings if own]
+    ladder += [(_place([*keys, *([_LAYOUT] if own else [])], keys), keys, others) for keys in savings]
     found = (fitting(keys, some) for _, keys, some in sorted(ladder, key=lambda each: each[0]))
-    return next((ways for ways in found if ways), [])
+    return next((keys for keys in found if keys is not None), None)
+
+
+def _place(names: Iterable[str], keys: Keys) -> list[int]:
+    """Places in `ORDER`, the last first: the order of lists is the order in which sets are tried."""
+    return sorted((ORDER.index(name if name in ORDER else f"{name}={keys[name]}") for name in names), reverse=True)
 
 
 def _of_optimizer(keys: Keys) -> frozenset[str]:
@@ -120,20 +111,19 @@ def _of_optimizer(keys: Keys) -> frozenset[str]:
     return frozenset(key for key in keys if key.startswith("trainer.optimizer"))
 
 
-def _way(
+def _in_layout(
     subject: PlanSubject, keys: Keys, layout: TrainerSection, gpu: Gpu, target: Target, length: int | None
-) -> Way | None:
-    """The job under these keys in this layout, if it leaves the slack and no rule stands against it."""
+) -> Keys | None:
+    """The keys with those of the layout, if they leave the slack and no rule stands against them."""
     keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
     experiment = with_keys(subject.experiment, keys)
     job = job_on(replace(subject, experiment=experiment), gpu, length)
     apart = is_apart(experiment, job)
-    job = with_cache(job, experiment, gpu.memory, apart)
-    if not layouts.leaves_slack(fullest(job, apart).peak, gpu):
+    if not layouts.leaves_slack(fullest(with_cache(job, experiment, gpu.memory, apart), apart).peak, gpu):
         return None
     if any(broken_rules(experiment, subject.shape, target)) or not _loads(experiment):
         return None
-    return Way(keys, job)
+    return keys
 
 
 def _loads(experiment: Experiment) -> bool:
@@ -146,8 +136,8 @@ def _loads(experiment: Experiment) -> bool:
     return True
 
 
-def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Sets of keys that save memory, with their prices; the empty one among them."""
+def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iterator[dict[str, Any]]:
+    """Sets of keys that save memory; the empty one among them."""
     trainer, rollout, row = base.trainer, base.rollout, length or base.rollout.context_length
     colocated = base.needs_engines and not (rollout.staleness or base.sync.delta or base.sync.engines_own_gpus)
     caches = base.needs_engines and (rollout.max_total_tokens or 0) > rollout.context_length
@@ -168,8 +158,7 @@ def _savings(base: Experiment, subject: PlanSubject, length: int | None) -> Iter
         [{}, {"rollout.max_total_tokens": rollout.context_length}] if caches else [{}],
     ]
     for parts in product(*choices):
-        keys = {key: value for part in parts for key, value in part.items()}
-        yield sum(PRICES.get(key, PRICES.get(f"{key}={value}", 0.0)) for key, value in keys.items()), keys
+        yield {key: value for part in parts for key, value in part.items()}
 
 
 def dense_layers_in_bf16(subject: PlanSubject, gpu: Gpu) -> Keys:
@@ -208,18 +197,14 @@ def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
     return {key: value for key, value in keys.items() if key != "rollout.sleep"} | {"rollout.tp": ranks, **own}
 
 
-def _seconds(job: Job, gpu: Gpu, rates: Efficiency) -> tuple[int, float]:
-    return job.engine_tp, step_time(job, gpu, rates.slow).total + step_time(job, gpu, rates.fast).total
-
-
-def _differing(subject: PlanSubject, way: Way) -> dict[str, Any]:
-    """The keys of a way that differ from the spec's; of a model without a layout, the whole layout."""
+def _differing(subject: PlanSubject, keys: Keys) -> dict[str, Any]:
+    """The keys that differ from the spec's; of a model without a layout, the whole layout."""
 
     def differs(key: str, value: Any) -> bool:
         found = reduce(getattr, key.split("."), subject.experiment)
         return bool(found != value) or (not subject.chosen and key.removeprefix("trainer.") in _SIZES[:4])
 
-    return {key: value for key, value in way.keys.items() if differs(key, value)}
+    return {key: value for key, value in keys.items() if differs(key, value)}
 
 
 def with_keys(section: Any, keys: Keys) -> Any:

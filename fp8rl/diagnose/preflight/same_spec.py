@@ -27,7 +27,7 @@ from fp8rl.rollout.engine.protocol import EngineReport, differences
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.weight_sync.bridge import SyncReport
-from fp8rl.weight_sync.manifest import SyncError
+from fp8rl.weight_sync.manifest import SyncError, some_of
 
 if TYPE_CHECKING:
     from fp8rl.trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
@@ -94,8 +94,6 @@ def same_precision(experiment: Experiment) -> Check:
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
 _RESTART = "Start the engine from this spec, in this environment."
-_SHOWN = 5
-"""Names that a message spells out."""
 
 
 def handshake(
@@ -121,7 +119,7 @@ def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
     """Check that the same weights, by exact HF name, run in FP8 on both sides."""
     ours, theirs = set(trainer), set(engine)
     only = {"trainer": ours - theirs, "engine": theirs - ours}
-    lines = [f"only in the {side}: {_some(names)}" for side, names in only.items() if names]
+    lines = [f"only in the {side}: {some_of(sorted(names))}" for side, names in only.items() if names]
     found = "; ".join(lines) or f"{len(theirs)} weights, the same on both sides"
     remedy = "Give both sides one spec and one precision: numerics.trainer and numerics.rollout, numerics.scope."
     return judged("spec", "quantized modules", not lines, found, "equal sets of names", remedy)
@@ -145,7 +143,7 @@ def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], s
     kind = "powers of two" if scale == "pow2" else "finite numbers above 0"
     found = f"{numbers} scales in {tensors} tensors, all {kind} in FP32"
     if wrong:
-        found = f"{len(wrong)} of {tensors + len(unseen)} scale tensors otherwise: {_some(wrong)}"
+        found = f"{len(wrong)} of {tensors + len(unseen)} scale tensors otherwise: {some_of(sorted(wrong))}"
     remedy = "Quantize the engine's checkpoint with this spec: fp8rl convert, or a sync."
     return judged("spec", "scale formats", not wrong, found, f"FP32 scales that are {kind}", remedy)
 
@@ -186,12 +184,6 @@ def kv_cache_dtype(numerics: NumericsConfig, report: EngineReport) -> Check:
     found = f"kv_cache_dtype {report.kv_cache_dtype}, dtype {report.dtype}"
     expected = f"keys and values in {kept}, as in the trainer"
     return judged("spec", "KV cache", ok, found, expected, kv.REMEDY)
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    rest = len(listed) - _SHOWN
-    return ", ".join(listed[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True)

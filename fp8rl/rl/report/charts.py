@@ -253,5 +253,10 @@ def _trace(rows: Sequence[Row], name: str, label: str, look: Look, index: int) -
 def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Settings of the value axis; all others are plotly's own. A logarithmic axis leaves zeros out."""
     positive = any(value > 0 for trace in traces for value in trace["y"])
-    log = {"type": "log"} if positive else {}
-    return {"share": {"range": [0, 1.02]}, "floor": {"rangemode": "tozero"}, "log": log, "plain": {}}[look.scale]
+    axes: dict[str, dict[str, Any]] = {
+        "share": {"range": [0, 1.02]},
+        "floor": {"rangemode": "tozero"},
+        "log": {"type": "log"} if positive else {},
+        "plain": {},
+    }
+    return axes[look.scale]

@@ -44,7 +44,7 @@ def put(packages: Collection[str], when_called: Callable[[str], object]) -> None
             if name.startswith("__"):
                 raise AttributeError(name)
             if name[0].isupper() and not name.isupper():  # a class, which may be inherited from
-                made = {"__init__": lambda self, *args, **kwargs: StandIn.__init__(self, name)}
+                made: dict[str, Any] = {"__init__": lambda self, *args, **kwargs: StandIn.__init__(self, name)}
                 # A field of a pydantic model may be one.
                 made["__get_pydantic_core_schema__"] = classmethod(lambda *_: {"type": "any"})
                 return type(name, (StandIn,), made)

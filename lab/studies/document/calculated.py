@@ -1,8 +1,8 @@
 """The claims of the project's source documents that a calculation answers, each with its figure and a verdict.
 
 Claims are numbered by document and claim, `002-23`. Models, GPUs and layouts are the documents' own where they name
-some; efficiency is assumed (`efficiency.assumed`), so a claim about time is answered only where both corners agree,
-and waits for a GPU where they do not.
+some; efficiency is assumed (`step_time.SLOW` and `FAST`), so a claim about time is answered only where both corners
+agree, and waits for a GPU where they do not.
 """
 
 from __future__ import annotations
@@ -13,16 +13,7 @@ from functools import cache
 from typing import Literal
 
 from fp8rl.diagnose.plan.decode import decode_step
-from fp8rl.diagnose.plan.efficiency import assumed
 from fp8rl.diagnose.plan.subject import CONFIGS
-from fp8rl.diagnose.plan.time import (
-    StepTime,
-    expert_bytes,
-    gathered_and_summed_bytes,
-    product_bytes,
-    step_time,
-)
-from fp8rl.diagnose.plan.verdict import fp8_over_bf16
 from fp8rl.models import read_shape
 from fp8rl.models.shape import Shape
 from fp8rl.numerics.config import NumericsConfig
@@ -32,6 +23,18 @@ from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.rl.experiment.budget.memory import colocated_memory, trainer_memory
 from fp8rl.trainer.config import OptimizerSection, TrainerSection
 from fp8rl.weight_sync.served import served_bytes
+from lab.studies.document.step_time import (
+    FAST,
+    PEAKS,
+    SLOW,
+    StepTime,
+    expert_bytes,
+    fp8_over_bf16,
+    gathered_and_summed_bytes,
+    product_bytes,
+    read_seconds,
+    step_time,
+)
 
 Verdict = Literal["confirmed", "contradicted", "waits for a GPU"]
 
@@ -49,7 +52,6 @@ SPECIAL_FUNCTIONS = 3.9e12
 SPEC = QuantSpec.preset("fp8_block_fp32")
 NATIVE = NumericsConfig(mode="native", spec=SPEC)
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-EFFICIENCY = assumed("native")
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ def _ironwood() -> Iterator[Calculation]:
     shape, job = _shape("deepseek_v3"), deepseek_on_h800()
     served = served_bytes(shape, SPEC) / (2 * shape.parameters)
     state = _state(on_h200()) / _state(on_h200().in_bf16())
-    ratio = fp8_over_bf16(on_h200(), GPUS["h200"], EFFICIENCY)
+    ratio = fp8_over_bf16(on_h200(), PEAKS["h200"])
     yield Calculation(
         "000-1",
         "FP8 halves memory and doubles throughput of 16-bit formats",
         f"served weights {served:.3f} of BF16's; a trainer's state {state:.3f}; peak of products "
-        f"{GPUS['h200'].fp8 / GPUS['h200'].bf16:.2f}; a training step of Qwen3-30B-A3B on 8 H200 "
+        f"{PEAKS['h200'].fp8 / PEAKS['h200'].bf16:.2f}; a training step of Qwen3-30B-A3B on 8 H200 "
         f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f} times as fast",
         "contradicted",
         "true of what is served and of the products' peak, of no whole step",
@@ -125,7 +127,7 @@ def _ironwood() -> Iterator[Calculation]:
     )
     share = {corner: shares["attention"] for corner, shares in parts.items()}
     widths = shape.attention_flops(1) / 2 / shape.sizes.layers / shape.sizes.heads
-    products = [2 * widths / peak for peak in (GPUS["h100"].bf16, GPUS["h100"].fp8)]
+    products = [2 * widths / peak for peak in (PEAKS["h100"].bf16, PEAKS["h100"].fp8)]
     gain = (products[0] + 1 / SPECIAL_FUNCTIONS) / (products[1] + 1 / SPECIAL_FUNCTIONS)
     yield Calculation(
         "000-11",
@@ -156,14 +158,15 @@ def _ironwood() -> Iterator[Calculation]:
 
 
 def _bf16() -> Iterator[Calculation]:
-    shape, gpu = _shape("qwen3_8b"), GPUS["h100"]
-    one = decode_step(shape, QuantSpec.preset("bf16"), gpu, EFFICIENCY.slow, 1, 4096)
+    shape, gpu = _shape("qwen3_8b"), PEAKS["h100"]
+    one = decode_step(shape, QuantSpec.preset("bf16"), 1, 4096)
     intensity = 2 * shape.active_parameters / one.weights
     yield Calculation(
         "001-4",
         "BF16 saves memory and bandwidth; some ops are bandwidth bound",
         f"half of FP32's bytes; decoding one answer takes {intensity:.1f} FLOP a byte, where an H100 has "
-        f"{gpu.bf16 / gpu.bandwidth:.0f}, so memory sets its speed: {one.work * 1e3:.1f} ms a token of Qwen3-8B",
+        f"{gpu.bf16 / gpu.bandwidth:.0f}, so memory sets its speed: {read_seconds(one, gpu, SLOW) * 1e3:.1f} ms a "
+        "token of Qwen3-8B",
         "confirmed",
     )
 
@@ -207,8 +210,8 @@ def _map() -> Iterator[Calculation]:
     dense = on_h200()
     residual = 2 * 2 * 2.0 * dense.shape.sizes.hidden_size * dense.shape.sizes.layers * dense.tokens / dense.layout.dp
     seconds = [
-        residual / 2 / (GPUS["h200"].bandwidth * rates.bandwidth) / step_time(dense, GPUS["h200"], rates).total
-        for rates in (EFFICIENCY.slow, EFFICIENCY.fast)
+        residual / 2 / (PEAKS["h200"].bandwidth * rates.bandwidth) / step_time(dense, PEAKS["h200"], rates).total
+        for rates in (SLOW, FAST)
     ]
     yield Calculation(
         "002-29",
@@ -235,7 +238,7 @@ def _unified() -> Iterator[Calculation]:
         "in theory and in the engine yes, in training no, as 003-13 and 003-14 say themselves",
     )
     yield _peaks("003-6")
-    speeds = [decode_step(shape, spec, GPUS["h100"], EFFICIENCY.slow, 32, 2048).weights for spec in (SPEC, _BF16)]
+    speeds = [decode_step(shape, spec, 32, 2048).weights for spec in (SPEC, _BF16)]
     traffic = product_bytes(job), product_bytes(job.in_bf16())
     yield Calculation(
         "003-7",
@@ -259,7 +262,7 @@ def _unified() -> Iterator[Calculation]:
         f"{held / 1024:.0f} KB a token and layer in BF16, {(held + change) / 1024:.0f} KB with FP8 products",
         "confirmed",
     )
-    small, large = (fp8_over_bf16(on_h200(*size), GPUS["h200"], EFFICIENCY) for size in ((512, 8), (4096, 256)))
+    small, large = (fp8_over_bf16(on_h200(*size), PEAKS["h200"]) for size in ((512, 8), (4096, 256)))
     yield Calculation(
         "003-15",
         "Small batches make FP8 slower",
@@ -296,7 +299,7 @@ _BF16 = QuantSpec.preset("bf16")
 
 
 def _peaks(id: str) -> Calculation:
-    gpu = GPUS["h100"]
+    gpu = PEAKS["h100"]
     figure = f"peaks of an H100: {gpu.fp8 / 1e12:.0f} and {gpu.bf16 / 1e12:.0f} TFLOP/s, {gpu.fp8 / gpu.bf16:.2f} to 1"
     why = "as published; what a product reaches is `python -m lab.bench.gpu`'s to time"
     return Calculation(id, "H100: FP8 has (nearly) twice the throughput of BF16", figure, "confirmed", why)
@@ -323,8 +326,7 @@ def _weights(job: Job) -> float:
 
 
 def _times(job: Job) -> dict[str, StepTime]:
-    gpu = GPUS["h800"]
-    return {"slow": step_time(job, gpu, EFFICIENCY.slow), "fast": step_time(job, gpu, EFFICIENCY.fast)}
+    return {"slow": step_time(job, PEAKS["h800"], SLOW), "fast": step_time(job, PEAKS["h800"], FAST)}
 
 
 def _parts(time: StepTime) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from lab.studies.document.calculated import answers
+from lab.studies.document.published_map import claims
 from lab.studies.harness.page import found_of, verdict_of
 from lab.studies.harness.result import Result
 
@@ -78,7 +79,7 @@ def _calculated() -> Iterator[ClaimFinding]:
 
 
 def _audited(report: AuditReport | None) -> Iterator[ClaimFinding]:
-    for claim in report.claims if report else ():
+    for claim in claims(report) if report else ():
         yield ClaimFinding(AUDIT, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)
 
 

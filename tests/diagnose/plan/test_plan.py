@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import app
 from fp8rl.diagnose.plan import Plan, fitted_plan, make_plan
-from fp8rl.diagnose.plan.efficiency import assumed, measured
+from fp8rl.diagnose.plan.bench import Rate, read_bench
 from fp8rl.diagnose.plan.plan_report import rendered
 from fp8rl.diagnose.plan.subject import read_plan_subject
 from fp8rl.numerics.core.errors import UserError
@@ -36,7 +36,7 @@ from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 @cache
 def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
     found = read_plan_subject(subject, overrides)
-    return make_plan(found, gpu_named(gpu), assumed(found.experiment.numerics.mode), gpus, **options)
+    return make_plan(found, gpu_named(gpu), gpus, **options)
 
 
 @pytest.fixture(scope="module")
@@ -212,18 +212,6 @@ def test_tensor_parallelism_conflicts_with_blocks(tmp_path: Path) -> None:
     assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", "numerics.rollout=bf16", gpus=8).ok
 
 
-@pytest.mark.slow
-def test_it_says_that_fp8_is_slower() -> None:
-    plan = planned("qwen3_30b_a3b", "trainer.ep=8", "numerics.mode=native", "rollout.prompts_per_step=1",
-                   gpu="h200", gpus=8, length=512)  # fmt: skip
-    assert plan.pays == "FP8 is slower here"
-    assert "slower than BF16 here" in page_of(plan)
-    always = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
-    assert always.break_even == (None, None)
-    assert "FP8 training is 4% to 44% slower than BF16 here, at any batch size" in page_of(always)
-    assert "more tokens" not in page_of(always).replace("\n", " ") and "set numerics.trainer=bf16" in page_of(always)
-
-
 def test_a_layout_is_chosen_that_fits_and_divides() -> None:
     plan = planned("qwen3_8b", gpu="h100", gpus=8)
     assert plan.ok
@@ -267,14 +255,15 @@ def test_what_cannot_be_planned_is_refused(
     assert message in str(error.value)
 
 
-def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
+def test_times_are_those_of_measured_rates_alone(tmp_path: Path) -> None:
     rows = {
         "gemms": [
             {"product": "qkv", "tokens": 16, "BF16 cuBLAS": 1.0, "FP8": 1.0},
             {"product": "qkv", "tokens": 4096, "BF16 cuBLAS": 600.0, "FP8": 700.0, "FP8 torch._scaled_mm": 1000.0},
             {"product": "o", "tokens": 16384, "BF16 cuBLAS": 700.0, "FP8": 800.0, "FP8 torch._scaled_mm": 1200.0},
         ],
-        "grouped": [{"product": "gate_up", "tokens": 4096, "FP8": 500.0}],
+        "grouped": [{"product": "gate_up", "tokens": 4096, "FP8": 500.0, "FP8 wgrad": 400.0}],
+        "quantizers": [{"kernel": "rows 1x128", "GB/s": 1500.0, "of copy": 0.5}],
         "launch": [
             {"what": "launch", "us of the host": 50.0},
             {"what": "launch", "us of the host": 40.0},
@@ -283,16 +272,24 @@ def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
     }
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"machine": {"device": "NVIDIA H200"}, "rows": rows}))
-    exact, native = (measured(path, mode, GPUS["h200"]) for mode in ("exact", "native"))
-    assert (exact.slow.dense, exact.fast.dense) == (600 / 989, 700 / 989)
-    assert (exact.slow.fp8_dense, exact.fast.fp8_dense) == (700 / 1979, 800 / 1979)
-    assert (native.slow.fp8_dense, native.fast.fp8_dense) == (1000 / 1979, 1200 / 1979)
-    assert exact.slow.fp8_experts == exact.fast.fp8_experts == 500 / 1979
-    assert native.slow.fp8_experts == assumed("native").slow.fp8_experts
-    assert (exact.slow.launches, exact.fast.launches) == (20_000, 25_000)
-    assert native.slow.launches == assumed("native").slow.launches, "it was measured with our kernels"
-    assert exact.slow.nodes == native.slow.nodes == 500_000
-    assert exact.source.startswith("measured on NVIDIA H200") and "assumed" in exact.source
+    exact, native = (read_bench(path, mode) for mode in ("exact", "native"))
+
+    def ends(rate: Rate | None) -> tuple[float, float] | None:
+        return rate and (rate.low, rate.high)
+
+    assert ends(exact.dense) == ends(native.dense) == (600e12, 700e12)
+    assert ends(exact.fp8_dense) == (700e12, 800e12) and ends(native.fp8_dense) == (1000e12, 1200e12)
+    assert ends(exact.fp8_experts) == (500e12, 500e12) and ends(exact.product(True, True, True)) == (400e12, 400e12)
+    assert exact.experts is None and native.fp8_experts is None
+    assert ends(exact.copy) == (3e12, 3e12) and ends(exact.launches) == (20_000, 25_000)
+    assert ends(exact.nodes) == (500_000, 500_000) and native.launches is native.nodes is None
+    plan = planned("qwen3_8b", gpu="h200", gpus=8, bench=path)
+    page = page_of(plan)
+    assert "a step, at least" in page and "measured on NVIDIA H200" in page and "tokens/s at most" in page
+    assert "gemms: FP8, 2 rows; gemms: BF16 cuBLAS, 2 rows" in page and "not in these times: attention" in page
+    assert json.loads(plan.to_json())["steps"][0]["at_least"] == [*plan.steps[0].total]
+    without = planned("qwen3_8b", gpu="h200", gpus=8)
+    assert "tokens/s" not in page_of(without) and "a step, at least" not in page_of(without) and not without.steps
 
 
 @pytest.mark.parametrize(
@@ -309,7 +306,7 @@ def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
 def test_a_bench_without_rates_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "gpu.json").write_text(text)
     with pytest.raises(UserError, match="--bench: .*found .*python -m lab.bench.gpu"):
-        measured(tmp_path / "gpu.json", "exact", GPUS["h200"])
+        read_bench(tmp_path / "gpu.json", "exact")
 
 
 @pytest.mark.slow
@@ -320,7 +317,7 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
     assert done.exit_code == 0 and values["ok"] and values["schema"] == 1
     assert values["parameters"] == 8_190_735_360 and values["fewest"].keys() == {"tp", "pp", "ep", "dp"}
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
-    assert values["fp8"]["slow"]["total"] > values["fp8"]["fast"]["total"]
+    assert values["rates"] is None and values["steps"] == []
     assert runner.invoke(app, ["plan", "qwen3_235b_a22b", "--gpus", "8"]).exit_code == 1
     for gpus in ("0", "-1"):
         assert runner.invoke(app, ["plan", "qwen3_8b", "--fit", "--gpus", gpus]).exit_code == 2
@@ -374,7 +371,7 @@ def test_a_supervised_step_has_the_rows_of_its_batch_and_no_engine() -> None:
     plan = planned(str(EXAMPLES / "arithmetic_sft.yaml"), "algorithm.batch_size=48")
     assert plan.job.rows == 48 and plan.decides == "trainer" and not plan.decode
     page = page_of(plan)
-    assert "engine" not in page and "left out of these numbers: evaluations and checkpoints" in page
+    assert "engine" not in page
 
 
 def test_a_spec_whose_model_is_not_there_yet_is_planned_with_the_config_of_its_name(tmp_path: Path) -> None:
@@ -444,7 +441,7 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
 def test_keys_with_which_a_model_fits_are_found_and_hold(
     model: str, gpu: str, gpus: int | None, keys: tuple[str, ...]
 ) -> None:
-    plan = fitted_plan(model, [], gpu_named(gpu), assumed, gpus)
+    plan = fitted_plan(model, [], gpu_named(gpu), gpus)
     assert plan.ok and plan.slack >= plan.needed_slack and plan.keys is not None
     assert {*keys} <= {*plan.keys}
     assert not {each for each in plan.keys if not each.startswith("trainer.")} - {*keys}
@@ -455,17 +452,17 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(
 @pytest.mark.slow
 def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> None:
     spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
-    plan = fitted_plan(spec, [], gpu_named("h200"), assumed)
+    plan = fitted_plan(spec, [], gpu_named("h200"))
     assert plan.keys == () and "no key has to be set" in page_of(plan)
-    assert fitted_plan(spec, ["rollout.tp=4"], gpu_named("h200"), assumed).keys == ("rollout.tp=1",)
+    assert fitted_plan(spec, ["rollout.tp=4"], gpu_named("h200")).keys == ("rollout.tp=1",)
     adapters = str(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
-    assert fitted_plan(adapters, [], gpu_named("4090"), assumed, 1).keys is None
+    assert fitted_plan(adapters, [], gpu_named("4090"), 1).keys is None
     light = str(EXAMPLES / "qwen3_4b_one_gpu.yaml")
-    codes = fitted_plan(light, ["numerics.kv=fp8"], gpu_named("4090"), assumed, 1)  # nor has it FP8 keys
+    codes = fitted_plan(light, ["numerics.kv=fp8"], gpu_named("4090"), 1)  # nor has it FP8 keys
     assert codes.keys is None
-    kept = fitted_plan(light, ["trainer.optimizer.offload=false"], gpu_named("h100"), assumed)
+    kept = fitted_plan(light, ["trainer.optimizer.offload=false"], gpu_named("h100"))
     assert kept.keys == ("trainer.optimizer.offload=true",)
-    never = fitted_plan("deepseek_v3", [], gpu_named("4090"), assumed, 8)
+    never = fitted_plan("deepseek_v3", [], gpu_named("4090"), 8)
     assert never.keys is None and not never.ok
     small = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
     assert "64 GPUs suffice" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
@@ -485,7 +482,7 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     ],
 )
 def test_a_plan_for_the_gpus_that_there_are_takes_no_others(keys: list[str], found: set[str]) -> None:
-    plan = fitted_plan(str(EXAMPLES / "qwen3_30b_a3b.yaml"), keys, gpu_named("h100"), assumed, 8)
+    plan = fitted_plan(str(EXAMPLES / "qwen3_30b_a3b.yaml"), keys, gpu_named("h100"), 8)
     assert {*(plan.keys or ())} >= {"rollout.sleep=true", *found} and plan.decides == "colocated"
     assert page_of(plan).splitlines()[0] == "the plan fits on 8 x H100 SXM"
 
@@ -497,7 +494,7 @@ def test_a_search_that_finds_nothing_says_so_and_still_plans_dense_layers_of_an_
     sizes = {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46}
     heads = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128}
     (tmp_path / "config.json").write_text(json.dumps({**glm, **sizes, **heads, "vocab_size": 151552}))
-    plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), assumed, 8)
+    plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), 8)
     assert not plan.ok and plan.searched and plan.keys is None
     assert "--fit found no keys with which it fits on 8 GPUs" in page_of(plan)
 
@@ -511,7 +508,7 @@ def test_dense_first_layers_that_are_no_whole_blocks_stay_in_bf16(tmp_path: Path
     assert conflict.blocks and conflict.remedy == (
         "It is the width of the dense first layer: numerics.first_layers_bf16=1 leaves it in BF16."
     )
-    plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), assumed, 8)
+    plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), 8)
     assert plan.ok and plan.keys is not None and "numerics.first_layers_bf16=1" in plan.keys
 
 
@@ -523,11 +520,8 @@ def test_a_plan_of_a_model_alone_says_what_it_takes_for_granted() -> None:
     assert "assumed, as this" not in page and "on CPUs a trainer rank's process would peak at" in page
 
 
-def test_a_plan_says_what_its_numbers_leave_out() -> None:
-    page = page_of(planned("qwen3_8b", gpus=8))
-    assert "left out of these numbers: sampling, rewards and syncs; evaluations" in page and "on CPUs" not in page
-    critic = planned(str(EXAMPLES / "arithmetic_ppo.yaml"))
-    assert "the time in which critic score" in " ".join(critic.left_out) and "critic" in critic.memory["trainer"].held
+def test_a_critic_is_in_the_trainer_s_memory() -> None:
+    assert "critic" in planned(str(EXAMPLES / "arithmetic_ppo.yaml")).memory["trainer"].held
 
 
 def page_of(plan: Plan) -> str:

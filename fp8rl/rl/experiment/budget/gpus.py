@@ -1,4 +1,4 @@
-"""The GPUs that are known: dense rates and one direction of a link, as published; the memory that torch finds."""
+"""The GPUs that are known: what they can compute, and the memory that torch finds."""
 
 from __future__ import annotations
 
@@ -21,40 +21,25 @@ class Gpu:
     """Compute capability, which decides what a GPU can run (`rl.experiment.preconditions.rules`)."""
     memory: float
     """Bytes that a process can allocate, as torch's messages name them."""
-    bandwidth: float
-    """Bytes/s of the memory."""
-    bf16: float
-    """FLOP/s without sparsity."""
-    fp8: float
-    """The same; 0 where the GPU has none."""
-    nvlink: float
-    """Bytes/s that one GPU sends within its node, over NVLink or PCIe."""
-    network: float
-    """Bytes/s that one GPU sends to other nodes (400 Gbit/s InfiniBand)."""
-    source: str
-    """Where the figures were published."""
 
-    def peak(self, fp8: bool) -> float:
-        """FLOP/s of products."""
-        return self.fp8 if fp8 else self.bf16
+    @property
+    def fp8(self) -> bool:
+        """Its products can be FP8's."""
+        return self.capability >= (8, 9)
 
 
-_IB, _GIB = 50e9, 2**30
-_PCIE4, _PCIE5 = 32e9, 64e9
-
+_GIB = 2**30
 GPUS = {
-    "h100": Gpu("H100 SXM", HOPPER, 79 * _GIB, 3.35e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H100 data sheet"),
-    "h200": Gpu("H200 SXM", HOPPER, 139 * _GIB, 4.8e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H200 data sheet"),
-    "h800": Gpu("H800 SXM", HOPPER, 79 * _GIB, 3.35e12, 989e12, 1979e12, 200e9, _IB, "H100 with half of its NVLink"),
-    "h20": Gpu("H20", HOPPER, 95 * _GIB, 4.0e12, 148e12, 296e12, 450e9, _IB, "press reports of its data sheet (2023)"),
-    "b200": Gpu("B200 SXM", BLACKWELL, 178 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B200 data sheet"),
-    "b300": Gpu("B300 SXM", (10, 3), 267 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B300 data sheet"),
-    "l40s": Gpu("L40S", (8, 9), 44 * _GIB, 0.864e12, 362e12, 733e12, _PCIE4, _IB, "NVIDIA L40S data sheet"),
-    "4090": Gpu("RTX 4090", (8, 9), 23.5 * _GIB, 1.008e12, 165e12, 330e12, _PCIE4, _IB, "NVIDIA Ada whitepaper"),
-    "rtx pro 6000": Gpu(
-        "RTX PRO 6000", (12, 0), 94 * _GIB, 1.792e12, 503e12, 1007e12, _PCIE5, _IB, "NVIDIA RTX Blackwell whitepaper"
-    ),
-    "a100": Gpu("A100 SXM 80GB", (8, 0), 79 * _GIB, 2.039e12, 312e12, 0.0, 300e9, _IB, "NVIDIA A100 data sheet"),
+    "h100": Gpu("H100 SXM", HOPPER, 79 * _GIB),
+    "h200": Gpu("H200 SXM", HOPPER, 139 * _GIB),
+    "h800": Gpu("H800 SXM", HOPPER, 79 * _GIB),
+    "h20": Gpu("H20", HOPPER, 95 * _GIB),
+    "b200": Gpu("B200 SXM", BLACKWELL, 178 * _GIB),
+    "b300": Gpu("B300 SXM", (10, 3), 267 * _GIB),
+    "l40s": Gpu("L40S", (8, 9), 44 * _GIB),
+    "4090": Gpu("RTX 4090", (8, 9), 23.5 * _GIB),
+    "rtx pro 6000": Gpu("RTX PRO 6000", (12, 0), 94 * _GIB),
+    "a100": Gpu("A100 SXM 80GB", (8, 0), 79 * _GIB),
 }
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|rtx|blackwell|server|workstation|edition|sxm\d?|nvl|(80|141|96|48|24)gb|[^a-z0-9]"

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from fp8rl.diagnose.audit.audit_report import answers as audit_answers
 from lab.studies.document.findings import (
     AUDIT,
     CATALOGUE,
@@ -16,6 +15,7 @@ from lab.studies.document.findings import (
     number_of,
     standings,
 )
+from lab.studies.document.published_map import answers as audit_answers
 from lab.studies.harness.study import NAMES, load
 from tests.support.paths import ROOT
 

@@ -1,0 +1,104 @@
+"""The rates of a GPU as `python -m lab.bench.gpu` measured them; nothing is assumed in place of one that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8rl.numerics.config import Mode
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.reading import parsed
+
+LARGE = 4096
+"""Tokens from which a product's row counts: smaller products are bound by memory."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a GPU or its host does in a second: FLOPs, bytes, launches or kernels."""
+
+    low: float
+    high: float
+    rests_on: str
+    """The rows of the bench, for a reader."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The measured rates that a plan can take; None: the file has none."""
+
+    source: str
+    """The file and its GPU."""
+    dense: Rate | None
+    """FLOP/s of BF16 products."""
+    experts: Rate | None
+    fp8_dense: Rate | None
+    """FLOP/s of FP8 products of quantized operands, in the mode of the spec."""
+    fp8_experts: Rate | None
+    fp8_gradient: Rate | None
+    """FLOP/s of the gradient of experts' weights in FP8."""
+    copy: Rate | None
+    """Bytes/s of memory, read and written."""
+    launches: Rate | None
+    """Kernels that the host launches, outside CUDA graphs."""
+    nodes: Rate | None
+    """Kernels of a CUDA graph that neither move nor compute anything."""
+
+    def product(self, experts: bool, fp8: bool, gradient: bool = False) -> Rate | None:
+        """The rate of one product; gradient: it is that of a weight's gradient."""
+        if experts and fp8 and gradient and self.fp8_gradient:
+            return self.fp8_gradient
+        if fp8:
+            return self.fp8_experts if experts else self.fp8_dense
+        return self.experts if experts else self.dense
+
+
+def read_bench(path: Path, mode: Mode) -> Rates:
+    """Read the rates from a `gpu.json` for specs of this mode.
+
+    Raises:
+        UserError: it cannot be read as one, or it has no rate.
+    """
+    remedy = "Make one with `python -m lab.bench.gpu gemms grouped quantizers launch` on such a GPU."
+    return parsed(path, "--bench", lambda report: _rates(report, path, mode, remedy), remedy)
+
+
+def _rates(report: Mapping[str, Any], path: Path, mode: Mode, remedy: str) -> Rates:
+    rows, device, exact = report["rows"], str(report["machine"]["device"]), mode == "exact"
+
+    def rate(part: str, unit: str, values: list[float]) -> Rate | None:
+        if not values:
+            return None
+        if min(values) <= 0:
+            raise ValueError(f"{part}: a rate that is not above 0")
+        return Rate(min(values), max(values), f"{part}: {unit}, {len(values)} row{'s' * (len(values) > 1)}")
+
+    def product(part: str, side: str) -> Rate | None:
+        large = [row for row in rows.get(part, ()) if side in row and row["tokens"] >= LARGE]
+        return rate(part, side, [row[side] * 1e12 for row in large])
+
+    def launched(what: str, key: str) -> Rate | None:
+        found = [row for row in rows.get("launch", ()) if row["what"] == what]
+        return rate("launch", f"{what}, {key}", [1e6 / row[key] for row in found])
+
+    copies = [row["GB/s"] / row["of copy"] * 1e9 for row in rows.get("quantizers", ())]
+    found = {
+        "dense": product("gemms", "BF16 cuBLAS"),
+        "experts": product("grouped", "BF16 torch._grouped_mm"),
+        "fp8_dense": product("gemms", "FP8" if exact else "FP8 torch._scaled_mm"),
+        "fp8_experts": product("grouped", "FP8") if exact else None,
+        "fp8_gradient": product("grouped", "FP8 wgrad") if exact else None,
+        "copy": rate("quantizers", "copy", copies[:1]),  # one copy, which all rows were compared with
+        "launches": launched("launch", "us of the host") if exact else None,
+        "nodes": launched("node", "us") if exact else None,
+    }
+    if not any(found.values()):
+        raise user_error(
+            "--bench",
+            found=f"{path} of {device} without rates that a plan takes",
+            expected="rows of `gemms`, `grouped`, `quantizers` or `launch`",
+            remedy=remedy,
+        )
+    return Rates(source=f"measured on {device} ({path})", **found)
