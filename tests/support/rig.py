@@ -222,10 +222,7 @@ class Rig:
 
 
 def begin_again(actor: TrainerActor, rank: int, config: TrainerSection) -> None:
-    """Forget all models, and the other ranks. That this machine's arithmetic is row-invariant stays known."""
-    from fp8rl.trainer import trainer
-
-    trainer.row_variant_ops = lambda device, kv: []  # type: ignore[assignment]  # or the first start had failed
+    """Forget all models, and the other ranks."""
     actor.stop()
     gc.collect()
     TrainerActor.__init__(actor, rank, config)
