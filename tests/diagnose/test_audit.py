@@ -12,9 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose import audit
 from fp8rl.diagnose.audit.audit_report import (
     BACKWARD,
@@ -43,6 +41,7 @@ from fp8rl.rollout.engine.plugin.state import WEIGHTS
 from fp8rl.rollout.types import HandshakeError
 from fp8rl.trainer.config import TrainerSection
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.commands import result_of
 from tests.support.models import LENGTH, write_model
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -437,7 +436,7 @@ def test_bad_input_is_refused_before_anything_starts(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(audit, "open_pair")
-    result = CliRunner().invoke(app, ["audit", "examples/arithmetic.yaml", *arguments])
+    result = result_of("audit", "examples/arithmetic.yaml", *arguments)
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
 
 
