@@ -25,6 +25,7 @@ def _serve(listener: socket.socket) -> None:
         "tests.support.trainer_imports",
         "fp8rl.rl.experiment.preconditions.rules",
         "fp8rl.rollout.engine.server.server",
+        *("requests", "jsonschema", "msgpack", "uvloop"),  # most of what Ray imports
     ):
         importlib.import_module(name)
     assert "ray" not in sys.modules
