@@ -193,9 +193,10 @@ class Rig:
     def up(self) -> None:
         """Start Ray, which stacks of this process join, and have their engines forked from the template, too."""
         if self._opened is None:
-            self._opened = ExitStack()
-            self._opened.enter_context(self._template.in_use())  # which Ray's processes hear of
-            self._opened.enter_context(ray_cluster(self.folder / "ray_logs"))
+            with ExitStack() as opening:
+                opening.enter_context(self._template.in_use())  # which Ray's processes hear of
+                opening.enter_context(ray_cluster(self.folder / "ray_logs"))
+                self._opened = opening.pop_all()
 
     def _engine_for(self, setup: Setup) -> Engine:
         self.up()
