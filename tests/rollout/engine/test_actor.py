@@ -1,4 +1,4 @@
-"""The engine: handshake at the start, and death. Its Ray actor: tests/e2e/test_engine_faults.py."""
+"""The engine: handshake at the start, death, and the Ray actor around it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ import pytest
 
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.rl.run.cluster.cluster import ray_cluster
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.deadlines import within
-from fp8rl.rollout.engine.actor import Engine
+from fp8rl.rollout.engine.actor import Engine, EngineActor
+from fp8rl.rollout.engine.server.scratch import sweep
 from fp8rl.rollout.types import EngineDiedError, EngineError, HandshakeError, SamplingParams
-from tests.support.servers import group_members, groups, small_config, wait_until
+from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 
+SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
 EXPECTED = expected_report(NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
 
 
@@ -114,3 +117,27 @@ def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> N
 def test_an_engine_that_was_not_started_says_so(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"start\(\)"):
         asyncio.run(Engine(small_config(), tmp_path / "log").flush())
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    import ray
+
+    with ray_cluster(tmp_path / "logs"):
+        actor = EngineActor.remote(small_config(), tmp_path / "log")
+        ray.get(actor.start.remote(tiny_model, 1), timeout=120)
+        pid = ray.get(actor.health.remote()).pid
+        asked = [actor.generate.remote(groups(4, 2), SAMPLING) for _ in range(3)]
+        assert [len(answers) for answers in ray.get(asked, timeout=60)] == [8, 8, 8]
+        members = group_members(pid)
+        traces = shared_memory(members) | {Path(members[0].environ()["TMPDIR"])}
+        assert len(members) >= 3 and len(traces) == 2
+        ray.kill(actor)
+        assert wait_until(lambda: not group_members(pid), 20)
+
+        def swept() -> bool:
+            sweep()  # Ray kills the server's processes too, perhaps before they can clean up
+            return not any(path.exists() for path in traces)
+
+        assert wait_until(swept, 20), [path for path in traces if path.exists()]
