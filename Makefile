@@ -24,7 +24,7 @@ STUBS := $(shell find requirements/cpu_stubs/pyproject.toml requirements/cpu_stu
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu gpu-libraries demo real test test-fast bench rehearse-gpu pages docs lint clean
+.PHONY: help install install-gpu gpu-libraries demo real test suite beside-suite test-fast bench rehearse-gpu pages docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +44,17 @@ real: $(INSTALLED) ## train a pretrained model, SmolLM2-135M, in exact FP8 (down
 	$(BIN)/python examples/smollm2.py
 	$(BIN)/fp8rl train examples/smollm2.yaml
 
-test: lint ## lint, then the whole test suite (WORKERS= test processes, 2)
+test: $(INSTALLED) ## lint and the whole test suite (WORKERS= test processes, 2)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going suite beside-suite
+
+suite: $(INSTALLED)
 	$(PYTEST) $(addprefix --ignore=,$(ALONE))
+
+# What takes one core, while the suite's processes wait for each other.
+beside-suite: $(INSTALLED)
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q $(ALONE)
 
 test-fast: $(INSTALLED) ## the tests that start no engine and take seconds

@@ -68,7 +68,7 @@ def read_configurations(folder: Path, key: str) -> dict[str, Configuration]:
         matched = front.match(read_text(path, key, "a card", largest=_LARGEST)) if path.is_file() else None
         try:
             if matched is not None:
-                check_yaml(matched[1])
+                check_yaml(matched[1], ours=False)
                 card = _Card.model_validate(yaml.load(matched[1], yaml.CSafeLoader) or {})
                 found |= {each.config_name: each for each in card.configs or ()}
         except (ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:

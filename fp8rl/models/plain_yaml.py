@@ -75,20 +75,21 @@ def comment_behind(text: str) -> str:
     return text[end:].strip()
 
 
-def check_yaml(text: str) -> None:
+def check_yaml(text: str, ours: bool = True) -> None:
     """Refuse, before anything is built of it, a text that is no YAML or would not be plain values.
 
+    ours: the text is a spec or an override. Other files may have numbers such as 010 and 12:30.
+
     Raises:
-        ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag or a number such
-            as 010 or 12:30.
+        ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag or such a number.
     """
     try:
-        _check_events(text)
+        _check_events(text, ours)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(_problem(error)) from error
 
 
-def _check_events(text: str) -> None:
+def _check_events(text: str, ours: bool) -> None:
     sizes: dict[str, int] = {}
     """Values that an anchor stands for; none while it is read."""
     open_at: list[tuple[str | None, int]] = []
@@ -102,7 +103,7 @@ def _check_events(text: str) -> None:
             tag = getattr(event, "tag", None)
             if tag not in (None, "!", _TEXT):
                 raise ValueError(f"the tag {tag}")
-            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OF_OLD.fullmatch(event.value):
+            if ours and isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OF_OLD.fullmatch(event.value):
                 text, number, line = event.value, yaml.safe_load(event.value), getattr(event.start_mark, "line", 0) + 1
                 raise ValueError(
                     f"{text} in line {line}, which YAML reads as {number}: write {number}, or '{text}' as text"

@@ -4,6 +4,7 @@ cause is named. Honest engines are within the floor."""
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import random
@@ -18,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import sample_problem
 from fp8rl_certify import dump as certifying
-from fp8rl_certify.dump import certify_dump
+from fp8rl_certify.dump import certify_dump, reference
 from fp8rl_certify.dump.dump_report import SideReport
+from fp8rl_certify.dump.reference import Reference
 from tests.support.paths import EXAMPLES
 
 pytestmark = pytest.mark.slow
@@ -88,10 +90,29 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(tmp_path_factory.mktemp("model"))
 
 
+_model = functools.cache(Reference)
+
+
+@functools.cache
+def _logits(tokens: tuple[int, ...], *model: Any) -> Tensor:
+    return _model(*model).logits(tokens)
+
+
+class Once:
+    """A `Reference` whose passes are computed once: all dumps are of one model, and nearly of the same tokens."""
+
+    def __init__(self, *model: Any) -> None:
+        self._given = model
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        return _logits(tuple(tokens), *self._given)
+
+
 @pytest.fixture(autouse=True)
 def without_our_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no part of the floor, and take longer than all else."""
     monkeypatch.setattr(certifying, "_by_our_ops", lambda *given: ({}, ""))
+    monkeypatch.setattr(reference, "Reference", Once)
 
 
 @torch.no_grad()

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose.attribution import page_of
 from fp8rl.diagnose.attribution.attribution_report import (
     Attribution,
@@ -48,6 +46,7 @@ from fp8rl.rl.guard.guard import GateState
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.trainer.checkpoint.files import About, write_about
 from fp8rl.weight_sync.manifest import Manifest, SyncError
+from tests.support.commands import result_of
 from tests.support.definitions import SIZES
 from tests.support.scored_batches import CapsuleRun, scored_batch
 
@@ -351,6 +350,6 @@ def test_a_capsule_s_tokens_of_older_weights_are_not_attributed(tmp_path: Path) 
 
 
 def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, ["attribute", str(tmp_path)])
+    refused = result_of("attribute", tmp_path)
     assert refused.exit_code == 2
     assert "expected the directory of a run or of a capsule" in refused.output

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 import fp8rl.diagnose.doctor.machine
-from fp8rl.cli import app
 from fp8rl.diagnose.doctor import judge
 from fp8rl.diagnose.doctor.doctor_report import DataFound, Diagnosis, rendered
 from fp8rl.diagnose.doctor.machine import InstalledGpu, Machine, parse_nvidia_smi
@@ -24,6 +22,7 @@ from fp8rl.diagnose.report import Remark
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.spec import QuantSpec
+from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
 
 CPU_LIBRARIES = {
@@ -309,7 +308,7 @@ def test_this_machine_through_the_command() -> None:
 
 
 def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")])
+    result = result_of("doctor", tmp_path / "none.yaml")
     assert result.exit_code == 2 and "error: spec: found " in result.output
 
 
@@ -326,7 +325,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
 )
 def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: CPU)
-    result = CliRunner().invoke(app, ["doctor", str(EXAMPLES / "arithmetic.yaml"), override])
+    result = result_of("doctor", EXAMPLES / "arithmetic.yaml", override)
     assert result.exit_code == 1 and said in result.output
 
 
@@ -337,7 +336,7 @@ def test_a_message_that_was_given_whole_is_shown_as_it_stands() -> None:
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8rl.diagnose.doctor.machine, "gather", lambda numerics, say, quick: without(CPU, "ray"))
-    result = CliRunner().invoke(app, ["doctor"])
+    result = result_of("doctor")
     assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output
 
 
@@ -368,7 +367,7 @@ def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_pa
         f"rewards=[{', '.join(f'{{function: {tmp_path}/rewards.py:{name}}}' for name in names)}]",
     ]
     example = str(EXAMPLES / "arithmetic.yaml")
-    result = CliRunner().invoke(app, ["doctor", example, "--quick", "--json", *overrides])
+    result = result_of("doctor", example, "--quick", "--json", *overrides)
     assert result.exit_code == 0, result.output
     diagnosis = Diagnosis.from_json(result.stdout[result.stdout.index("{") :])
     assert not diagnosis.machine.probed
@@ -427,7 +426,7 @@ def test_data_rewards_and_prompt_are_shown_by_the_tokenizer_alone_whatever_else_
     for file in {file for pattern in kept for file in (EXAMPLES / "models/tiny_qwen3_moe").glob(pattern)}:
         shutil.copy(file, tmp_path)
     example = str(EXAMPLES / "arithmetic.yaml")
-    result = CliRunner().invoke(app, ["doctor", example, "--json", f"model.path={tmp_path}", *overrides])
+    result = result_of("doctor", example, "--json", f"model.path={tmp_path}", *overrides)
     diagnosis = Diagnosis.from_json(result.stdout[result.stdout.index("{") :])
     *refused, machine = [key for key, blocks in keys(diagnosis) if blocks]
     assert result.exit_code == 1 and machine == "row invariance"

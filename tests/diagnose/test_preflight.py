@@ -13,9 +13,7 @@ import torch
 import yaml
 from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose.measure import difference
 from fp8rl.diagnose.preflight import PreflightReport, preflight, rendered, same_spec
 from fp8rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
@@ -29,6 +27,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.experiment import Experiment, load_experiment, parse_experiment
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
+from tests.support.commands import result_of
 from tests.support.definitions import SIZES, shape_of
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -95,7 +94,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
             "eval": {"problems": 0},
         }
         path.write_text(yaml.safe_dump(sections))
-        return CliRunner().invoke(app, ["preflight", str(path), *arguments])
+        return result_of("preflight", path, *arguments)
 
     return invoke
 

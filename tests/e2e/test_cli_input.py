@@ -14,11 +14,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import fp8rl.rl.experiment.preconditions.resources as resources
-from fp8rl.cli import app
 from tests.support.cli_runs import FP8RL, ROOT
+from tests.support.commands import result_of
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
 
@@ -57,7 +56,7 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     before = psutil.Process().children(recursive=True)
 
     def train(*arguments: str, path: Path = spec) -> str:
-        result = CliRunner().invoke(app, ["train", str(path), *arguments])
+        result = result_of("train", path, *arguments)
         assert result.exit_code == 2, result.output
         (first, *_) = result.stderr.splitlines()
         assert first.startswith("error: ") and "Traceback" not in result.stderr
@@ -124,7 +123,7 @@ def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
 
     def refusal() -> str:
-        result = CliRunner().invoke(app, ["convert", str(source), str(out)])
+        result = result_of("convert", source, out)
         assert result.exit_code == 2 and result.stderr.startswith("error: MODEL"), result.output
         assert not out.exists()
         return result.stderr
@@ -153,7 +152,7 @@ def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
     for name, tensors in variants.items():
         source = Path(shutil.copytree(model, tmp_path / name))
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
-        assert CliRunner().invoke(app, ["convert", str(source), str(tmp_path / f"{name}_out")]).exit_code == 0
+        assert result_of("convert", source, tmp_path / f"{name}_out").exit_code == 0
     wide, rounded = (load_file(tmp_path / f"{name}_out" / "model.safetensors") for name in variants)
     assert wide.keys() == rounded.keys()
     for name, tensor in wide.items():
@@ -215,7 +214,7 @@ def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
         (["--resume"], ["no checkpoint"]),
         (["--resume", "--overwrite"], ["both"]),
     ):
-        result = CliRunner().invoke(app, ["train", str(spec), *options])
+        result = result_of("train", spec, *options)
         assert result.exit_code == 2 and all(part in result.stderr for part in expected), result.stderr
         assert sorted(entry.name for entry in run.iterdir()) == ["metrics.jsonl", "spec.yaml"]
         assert (run / "spec.yaml").read_text() == "kept"

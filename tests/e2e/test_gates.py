@@ -18,9 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.rl.algorithms.grpo import Grpo
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.guard.capsule import read_capsule
@@ -37,7 +35,7 @@ from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Trajectory
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from tests.support.cli_runs import SMALL
-from tests.support.commands import by_the_command
+from tests.support.commands import by_the_command, result_of
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.live_runs import prepared
 from tests.support.ranks import in_a_fork
@@ -253,7 +251,7 @@ def actions(run: RunDir, step: int) -> list[str]:
 
 def invoked(*arguments: str | Path) -> tuple[int, str, str]:
     """A command in this process: exit code, output, errors."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = result_of(*arguments)
     return result.exit_code, result.stdout, result.stderr
 
 

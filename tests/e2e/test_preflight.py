@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose import audit
 from fp8rl.diagnose.audit import AuditReport as Audit
 from fp8rl.diagnose.preflight import PreflightReport
 from fp8rl.models import read_model
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.stack import Stack, open_pair
+from tests.support.commands import result_of
 from tests.support.rig import Rig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -41,7 +40,7 @@ def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     """Run the command on the stack that is up already."""
 
     def invoke(*arguments: str) -> tuple[Result, PreflightReport]:
-        result = CliRunner().invoke(app, ["preflight", SPEC, *arguments, "--json"])
+        result = result_of("preflight", SPEC, *arguments, "--json")
         assert result.exit_code in (0, 1), (result.output, result.exception)
         return result, PreflightReport.from_json(result.stdout)
 
@@ -87,7 +86,7 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
     monkeypatch.setattr(audit, "open_pair", opened_as(stack))
     before = stack.folder / "before"
     stack.trainer.save(before, {})
-    result = CliRunner().invoke(app, ["audit", SPEC, "--json"])
+    result = result_of("audit", SPEC, "--json")
     stack.trainer.load(before)
     stack.syncing.sync()
     assert result.exit_code == 0, (result.output, result.exception)

@@ -14,9 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.models import architecture, load_architecture, read_model, read_shape
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
@@ -32,6 +30,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.weight_sync.served import convert_checkpoint
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -176,11 +175,10 @@ def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_commands_that_take_a_model_take_the_file(tmp_path: Path) -> None:
     model = write(tmp_path / "model")
-    runner = CliRunner()
-    refused = runner.invoke(app, ["convert", str(model), str(tmp_path / "out")])
+    refused = result_of("convert", model, tmp_path / "out")
     assert refused.exit_code == 2 and "model.architecture=path/to/file.py" in refused.output
-    done = runner.invoke(app, ["convert", str(model), str(tmp_path / "out"), "--architecture", FILE])
+    done = result_of("convert", model, tmp_path / "out", "--architecture", FILE)
     assert done.exit_code == 0, done.output
     architecture._known.clear()
-    planned = runner.invoke(app, ["plan", str(model), "--gpu=h100", f"model.architecture={FILE}"])
+    planned = result_of("plan", model, "--gpu=h100", f"model.architecture={FILE}")
     assert planned.exit_code in (0, 1), planned.output

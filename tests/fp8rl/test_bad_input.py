@@ -25,6 +25,7 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl_certify.dump.reading import read_dump
 from fp8rl_certify.dump.reference import facts
+from tests.support.commands import result_of
 from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
@@ -47,7 +48,7 @@ class AcceptedError(Exception):
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `fp8rl init` writes."""
     folder = tmp_path_factory.mktemp("input") / "experiment"
-    assert CliRunner().invoke(app, ["init", str(folder)]).exit_code == 0
+    assert result_of("init", folder).exit_code == 0
     return folder
 
 
@@ -335,7 +336,7 @@ def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
 def test_a_file_of_the_user_s_that_exits_is_named(folder: Path, code: str, command: list[str]) -> None:
     file = folder / "own.py"
     file.write_text(f"import os, sys\n{code}\n")
-    done = CliRunner().invoke(app, [part.format(file) for part in command])
+    done = result_of(*(part.format(file) for part in command))
     assert (done.exit_code, done.output.count("error: ")) == (2, 1) and str(file) in done.output, done.output
 
 
@@ -358,7 +359,7 @@ def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
 def test_a_report_replaces_nothing_but_a_page(run: Path, kind: str) -> None:
     KINDS[kind](run / "report.html")
     before = os.lstat(run / "report.html")
-    assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 2
+    assert result_of("report", run).exit_code == 2
     check(iter([["report", run]]))
     assert os.lstat(run / "report.html").st_ino == before.st_ino
 
@@ -367,14 +368,14 @@ def test_a_page_replaces_none_of_the_user_s_files(run: Path, tmp_path: Path) -> 
     page, dump = tmp_path / "page.html", tmp_path / "dump.jsonl"
     dump.write_text('{"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0]}\n')
     commands: list[Command] = [["runs", run, run, "--page", page], ["runs", run, run, "--page", page]]
-    assert [CliRunner().invoke(app, [str(part) for part in command]).exit_code for command in commands] == [0, 0]
+    assert [result_of(*command).exit_code for command in commands] == [0, 0]
     for command, mine in (
         (["runs", run, run, "--page", run / "metrics.jsonl"], run / "metrics.jsonl"),
         (["certify", dump, "--page", dump], dump),
         (["attribute", run, "--out", run / "spec.yaml"], run / "spec.yaml"),
     ):
         before = mine.read_bytes()
-        result = CliRunner().invoke(app, [str(part) for part in command])
+        result = result_of(*command)
         assert result.exit_code == 2 and "which is a file that fp8rl has not written here" in result.output
         assert mine.read_bytes() == before
 
@@ -405,7 +406,7 @@ ADDRESSES = [
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_addresses_that_are_none_of_a_dashboard(folder: Path, address: str) -> None:
-    result = CliRunner().invoke(app, ["submit", str(folder / "spec.yaml"), "--address", address])
+    result = result_of("submit", folder / "spec.yaml", "--address", address)
     assert result.exit_code == 2 and "expected the address of a Ray cluster's dashboard" in result.output
 
 
@@ -417,7 +418,7 @@ def test_every_other_spec_of_yaml_is_refused_where_it_stands(folder: Path) -> No
         ("a: " * 60, "in line 1"),
     ):
         (folder / "spec.yaml").write_text(text)
-        result = CliRunner().invoke(app, ["train", str(folder / "spec.yaml")])
+        result = result_of("train", folder / "spec.yaml")
         assert result.exit_code == 2 and expected in result.output
 
 
@@ -434,7 +435,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Pat
         ["serve", MODEL],
     ):
         with room(500):
-            result = CliRunner().invoke(app, [str(part) for part in command])
+            result = result_of(*command)
         assert result.exit_code == 2 and result.output.count("error: ") == 1, (command, result.exception)
         assert "expected room to write it. Free some, or write to another disk" in result.output
         assert left() == before, command

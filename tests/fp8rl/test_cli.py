@@ -13,14 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from fp8rl.cli import COMMANDS, app
+from fp8rl.cli import COMMANDS
 from fp8rl.commands import runs
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.run import Run
-from tests.support.commands import invoke
+from tests.support.commands import invoke, result_of
 from tests.support.paths import ROOT, new_run
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -237,6 +236,6 @@ def test_serve_prints_a_line_for_another_shell(
 
     monkeypatch.setattr("fp8rl.serving.serve", serve)
     model = str(ROOT / "examples/models/tiny_qwen3_moe")
-    result = CliRunner().invoke(app, ["serve", model, *arguments], env={"FP8RL_API_KEY": variable})
+    result = result_of("serve", model, *arguments, env={"FP8RL_API_KEY": variable})
     line = f"export OPENAI_BASE_URL=http://127.0.0.1:1/v1 OPENAI_API_KEY={shown}    # model tiny_qwen3_moe"
     assert result.exit_code == 130 and line in result.output

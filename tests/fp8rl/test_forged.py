@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.diagnose import attribution
 from fp8rl.diagnose.subject import read_served
 from fp8rl.numerics.core.errors import UserError
@@ -24,6 +22,7 @@ from fp8rl.rl.record.rollouts import RolloutRecord, write_rollouts
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.run import Run
 from fp8rl.trainer.checkpoint.files import STATE, About, digests, write_about
+from tests.support.commands import result_of
 from tests.support.paths import EXAMPLES, new_run
 from tests.support.ranks import WARM
 
@@ -124,7 +123,7 @@ def test_no_command_runs_what_it_looks_at(
 
 
 def _invoke(arguments: list[str]) -> tuple[int, str]:
-    result = CliRunner().invoke(app, arguments)
+    result = result_of(*arguments)
     return result.exit_code, result.output
 
 
@@ -159,7 +158,7 @@ def test_an_attribution_starts_with_nothing_that_a_run_names(
         raise UserError("nothing is started here")
 
     monkeypatch.setattr(attribution, "open_pair", refused)
-    result = CliRunner().invoke(app, ["attribute", str(forged.path)])
+    result = result_of("attribute", forged.path)
     assert result.exit_code == 2 and not ran.exists()
     (experiment,) = started
     assert str(ran.parent / "code.py") not in json.dumps([experiment.rewards, experiment.environment], default=str)

@@ -51,6 +51,7 @@ def test_an_odd_card_is_read_or_refused_in_a_short_sentence(name: str, tmp_path:
     [
         ("", []),
         (", data_dir: b", ["b/*"]),
+        (", data_dir: b, version: 010, made: 12:30", ["b/*"]),
         (", data_files: x/*.jsonl", ["x/*.jsonl"]),
         (", data_files: [x, y], data_dir: b", ["b/x", "b/y"]),
         (", data_files: [{split: train, path: x}, {split: test, path: [y, z]}]", ["x", "y", "z"]),

@@ -277,22 +277,19 @@ from fp8rl.numerics.quantize import fake_quantize_columns, fake_quantize_rows
 from fp8rl.numerics.quantize import quantize
 from fp8rl.numerics.spec import TensorSpec
 def results():
-    for shape in ((1, 128), (260, 200)):
-        x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()
-        x[-1, 3], x[-1, 4], x[0, :128] = math.inf, math.nan, 0
-        yield fake_quantize_rows(x, TensorSpec())
-        yield fake_quantize_columns(x, TensorSpec())
-        yield fake_quantize_rows(x, TensorSpec(group=32, scale="e8m0"))
-        for spec in (TensorSpec(rounding="stochastic"), TensorSpec(granularity="block", fixed=224.0)):
-            yield quantize(x, spec).dequantize()
-        pairs = (("e4m3", "pow2"), ("e5m2", "fp32"), ("e4m3", "fp32"))
-        for granularity, (format, scale) in zip(("block", "token_group", "tensor"), pairs, strict=True):
-            q = quantize(x, TensorSpec(format=format, scale=scale, granularity=granularity))
-            yield q.data.float()  # the sign of a NaN's code is not defined
-            yield q.scale_inv
-            yield q.dequantize()
-            yield q.dequantize(out=torch.empty(shape, dtype=q.dequantize().dtype))
-            yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
+    x = torch.randn(260, 200, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()
+    x[-1, 3], x[-1, 4], x[0, :128] = math.inf, math.nan, 0
+    yield fake_quantize_rows(x, TensorSpec())
+    yield fake_quantize_columns(x, TensorSpec())
+    yield fake_quantize_rows(x, TensorSpec(group=32, scale="e8m0"))
+    yield quantize(x, TensorSpec(rounding="stochastic")).dequantize()
+    for spec in (TensorSpec(granularity="block", fixed=224.0), TensorSpec(format="e5m2", scale="fp32")):
+        q = quantize(x, spec)
+        yield q.data.float()  # the sign of a NaN's code is not defined
+        yield q.scale_inv
+        yield q.dequantize()
+        yield q.dequantize(out=torch.empty(x.shape, dtype=q.dequantize().dtype))
+        yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
 plain = list(results())
 compiles = enable_compiler()
 for a, b in zip(plain, results(), strict=True):

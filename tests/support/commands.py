@@ -6,20 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from click.testing import Result
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
 
 
+def result_of(*arguments: object, **options: Any) -> Result:
+    """What `fp8rl` with these arguments came to. What it raises is raised here."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False, **options)
+
+
 def invoke(*arguments: object) -> tuple[int, str]:
-    """The exit code of `fp8rl` with these arguments, and all that it printed. What it raises is raised here."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    """The exit code of `fp8rl` with these arguments, and all that it printed."""
+    result = result_of(*arguments)
     return result.exit_code, result.output
 
 
 def by_the_command(capsule: Path) -> dict[str, Any]:
     """The JSON that `fp8rl attribute` prints of a capsule."""
-    result = CliRunner().invoke(app, ["attribute", str(capsule), "--json"])
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = result_of("attribute", capsule, "--json")
+    assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found

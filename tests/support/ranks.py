@@ -1,6 +1,6 @@
 """Run a function on several trainer ranks, each in a process of its own, forked from one that has imported the trainer.
 
-The imports are most of such a process: about six seconds, paid once for all ranks of a worker's tests.
+The imports are most of such a process: about nine seconds, paid once for all ranks of a worker's tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8rl.trainer.distributed.layout import Layout
 
 TIMEOUT_S = 900
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["tests.support.trainer_imports"])
+WARM.set_forkserver_preload(["tests.support.rank_imports"])
 
 
 def run_on_ranks(config: TrainerSection, folder: Path, function: Callable[[Layout, TrainerSection], Any]) -> list[Any]:

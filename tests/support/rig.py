@@ -183,9 +183,10 @@ class Rig:
     def up(self) -> None:
         """Start Ray, which stacks of this process join, and have their engines forked from the template, too."""
         if self._opened is None:
-            self._opened = ExitStack()
-            self._opened.enter_context(self._template.in_use())  # which Ray's processes hear of
-            self._opened.enter_context(ray_cluster(self.folder / "ray_logs"))
+            with ExitStack() as opening:
+                opening.enter_context(self._template.in_use())  # which Ray's processes hear of
+                opening.enter_context(ray_cluster(self.folder / "ray_logs"))
+                self._opened = opening.pop_all()
 
     def _engine_for(self, setup: Setup) -> Engine:
         self.up()
@@ -212,10 +213,7 @@ class Rig:
 
 
 def begin_again(actor: TrainerActor, rank: int, config: TrainerSection) -> None:
-    """Forget all models, and the other ranks. That this machine's arithmetic is row-invariant stays known."""
-    from fp8rl.trainer import trainer
-
-    trainer.row_variant_ops = lambda device, kv: []  # type: ignore[assignment]  # or the first start had failed
+    """Forget all models, and the other ranks."""
     actor.stop()
     gc.collect()
     TrainerActor.__init__(actor, rank, config)

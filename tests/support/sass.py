@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from typing import Any
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _ARITHMETIC = {"FADD", "FMUL", "FFMA", "FMNMX", "MUFU", "F2FP", "SHFL", "FSEL"}
@@ -54,6 +55,20 @@ def arithmetic(loop: str) -> Counter[str]:
             for i in range(int(wide[1]) // 32 if wide else 1):
                 held.pop(f"R{int(first[1]) + i}" if first else operands[0], None)
     return found
+
+
+def in_one_order(kernels: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """What the loops of each of these kernels compute: the same."""
+    first, *others = [kernel["arithmetic"] for kernel in kernels]
+    for place, other in enumerate(others, 1):
+        assert other == first, f"{kernels[0]['name']}: variant {place}"
+    return first  # type: ignore[no-any-return]
+
+
+def only_unpacks(codes: dict[str, Any], plain: dict[str, Any]) -> bool:
+    """True if loops over codes compute what loops over BF16 numbers do, beside making such numbers of the codes."""
+    pairs = [map(Counter, both) for both in zip(codes["arithmetic"], plain["arithmetic"], strict=True)]
+    return all(not loop - own and all(text.startswith("F2FP") for text in own - loop) for own, loop in pairs)
 
 
 def _described(operand: str, held: dict[str, str]) -> str:

@@ -1,6 +1,7 @@
 """The process that has imported the trainer and forks Ray's workers: what `warm_worker` asks for.
 
-It has not imported Ray, which reads its environment once, when it is loaded.
+It has not imported Ray, which reads its environment once, when it is loaded. That this machine's arithmetic is
+row-invariant is known to the forks: each trainer would find it out anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support import fork_server
 
 
@@ -22,9 +25,14 @@ def _serve(listener: socket.socket) -> None:
         "tests.support.trainer_imports",
         "fp8rl.rl.experiment.preconditions.rules",
         "fp8rl.rollout.engine.server.server",
+        *("requests", "jsonschema", "msgpack", "uvloop"),  # most of what Ray imports
     ):
         importlib.import_module(name)
     assert "ray" not in sys.modules
+    from fp8rl.trainer import trainer
+
+    variant = trainer.row_variant_ops(torch.device("cpu"))
+    trainer.row_variant_ops = lambda device, kv: variant  # type: ignore[assignment]
     fork_server.serve(listener, _become, outlive=False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import multiprocessing
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -24,6 +23,7 @@ from fp8rl.weight_sync.served import served_tensors
 from fp8rl.weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
 from fp8rl.weight_sync.transports import tensor as tensor_transport
 from tests.support.definitions import every_tensor
+from tests.support.ranks import WARM
 from tests.support.tiny_model import write_tiny_model
 
 SPEC = QuantSpec.preset("bf16")
@@ -116,7 +116,7 @@ def _load(payload: str) -> list[int]:
 @pytest.mark.slow
 def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> None:
     """torch frees shared memory after as many readers as messages were made of it."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, WARM) as process:
         engines = [ForeignEngine(process) for _ in range(3)]
         asyncio.run(TensorTransport(300).send(iter(TENSORS.items()), engines, 7))
     assert [engine.loaded for engine in engines] == [[0, 1, 2, 3, 4]] * 3

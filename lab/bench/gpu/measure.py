@@ -128,7 +128,7 @@ class Sizes:
             stack=small,
             exact=small,
             batch=2,
-            length=16,
+            length=8,
             group=(20, 3, 5),
             decoded=(1, 3),
             context=5,

@@ -39,16 +39,11 @@ def test_both_operands_err_twice_as_much_as_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_study_is_written_whole_and_the_same_twice(tmp_path: Path) -> None:
-    study = load("gemm_error")
-    for name in ("first", "second"):
-        run_study(study, quick=True, seeds=None, folder=tmp_path / name, say=lambda text: None)
-    files = {path.name for path in (tmp_path / "first" / "gemm_error").iterdir()}
+def test_a_quick_study_is_written_whole(tmp_path: Path) -> None:
+    run_study(load("gemm_error"), quick=True, seeds=None, folder=tmp_path, say=lambda text: None)
+    written = tmp_path / "gemm_error"
+    files = {path.name for path in written.iterdir()}
     assert files == {"results.json", "table.md", "index.html", "gemm_error.svg", "accumulator.svg"}
-    first, second = (
-        json.loads((tmp_path / n / "gemm_error" / "results.json").read_text()) for n in ("first", "second")
-    )
-    assert first["values"] == second["values"] and first["claims_digest"] == second["claims_digest"]
-    assert all(claim["verdict"] == "withheld" for claim in first["claims"] if not claim["control"])
-    svgs = [(tmp_path / n / "gemm_error" / "gemm_error.svg").read_bytes() for n in ("first", "second")]
-    assert svgs[0] == svgs[1] and b"quick run: no verdicts" in svgs[0]
+    claims = json.loads((written / "results.json").read_text())["claims"]
+    assert all(claim["verdict"] == "withheld" for claim in claims if not claim["control"])
+    assert b"quick run: no verdicts" in (written / "gemm_error.svg").read_bytes()

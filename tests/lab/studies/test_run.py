@@ -8,21 +8,20 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
 from lab.studies.harness import subjects
 from lab.studies.harness.page import for_a_terminal
 from lab.studies.harness.study import NAMES
 from lab.studies.run import FOLDER, run_studies, run_study
+from tests.support.commands import result_of
 from tests.support.paths import ROOT
 from tests.support.studies import NAME, made_up, repository
 
 
 def refused(arguments: str) -> str:
     """What the command line says."""
-    result = CliRunner().invoke(app, ["study", *arguments.split()])
+    result = result_of("study", *arguments.split())
     assert result.exit_code == 2
     return re.sub(r"\s+", " ", result.output)
 

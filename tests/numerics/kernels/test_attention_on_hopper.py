@@ -3,11 +3,14 @@
 import pytest
 
 from tests.support.elsewhere import compiled_elsewhere
+from tests.support.sass import in_one_order, only_unpacks
 
 pytestmark = pytest.mark.slow  # 24 kernels to compile
 
 SCRIPT = """
+import dataclasses
 import torch
+from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.kernels.products import tiles as heights
 from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
 from fp8rl.numerics.kernels.attention.trees import tree_attention
@@ -18,20 +21,20 @@ def tensor(*shape):
     return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
 
 with compiled_only(loops=True) as found:
-    for queries, keys, heads, key_heads in ((1024, 1024, 16, 2), (1, 300, 5, 1), (4096, 4096, 32, 4)):
+    for queries, keys, heads, key_heads in ((1024, 1024, 16, 2), (4096, 4096, 32, 4)):
         k, positions = tensor(2, keys, key_heads, 128), torch.arange(queries).expand(2, -1)
         out = attention(tensor(2, queries, heads, 128), k, k, positions, 0.1)
         if queries == 1024:
             out.sum().backward()
     k = tensor(2048, 2, 128)
-    packed_attention(tensor(2048, 16, 128), k, k, torch.full((16,), 128), 0.1).sum().backward()
+    packed_attention(tensor(2048, 2, 128), k, k, torch.full((16,), 128), 0.1).sum().backward()
     each, all_tokens = torch.full((16,), 128), torch.zeros(2048).long()
     for longest in (640, 2048):
         tree = TokenTree(each, each, torch.zeros(16, longest).int(), *[all_tokens] * 3)
         out = tree_attention(tensor(2048, 16, 128), k, k, tree, 0.1)
     out.sum().backward()
     for tokens, sequences, heads, key_heads, longest in (
-        (2048, 16, 16, 2, 1024), (3, 3, 5, 1, 1024), (8192, 16, 32, 4, 32768), (200, 2, 32, 4, 32768)
+        (2048, 16, 16, 2, 1024), (8192, 16, 32, 4, 32768), (200, 2, 32, 4, 32768)
     ):
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, longest, dtype=torch.int32)
         count = torch.ones(sequences, dtype=torch.int64)
@@ -41,6 +44,9 @@ with compiled_only(loops=True) as found:
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 32768, dtype=torch.int32)
         count = torch.ones(32, dtype=torch.int64)
         paged_attention(tensor(32, heads, 128), cache, cache, table, count, count.int(), count, 0.1)
+    whole, codes = len(found), tensor(4096, 1, 128).detach().to(CODES)
+    paged_attention(tensor(32, heads, 128), codes, codes, table, count, count.int(), count, 0.1)
+    found[whole:] = [dataclasses.replace(each, name="of codes") for each in found[whole:]]
 """
 
 
@@ -59,7 +65,7 @@ def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):
     merging, merged = named(kernels, "_merge_kernel"), []
     assert len(merging) == 5 and all(kernel["spilled"] <= 8 for kernel in merging)
     for kernel in kernels:
-        if kernel in merging:
+        if kernel in merging or kernel["name"] == "of codes":
             continue
         assert kernel["name"] in ("_forward_kernel", "_dq_kernel", "_dkv_kernel")
         assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in kernel["instructions"]
@@ -74,10 +80,19 @@ def test_contiguous_packed_and_paged_keys_and_trees_are_summed_in_one_order(kern
     bits would not be the engine's; warps, each with 16 whole rows, is what all of them have: eight, or four in tiles of
     64 rows."""
     sums = [kernel["sums"] for kernel in named(kernels, "_forward_kernel")]
-    assert len(sums) == 14 and all(len(layouts) == 1 for layouts in sums)
-    for (layout,), warps in zip(sums, [8] * 10 + [4] * 4, strict=True):
+    assert len(sums) == 12 and all(len(layouts) == 1 for layouts in sums)
+    for (layout,), warps in zip(sums, [8] * 8 + [4] * 4, strict=True):
         assert "nvidia_mma" in layout and f"warpsPerCTA = [{warps}, 1]" in layout
         assert "instrShape = [16, 128, 16]" in layout
+
+
+def test_every_variant_adds_up_in_one_order(kernels):
+    """The loops over keys without a mask and with one: decode, prefill, contiguous, packed, a tree; gradients of query
+    heads that share a key head, and that do not. Codes are unpacked, and then computed with as BF16 numbers are."""
+    for name, count, loops in (("_forward_kernel", 12, 2), ("_dq_kernel", 3, 2), ("_dkv_kernel", 3, 1)):
+        assert len(variants := named(kernels, name)) == count
+        assert len(found := in_one_order(variants)) == loops and all(sum(each.values()) > 100 for each in found)
+    assert only_unpacks(named(kernels, "of codes")[0], named(kernels, "_forward_kernel")[0])
 
 
 def test_decode_of_64_rows_spills_nothing_and_fills_the_gpu(kernels):
@@ -93,7 +108,7 @@ def test_the_next_step_is_copied_while_a_step_is_computed(kernels):
     likewise, of which those of the keys copy queries, their gradients and three numbers of each."""
     groups = {"_forward_kernel": 2, "_dq_kernel": 2, "_dkv_kernel": 5}
     loops = [(kernel, kernel["under_way"]) for kernel in kernels if kernel["name"] in groups]
-    assert len(loops) == 20 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
+    assert len(loops) == 18 and all(set(found) == {groups[kernel["name"]]} for kernel, found in loops)
 
 
 def test_decode_keeps_twice_what_the_memory_needs_under_way(kernels):

@@ -3,11 +3,14 @@
 import pytest
 
 from tests.support.elsewhere import compiled_elsewhere
+from tests.support.sass import in_one_order, only_unpacks
 
-pytestmark = pytest.mark.slow  # 20 kernels to compile
+pytestmark = pytest.mark.slow  # 26 kernels to compile
 
 SCRIPT = """
+import dataclasses
 import torch
+from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.kernels.attention.latent import (
     latent_attention, packed_latent_attention, paged_latent_attention, tree_latent_attention
 )
@@ -38,6 +41,11 @@ with compiled_only(loops=True) as found:
         head_linear(tensor(300, 16, 512), weight, held, 128, 128)
         head_linear(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True)
         head_linear(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True, tensor(300, 16, 512))
+    table, whole = torch.zeros(32, 32768, dtype=torch.int32), len(found)
+    paged_latent_attention(
+        tensor(sequences, 16, 576), cache.detach().to(CODES), table, count, count.int(), count, 512, 0.1
+    )
+    found[whole:] = [dataclasses.replace(each, name="of codes") for each in found[whole:]]
 """
 
 
@@ -59,6 +67,15 @@ def test_decode_spills_next_to_nothing_and_runs_on_the_tensor_core(kernels):
         assert kernel["shared"] <= 227 * 1024 and not kernel["respilled"]
         assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in kernel["instructions"]
     assert [kernel["sums"] for kernel in attention] == [attention[0]["sums"]] * 6, "rows are summed in one order"
+
+
+def test_every_variant_adds_up_in_one_order(kernels):
+    """The loops over keys without a mask and with one: decode of 16, 64 and 128 heads, contiguous, packed, a tree; and
+    their gradients. Codes are unpacked, and then computed with as BF16 numbers are."""
+    for name, count, loops in (("_forward_kernel", 6, 2), ("_dq_kernel", 3, 1), ("_dk_kernel", 3, 1)):
+        assert len(variants := named(kernels, name)) == count
+        assert len(found := in_one_order(variants)) == loops and all(sum(each.values()) > 50 for each in found)
+    assert only_unpacks(named(kernels, "of codes")[0], named(kernels, "_forward_kernel")[0])
 
 
 def test_a_step_over_32_keys_brings_each_of_their_bytes_once(kernels):

@@ -1,9 +1,7 @@
-"""The variants of an op compute the same in their loops over keys or K, as compiled for an H200: the same instructions,
-each of the same operands, so that sums are added in the same order."""
+"""The variants of an op compute the same in their loops over tokens or K, as compiled for an H200: the same
+instructions, each of the same operands, so that sums are added in the same order. Attention: in its own files."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
@@ -14,15 +12,9 @@ SCRIPT = """
 import dataclasses, json
 import torch
 from fp8rl.numerics.kernels import gated_delta, short_conv
-from fp8rl.numerics.kernels.attention import latent
-from fp8rl.numerics.kernels.attention.backward import attention_dkv, attention_dq
-from fp8rl.numerics.kernels.attention.forward import attention, packed_attention, paged_attention
-from fp8rl.numerics.kernels.attention.trees import tree_attention
 from fp8rl.numerics.kernels.products import tiles
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from fp8rl.numerics.kv import CODES
-from fp8rl.numerics.ops import AttentionInputs, TokenTree
 from fp8rl.numerics.kernels.quantize import empty_blocks, empty_rows
 from fp8rl.numerics.quantize import QuantizedTensor, scale_shape
 from fp8rl.numerics.spec import TensorSpec
@@ -36,49 +28,14 @@ def tensor(*shape, dtype=half):
 def note(op, launch, *arguments):
     found.clear()
     launch(*arguments)
-    loops = [each.arithmetic for each in found if each.name not in ("_merge_kernel", "_delta_kernel")]
-    variants.setdefault(op, []).extend(loops)
+    variants.setdefault(op, []).extend(each.arithmetic for each in found)
 
-variants, each, rows_of_tree, every = {}, torch.full((4,), 64), torch.full((16,), 128), torch.zeros(2048).long()
-tree = TokenTree(rows_of_tree, rows_of_tree, torch.zeros(16, 2048, dtype=torch.int32), every, every, every)
+variants = {}
 with compiled_only(loops=True) as found:
     CALLS
 print(json.dumps(variants))
 """
 
-ATTENTION = """
-    cache, table = tensor(100, 4, 128), tensor(4, 512, dtype=torch.int32)
-    op = "attention"
-    note(op, paged_attention, tensor(4, 32, 128), cache, cache, table, each, None, each, 0.1)
-    note("of codes", paged_attention, tensor(4, 32, 128), *[cache.to(CODES)] * 2, table, each, None, each, 0.1)
-    note(op, paged_attention, tensor(4, 4, 128), cache, cache, table, each, None, each, 0.1)
-    note(op, paged_attention, tensor(256, 32, 128), cache, cache, table, each, each.int(), each, 0.1)
-    note(op, attention, tensor(1, 256, 32, 128), *[tensor(1, 256, 4, 128)] * 2, torch.zeros(1, 256).long(), 0.1)
-    note(op, packed_attention, tensor(256, 32, 128), *[tensor(256, 4, 128)] * 2, each, 0.1)
-    note(op, tree_attention, tensor(2048, 32, 128), *[tensor(2048, 4, 128)] * 2, tree, 0.1)
-
-    for heads, lengths, tree in ((32, None, None), (32, each, None), (4, each, None), (32, None, tree)):
-        q, k, sums = tensor(1, 256, heads, 128), tensor(1, 256, 4, 128), tensor(1, 256, heads, dtype=full)
-        inputs = AttentionInputs(q, k, k, torch.zeros(1, 256).long(), 0.1, lengths, tree)
-        note("gradient of queries", attention_dq, q, inputs, q, sums)
-        note("gradients of keys and values", attention_dkv, q, inputs, sums, sums)
-"""
-LATENT = """
-    cache, table, op = tensor(100, 576), tensor(4, 512, dtype=torch.int32), "latent attention"
-    for tokens, heads, new in ((4, 16, None), (4, 128, None), (256, 16, each.int())):
-        note(op, latent.paged_latent_attention, tensor(tokens, heads, 576), cache, table, each, new, each, 512, 0.1)
-    codes, q = cache.to(CODES), tensor(4, 16, 576)
-    note("of codes", latent.paged_latent_attention, q, codes, table, each, None, each, 512, 0.1)
-    q, rows, positions = tensor(1, 256, 128, 576), tensor(1, 256, 576), torch.zeros(1, 256).long()
-    note(op, latent.latent_attention, q, rows, positions, 512, 0.1)
-    note(op, latent.packed_latent_attention, tensor(256, 20, 576), tensor(256, 576), each, 512, 0.1)
-    note(op, latent.tree_latent_attention, tensor(2048, 20, 576), tensor(2048, 576), tree, 512, 0.1)
-
-    for heads, lengths, tree in ((128, None, None), (20, each, None), (20, None, tree)):
-        q, out, sums = tensor(1, 256, heads, 576), tensor(1, 256, heads, 512), tensor(1, 256, heads, dtype=full)
-        inputs = AttentionInputs(q, rows, rows[..., :512], positions, 0.1, lengths, tree)
-        note("gradients", latent._gradients, out, inputs, out, sums)
-"""
 PRODUCTS = """
     def rows(count):
         return empty_rows((count, 512), TensorSpec(), "cpu")
@@ -134,38 +91,6 @@ def equal(op, loops, count):
     for place, other in enumerate(others, 1):
         assert other == first, f"{op}: variant {place}"
     return first
-
-
-def only_unpacks(codes, loops):
-    """True if loops over codes compute what those over BF16 numbers do, beside making such numbers of the codes."""
-    return all(
-        not loop - own and all(text.startswith("F2FP") for text in own - loop) for own, loop in zip(codes, loops)
-    )
-
-
-@pytest.mark.slow  # 15 kernels to compile
-def test_attention_and_its_gradients_add_up_in_one_order():
-    """Decode, of one head, prefill, contiguous, packed, a tree; gradients contiguous, packed, one head, a tree."""
-    found = variants(ATTENTION)
-    (codes,) = found.pop("of codes")
-    assert only_unpacks([Counter(loop) for loop in codes], [Counter(loop) for loop in found["attention"][0]])
-    loops = {op: equal(op, found[op], count) for op, count in zip(found, (6, 4, 4), strict=True)}
-    assert [len(each) for each in loops.values()] == [2, 2, 1]  # without a mask, and with one
-    assert all(sum(loop.values()) > 100 for each in loops.values() for loop in each)
-
-
-@pytest.mark.slow  # 13 kernels to compile
-def test_latent_attention_and_its_gradients_add_up_in_one_order():
-    """Decode of 16 and 128 heads, prefill, contiguous, packed, a tree; gradients contiguous of 128 heads, packed and a
-    tree of 20."""
-    found = variants(LATENT)
-    (codes,) = found.pop("of codes")
-    assert only_unpacks([Counter(loop) for loop in codes], [Counter(loop) for loop in found["latent attention"][0]])
-    assert len(equal("latent attention", found["latent attention"], 6)) == 2
-    queries, rows = found["gradients"][::2], found["gradients"][1::2]
-    for op, loops in (("queries", queries), ("rows", rows)):
-        (loop,) = equal(f"gradient of {op}", loops, 3)
-        assert sum(loop.values()) > 50, op
 
 
 def of_step(loops):

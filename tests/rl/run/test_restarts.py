@@ -8,17 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import fp8rl.rl.experiment.preconditions
 import fp8rl.rl.run.restarts as restarts_module
-from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.terminal import typed
 from fp8rl.rl.run.early_end import how_to_go_on
 from fp8rl.rl.run.restarts import commands_after_a_stop, run_with_restarts
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
+from tests.support.commands import result_of
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES, new_run
 
@@ -49,7 +48,7 @@ def dying(times: int, error: Exception) -> Any:
 
 
 def train(folder: Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["train", str(EXAMPLES / "arithmetic.yaml"), f"run.dir={folder}"])
+    result = result_of("train", EXAMPLES / "arithmetic.yaml", f"run.dir={folder}")
     return result.exit_code, result.output
 
 

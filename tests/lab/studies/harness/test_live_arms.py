@@ -7,11 +7,9 @@ import torch
 
 from lab.studies import gradient_direction, precision_cases
 from lab.studies.failure_modes import facts
-from lab.studies.harness import spoiled
 from lab.studies.harness.gradient import turned
 from lab.studies.harness.lab import in_own_process
 from lab.studies.harness.subjects import MODEL
-from lab.studies.harness.training import TrainedArm, teach
 from lab.studies.precision_cases import MIXED
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -19,31 +17,20 @@ pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 @pytest.mark.slow
 def test_the_cases_on_a_sample() -> None:
-    found = in_own_process(precision_cases._exact_snapshots, "M", MODEL, [0], 3)
+    found = in_own_process(precision_cases._exact_snapshots, "M", MODEL, [0], 1)
     cases = {name.removeprefix("M exact: "): {m: values[0] for m, values in of.items()} for name, of in found.items()}
-    assert cases["case 2"]["abs_d"] == cases["case 3"]["abs_d"] == [0.0] * 24, "the trainer has sampled them itself"
-    assert cases["case 1"]["kl"] == [0.0] * 24 and min(cases["case 1"]["abs_d"]) > 0
+    assert cases["case 2"]["abs_d"] == cases["case 3"]["abs_d"] == [0.0] * 8, "the trainer has sampled them itself"
+    assert cases["case 1"]["kl"] == [0.0] * 8 and min(cases["case 1"]["abs_d"]) > 0
     assert cases["case 2"]["kl"] == cases["case 3"]["kl"] and min(cases["case 3"]["kl"]) > 0
     assert sum(cases[MIXED]["abs_d"]) > sum(cases["case 1"]["abs_d"]) > 0
 
 
 @pytest.mark.slow
 def test_the_backward_turns_a_gradient_less_than_the_forward() -> None:
-    found = {name: of["turned"] for name, of in in_own_process(gradient_direction._turned, 0, 4).items()}
+    found = {name: of["turned"] for name, of in in_own_process(gradient_direction._turned, 0, 2).items()}
     for loss in gradient_direction.LOSSES:
         assert 0 < found[f"{loss}: backward"] < 0.5 * found[f"{loss}: forward"] < found[f"{loss}: forward"] < 0.1
         assert found[f"{loss}: again"] == 0.0
-
-
-@pytest.mark.slow
-def test_state_that_is_too_narrow_is_seen_in_training() -> None:
-    masters = teach_quickly(TrainedArm(after_step=spoiled.NarrowState(masters="fp8 1x128")))
-    assert masters.noted["lost_updates"] > 0.5 and len(masters.losses) == 20
-    assert teach_quickly(TrainedArm()).nll < masters.nll
-
-
-def teach_quickly(arm: TrainedArm):  # type: ignore[no-untyped-def]
-    return in_own_process(teach, arm, 0, True)
 
 
 def test_turning_is_the_angle() -> None:

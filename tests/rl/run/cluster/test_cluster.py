@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.rl.run.cluster import cluster
 from fp8rl.rl.run.cluster.cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -152,6 +153,7 @@ def test_an_address_that_does_not_answer_is_one_message_at_once(
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = {"nobody": "127.0.0.1:9", "a web server": f"127.0.0.1:{server.server_port}", "a word": "nowhere:6379"}
     monkeypatch.setenv("RAY_ADDRESS", address[kind])
+    monkeypatch.setattr(cluster, "_ANSWER_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(UserError, match=f"RAY_ADDRESS: found .{address[kind]} .*start one with `ray start --head`"):
         with ray_cluster(tmp_path):

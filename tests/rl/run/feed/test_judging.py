@@ -268,7 +268,7 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        pytest.param("stuck", "it took more than 3 s", marks=pytest.mark.slow),
+        ("stuck", "it took more than 1 s"),
         ("raises", "KeyError: 'no such thing'"),
         ("leaves", "SystemExit: 4"),
         ("dies", "it ended its process"),
@@ -280,7 +280,8 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
 def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
     make: Make, tokenizer: Any, function: str, expected: str
 ) -> None:
-    judge = make({"function": f"mine:{function}", "timeout_s": 3.0}, "integer", workers=1)
+    seconds = 1.0 if function == "stuck" else 30.0
+    judge = make({"function": f"mine:{function}", "timeout_s": seconds}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
     assert [answer.reward for answer in answers] == [1.0, 0.0]
     first, *others = judge.failures.new_messages()
