@@ -27,9 +27,5 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 ARCHITECTURE = replace(
-    qwen3.ARCHITECTURE,
-    name="OurLlamaForCausalLM",
-    model_type="llama",
-    sizes=sizes,
-    engine_extras=CACHE_SCALES,
+    qwen3.ARCHITECTURE, name="OurLlamaForCausalLM", model_type="llama", sizes=sizes, engine_extras=CACHE_SCALES
 )

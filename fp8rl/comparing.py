@@ -129,10 +129,7 @@ def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing])
     """Write a page of the tables and of the runs' curves over each other."""
     charts = overlaid(dict(zip(_labels(runs), (run.metrics for run in runs), strict=True)))
     name = " and ".join(_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs"
-    shown = [
-        *(Section(table.title or "Runs", table.on_a_page()) for table in tables),
-        *charts,
-    ]
+    shown = [*(Section(table.title or "Runs", table.on_a_page()) for table in tables), *charts]
     write_page(path, "comparison", name, [], shown, footer=" from the metrics.jsonl and spec.yaml of the runs.")
 
 

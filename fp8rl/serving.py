@@ -122,12 +122,7 @@ async def _check(endpoint: Endpoint, served: Served) -> None:
 
 
 def convert_model(
-    model: Path,
-    out: Path,
-    preset: str,
-    adapter: Path | None,
-    architecture: Path | None,
-    note: Callable[[str], None],
+    model: Path, out: Path, preset: str, adapter: Path | None, architecture: Path | None, note: Callable[[str], None]
 ) -> QuantSpec:
     """Quantize a model's directory, with an adapter merged into it, for a server of the user's; returns the spec.
 

@@ -36,16 +36,7 @@ KNOW_A_FAMILY = {
     "fp8rl/diagnose/preflight/same_spec.py": "reads the dtype of router scores by the form of that op",
 }
 """Files outside the families' folders that name one, and why."""
-FLOORS = (
-    "mismatch",
-    "record",
-    "algorithms",
-    "experiment",
-    "guard",
-    "report",
-    "run",
-    "loop",
-)
+FLOORS = ("mismatch", "record", "algorithms", "experiment", "guard", "report", "run", "loop")
 """Of `rl`, from the bottom up."""
 
 
@@ -115,7 +106,7 @@ def test_no_file_outside_the_families_folders_knows_a_family() -> None:
     of_one = {f"fp8rl.{home}.{name}" for home in FAMILIES for name in (*names, "experts")}
     named = re.compile(r"latent|\b(?:sigmoid_router|head_norms|qkv_bias)\b", re.IGNORECASE)
     broken = {}
-    for path in [*python_files("fp8rl"), *python_files("lab")]:
+    for path in python_files("fp8rl"):
         file, text = str(path.relative_to(ROOT)), path.read_text()
         if path.parent in FAMILY_FOLDERS or path.stem in names & {"latent"}:
             continue

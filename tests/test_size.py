@@ -5,22 +5,22 @@ import pytest
 from tests.support.paths import ROOT
 
 LINES = {
-    "numerics": 11_198,
+    "numerics": 11_049,
     "models": 5_008,
-    "trainer": 9_841,
-    "rollout": 11_012,
-    "weight_sync": 1_486,
-    "rl": 16_320,
-    "diagnose": 8_909,
-    "cli": 1_989,
-    "tests": 57_170,
+    "trainer": 9_483,
+    "rollout": 9_640,
+    "weight_sync": 1_455,
+    "rl": 14_691,
+    "diagnose": 5_324,
+    "cli": 1_748,
+    "tests": 55_518,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 
 A ceiling may only fall. Whoever makes a folder smaller lowers its number. To raise one takes a commit of its own, whose
 message has the reason.
 """
-WORDS = 99_466
+WORDS = 62_907
 """Words of the Markdown pages in docs/."""
 SLACK = 100
 """Lines, or tens of words, by which a ceiling may be above what is there."""

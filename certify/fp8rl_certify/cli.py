@@ -31,8 +31,7 @@ def certify(
         typer.Argument(metavar="[DUMP]", help="Token ids and log-probabilities: JSON lines, a run, slime's, verl's."),
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="For a server, its name of the model; for a dump, the directory of the weights."),
+        str | None, typer.Option(help="For a server, its name of the model; for a dump, the directory of the weights.")
     ] = None,
     server: Annotated[
         str | None,

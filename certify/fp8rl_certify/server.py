@@ -153,10 +153,7 @@ def _base(url: str) -> str:
 
 def _no_address(url: str, why: str) -> UserError:
     return user_error(
-        "--server",
-        found=f"{url}: {why}",
-        expected="an address like http://127.0.0.1:30000",
-        remedy="Correct it.",
+        "--server", found=f"{url}: {why}", expected="an address like http://127.0.0.1:30000", remedy="Correct it."
     )
 
 
@@ -169,10 +166,7 @@ def _connect(http: Http, url: str, model: str | None) -> Server:
         server = server or OpenAI.found(http, model)
     except TimeUp:
         raise user_error(
-            "--server",
-            found=f"{url}, which does not answer in time",
-            expected="an answer",
-            remedy="Raise --seconds.",
+            "--server", found=f"{url}, which does not answer in time", expected="an answer", remedy="Raise --seconds."
         ) from None
     except (Refused, ServerFailed) as error:
         raise user_error(

@@ -93,13 +93,11 @@ def refuse_given(context: typer.Context, names: Sequence[str], beside: str) -> N
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML experiment spec.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Values that replace the spec's, e.g. run.steps=2."),
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the spec's, e.g. run.steps=2.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")]
 AcceptChangedData = Annotated[
-    bool,
-    typer.Option("--accept-changed-data", help="Resume even if data, functions or models have changed."),
+    bool, typer.Option("--accept-changed-data", help="Resume even if data, functions or models have changed.")
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Rename an earlier run of this name first, to NAME.replaced-TIME.")

@@ -24,8 +24,7 @@ class _Loader(yaml.CSafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag == _TEXT and key.value in seen:
-                problem = f"found duplicate key {key.value}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"found duplicate key {key.value}", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -35,16 +34,14 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
 def parse_yaml(text: str) -> Any:
     """Return the value that a YAML text stands for. Raises ValueError: what is wrong with it, and where."""
-    check_yaml(text)
     try:
+        check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(_problem(error)) from error
@@ -82,14 +79,8 @@ def check_yaml(text: str, ours: bool = True) -> None:
 
     Raises:
         ValueError: it is nested too deep, stands for too many values, contains itself, or has a tag or such a number.
+        yaml.YAMLError: it is no YAML.
     """
-    try:
-        _check_events(text, ours)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(_problem(error)) from error
-
-
-def _check_events(text: str, ours: bool) -> None:
     sizes: dict[str, int] = {}
     """Values that an anchor stands for; none while it is read."""
     open_at: list[tuple[str | None, int]] = []

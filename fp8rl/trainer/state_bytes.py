@@ -63,12 +63,7 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 
 
 def state_bytes(
-    shape: Shape,
-    config: TrainerSection,
-    numerics: NumericsConfig,
-    storage: Storage,
-    rank: int = 0,
-    base: bool = False,
+    shape: Shape, config: TrainerSection, numerics: NumericsConfig, storage: Storage, rank: int = 0, base: bool = False
 ) -> dict[str, StateBytes]:
     """Count the bytes of one rank in training: of `dense` weights (replicated ones among them) and of `experts`.
 

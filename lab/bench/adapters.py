@@ -55,10 +55,7 @@ def _syncs() -> tuple[SyncReport, SyncReport]:
     spec = EXACT.rollout_spec
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         write_tiny_model(model := Path(folder) / "model", MODEL)
-        with (
-            one_rank(model) as make,
-            serving(model, EXACT, Path(folder), runner, ADAPTER) as endpoint,
-        ):
+        with one_rank(model) as make, serving(model, EXACT, Path(folder), runner, ADAPTER) as endpoint:
             trainer, held = make(64, adapter=ADAPTER), HeldBase()
 
             def sync(contents: Contents) -> SyncReport:

@@ -25,10 +25,7 @@ from lab.bench.measure import Result
 from lab.bench.runs import EXAMPLES, Run, run_into
 
 MODELS = ("qwen3_next", "qwen3_5")
-PRECISIONS: dict[str, dict[str, object]] = {
-    "bf16": {"numerics.trainer": "bf16", "numerics.rollout": "bf16"},
-    "fp8": {},
-}
+PRECISIONS: dict[str, dict[str, object]] = {"bf16": {"numerics.trainer": "bf16", "numerics.rollout": "bf16"}, "fp8": {}}
 RECORDED, OF_FP8 = "recorded", "change by FP8"
 
 

@@ -90,11 +90,7 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 def train() -> Iterator[Result]:
     """FP8 forward and backward against BF16 and against native FP8."""
     with one_rank() as trainer:
-        sides = {
-            "BF16 step": numerics_of("bf16"),
-            "FP8 step": EXACT,
-            "native step": numerics_of(mode="native"),
-        }
+        sides = {"BF16 step": numerics_of("bf16"), "FP8 step": EXACT, "native step": numerics_of(mode="native")}
         made = {name: trainer(numerics=numerics) for name, numerics in sides.items()}
         times = step_seconds(made, random_batch())
     parts = medians(times)

@@ -61,12 +61,7 @@ def measure(lab: Lab) -> Measurement:
 
 def _run(name: str, arm: Arm, seed: int, steps: int, folder: Path) -> dict[str, float]:
     """Means over a run; the reward is that of the last steps."""
-    settings = arm.settings() | {
-        "run.seed": seed,
-        "run.steps": steps,
-        "checkpoint.every": steps,
-        "eval.every": 0,
-    }
+    settings = arm.settings() | {"run.seed": seed, "run.steps": steps, "checkpoint.every": steps, "eval.every": 0}
     rows = trained(live.EXAMPLES / "arithmetic.yaml", folder, f"arm{list(ARMS).index(name)}_{seed}", settings)
     learned = [row for row in rows if row["step"] > 0]
     survival = [row.get("train/update_survival", 1.0) for row in learned]

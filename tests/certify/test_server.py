@@ -145,10 +145,7 @@ def test_answers_are_compared_up_to_the_first_other_token() -> None:
     assert (found.size.max, found.size.tokens, found.size.nonfinite) == (0.25, 3, 0)
     shorter = compare([Answer((5, 6), (-1.0, -1.0))], [Answer((5,), (-1.0,))])
     assert (shorter.differing, shorter.tokens) == (1, 1)
-    beside = compare(
-        [Answer((5,), (-1.0,), ((-0.5, -1.0),))],
-        [Answer((5,), (-1.0,), ((-0.5, -1.125),))],
-    )
+    beside = compare([Answer((5,), (-1.0,), ((-0.5, -1.0),))], [Answer((5,), (-1.0,), ((-0.5, -1.125),))])
     assert (beside.differing, beside.size.max) == (1, 0.125), "a token beside it has another probability"
 
 

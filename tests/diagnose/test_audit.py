@@ -14,13 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fp8rl.diagnose import audit
-from fp8rl.diagnose.audit.audit_report import (
-    AuditReport,
-    Deviation,
-    differences_of,
-    rendered,
-    rows_of,
-)
+from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rendered, rows_of
 from fp8rl.diagnose.audit.formats import Grids, stored
 from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step

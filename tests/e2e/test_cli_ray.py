@@ -19,15 +19,7 @@ import pytest
 import ray
 
 from fp8rl.rl.run.cluster.cluster import ray_cluster
-from tests.support.cli_runs import (
-    MARK,
-    PATIENCE_S,
-    ROOT,
-    command_of,
-    family_of,
-    of_runs,
-    wait_until_gone,
-)
+from tests.support.cli_runs import MARK, PATIENCE_S, ROOT, command_of, family_of, of_runs, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

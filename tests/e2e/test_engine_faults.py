@@ -41,11 +41,7 @@ START_S = 120.0
 @pytest.fixture(scope="module")
 def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A trainer and two engines, synced, which take turns if they are asked to."""
-    settings = [
-        "rollout.engines=2",
-        f"rollout.hung_after_s={HUNG_AFTER_S}",
-        "rollout.max_new_tokens=60",
-    ]
+    settings = ["rollout.engines=2", f"rollout.hung_after_s={HUNG_AFTER_S}", "rollout.max_new_tokens=60"]
     settings += ["rollout.sleep=true", "sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")

@@ -17,15 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cli_runs import (
-    MARK,
-    SMALL,
-    StartedRun,
-    command_of,
-    family_of,
-    of_runs,
-    wait_until_gone,
-)
+from tests.support.cli_runs import MARK, SMALL, StartedRun, command_of, family_of, of_runs, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -113,15 +113,7 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         ),
     ],
     ids=[
-        *(
-            "no-algorithm",
-            "another-name",
-            "import",
-            "key",
-            "value",
-            "no-advantages",
-            "misspelt",
-        ),
+        *("no-algorithm", "another-name", "import", "key", "value", "no-advantages", "misspelt"),
         *("parameters", "property", "surrogate of before"),
     ],
 )

@@ -82,10 +82,7 @@ def test_parts_of_tensors_are_interleaved_by_head_and_shared_by_ranks_one_by_one
     """Two heads: queries and keys of 128 in one tensor, gates of 256 in another; Megatron's rows are q0 k0 z0 q1 k1 z1,
     and an engine's rank r has qr kr zr."""
     there, here = Location("fused", layout="heads", groups=2), Location("fused", split=0)
-    rows = [
-        row("qk", 512, megatron=there, engine=here, parts=(256, 256)),
-        row("z", 512, megatron=there, engine=here),
-    ]
+    rows = [row("qk", 512, megatron=there, engine=here, parts=(256, 256)), row("z", 512, megatron=there, engine=here)]
     table, size = TensorTable(rows, groups=7), 128 // block
     labels = ["q0", "k0", "z0", "z0", "q1", "k1", "z1", "z1"][: 8 // ranks]
     fused = torch.arange(len(labels) * size)[:, None]

@@ -236,11 +236,7 @@ def test_leading_dimensions_are_more_rows_or_more_matrices():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.integers(1, 3),
-    st.integers(1, 260),
-    st.integers(1, 390),
-    st.sampled_from(ALL_SPECS + OTHER_SPECS),
-    st.booleans(),
+    st.integers(1, 3), st.integers(1, 260), st.integers(1, 390), st.sampled_from(ALL_SPECS + OTHER_SPECS), st.booleans()
 )
 def test_memory_that_is_used_again_holds_the_same_values(matrices, rows, columns, spec, wide):
     x = torch.randn(matrices, rows, columns)

@@ -62,13 +62,7 @@ class StartedRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={
-                    **clean,
-                    **environment,
-                    MARK: self._mark,
-                    "OMP_NUM_THREADS": "1",
-                    "TMPDIR": str(self.temporary),
-                },
+                env={**clean, **environment, MARK: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
 

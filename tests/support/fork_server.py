@@ -48,10 +48,7 @@ class ForkServer:
             ready, _, _ = select.select([over, self._listener], [], [])
             if over not in ready:
                 self._process = subprocess.Popen(
-                    self._command,
-                    env=self._environment,
-                    stdin=subprocess.PIPE,
-                    pass_fds=[self._listener.fileno()],
+                    self._command, env=self._environment, stdin=subprocess.PIPE, pass_fds=[self._listener.fileno()]
                 )
 
     def close(self) -> None:

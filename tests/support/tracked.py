@@ -45,11 +45,7 @@ def unexpected(sentence: str) -> None:
 
 
 def tracking(
-    run: RunDir,
-    *names: str,
-    resume_step: int | None = None,
-    lost: Callable[[str], object] = unexpected,
-    **changes: Any,
+    run: RunDir, *names: str, resume_step: int | None = None, lost: Callable[[str], object] = unexpected, **changes: Any
 ) -> RunTracker:
     """Record a run, and tell it to the trackers of these names. lost: told in any thread. changes: of `Tracked`."""
     config = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}

@@ -175,11 +175,7 @@ RECOMPUTED = {
 
 @pytest.mark.parametrize(("model", "recompute", "config"), RECOMPUTED.values(), ids=RECOMPUTED)
 def test_what_is_computed_once_more_gives_the_same_gradients(
-    model: str,
-    recompute: str,
-    config: AdapterSection | None,
-    request: pytest.FixtureRequest,
-    make_trainer: MakeTrainer,
+    model: str, recompute: str, config: AdapterSection | None, request: pytest.FixtureRequest, make_trainer: MakeTrainer
 ) -> None:
     """To adapters of the first layer too, where nothing before them is trained."""
     batch, found = random_batch(seed=0), []

@@ -32,11 +32,7 @@ def shape_of(name: str) -> Shape:
 
 
 def total(
-    name: str,
-    numerics: NumericsConfig = BF16,
-    storage: Storage = "kernels",
-    rank: int = 0,
-    **layout: int,
+    name: str, numerics: NumericsConfig = BF16, storage: Storage = "kernels", rank: int = 0, **layout: int
 ) -> StateBytes:
     states = state_bytes(shape_of(name), TrainerSection(**layout), numerics, storage, rank)
     return sum(states.values(), StateBytes())

@@ -198,8 +198,7 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
             page.Section("Where it sits", *([page.Charts(charts)] if charts else ())),
             page.Section("One cause at a time", *([page.Table(of_causes, causes, changed)] if causes else ())),
             page.Section(
-                "Ops that differ",
-                *([page.Table([*of_ops, ("Largest", "n")], ops, ordered, open=False)] if ops else ()),
+                "Ops that differ", *([page.Table([*of_ops, ("Largest", "n")], ops, ordered, open=False)] if ops else ())
             ),
         ],
         footer=". d is trainer minus rollout log-probability of a token, in nats.",

@@ -43,12 +43,7 @@ class Sighting:
 def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
     """held: one rank's inventory (`rollout.engine.plugin.state.inventory`). numerics: as planned."""
     plan = precision_map(numerics)
-    kinds = {
-        SCALES: "engine.scale",
-        DERIVED: "engine.derived",
-        KV_CACHE: "engine.kv_cache",
-        STATES: "engine.state",
-    }
+    kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache", STATES: "engine.state"}
     found = []
     for each in held:
         key = kinds.get(each.kind)
@@ -172,11 +167,7 @@ def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) ->
     for each in inventory(trainer):
         part = sites.parameters.get(each.name)
         if part is not None:  # not padding
-            keys = {
-                "parameters": _WEIGHTS[part],
-                "operands": "product.cached",
-                "gradients": "gradient.buffer",
-            }
+            keys = {"parameters": _WEIGHTS[part], "operands": "product.cached", "gradients": "gradient.buffer"}
             if key := keys.get(each.kind):
                 yield Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes)
 

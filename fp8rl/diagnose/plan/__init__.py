@@ -128,11 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def make_plan(
-    subject: PlanSubject,
-    gpu: Gpu,
-    gpus: int | None = None,
-    length: int | None = None,
-    bench: Path | None = None,
+    subject: PlanSubject, gpu: Gpu, gpus: int | None = None, length: int | None = None, bench: Path | None = None
 ) -> Plan:
     """Plan a subject. bench: a file of measured rates, without which no time is calculated.
 

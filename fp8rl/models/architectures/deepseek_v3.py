@@ -75,10 +75,7 @@ def latent_sizes(config: ConfigFile, dense: int, factor: float, indexer: bool = 
         rope_scaling=config.rope_scaling("yarn"),
         own=(
             latent.Latent(
-                q_rank=q_rank,
-                kv_rank=config.size("kv_lora_rank"),
-                rope_dim=rope,
-                value_dim=config.size("v_head_dim"),
+                q_rank=q_rank, kv_rank=config.size("kv_lora_rank"), rope_dim=rope, value_dim=config.size("v_head_dim")
             ),
         ),
     )

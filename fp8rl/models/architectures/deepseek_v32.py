@@ -35,9 +35,5 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 ARCHITECTURE = replace(
-    deepseek_v3.ARCHITECTURE,
-    name="DeepseekV32ForCausalLM",
-    model_type="deepseek_v32",
-    aliases=(),
-    sizes=sizes,
+    deepseek_v3.ARCHITECTURE, name="DeepseekV32ForCausalLM", model_type="deepseek_v32", aliases=(), sizes=sizes
 )

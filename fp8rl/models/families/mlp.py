@@ -109,11 +109,7 @@ def _mlp(at: PartNames, hidden: int, width: int, ops: str = "") -> Iterator[Tens
 
 
 def moe_tensors(
-    sizes: ModelSizes,
-    layer: int,
-    experts: str = "experts",
-    router: torch.dtype | None = None,
-    shared: str = _SHARED,
+    sizes: ModelSizes, layer: int, experts: str = "experts", router: torch.dtype | None = None, shared: str = _SHARED
 ) -> Iterator[TensorRow]:
     """Router and experts of a layer, shared ones too. experts, shared: their names in the checkpoint. router: dtype in
     which the engine holds its weight; by itself FP32 if it takes sigmoids, else BF16."""

@@ -394,8 +394,7 @@ def _attention_is_invariant(probe: AttentionProbe, q: Tensor, kv: Tensor, kept: 
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return _same(paged(oldest, length), whole) and all(
         _same(
-            probe.attend(probe.whole, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
-            whole[:1, i : i + 1],
+            probe.attend(probe.whole, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]), whole[:1, i : i + 1]
         )
         and _same(paged(t, t + 1), whole[:, i : i + 1])
         for t in (*ends, length - 1)

@@ -25,11 +25,7 @@ def combine_rows(outputs: Tensor, probs: Tensor, row_of: Tensor, dtype: torch.dt
     out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
     if out.numel():
         _combine_kernel[tokens, triton.cdiv(hidden, _BLOCK)](
-            *(outputs, probs, row_of, out, hidden),
-            TOP_K=top_k,
-            BLOCK=_BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
+            *(outputs, probs, row_of, out, hidden), TOP_K=top_k, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
         )
     return out
 

@@ -65,13 +65,7 @@ class DeltaGates(torch.autograd.Function):
 
 @op
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    lengths: Tensor,
-    states: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the rule over sequences that lie end to end, and return their states, too.
 

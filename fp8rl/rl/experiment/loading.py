@@ -182,10 +182,7 @@ def _values(text: str, path: Path) -> dict[str, Any]:
         values = parse_yaml(text)
     except ValueError as error:
         raise user_error(
-            f"spec {path}",
-            found=str(error),
-            expected="valid YAML of plain values",
-            remedy="Correct the file.",
+            f"spec {path}", found=str(error), expected="valid YAML of plain values", remedy="Correct the file."
         ) from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise user_error(

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-REMOVED: dict[str, str] = {
-    "rollout.speculation": "No engine drafts tokens any more.",
-}
+REMOVED: dict[str, str] = {"rollout.speculation": "No engine drafts tokens any more."}
 
 
 def refusal_of_removed(key: str, found: str) -> str | None:

@@ -297,10 +297,7 @@ def _check_files(path: Path) -> None:
         found = file_sha256(file) if file.is_file() else "no such file"
         if found != expected:
             raise user_error(
-                f"capsule file {file}",
-                found=found,
-                expected=f"SHA-256 {expected}, as {_SUMS} says",
-                remedy=_COPY,
+                f"capsule file {file}", found=found, expected=f"SHA-256 {expected}, as {_SUMS} says", remedy=_COPY
             )
 
 

@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 
 def logprob_metrics(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    tis_cap: float = 2.0,
-    fresh: Tensor | None = None,
+    train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, tis_cap: float = 2.0, fresh: Tensor | None = None
 ) -> dict[str, float]:
     """Return the `mismatch/...` metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
 

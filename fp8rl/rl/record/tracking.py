@@ -27,12 +27,7 @@ class RunTracker:
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        trackers: BackgroundTrackers,
-        *,
-        all_rollouts: bool = True,
-        resume_step: int | None = None,
+        self, run: RunDir, trackers: BackgroundTrackers, *, all_rollouts: bool = True, resume_step: int | None = None
     ) -> None:
         self._run_dir, self._all_rollouts = run, all_rollouts
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)

@@ -134,11 +134,7 @@ class Answer:
     @property
     def _usage(self) -> dict[str, int]:
         total = self.prompt_tokens + self.completion_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
-        }
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
 def _expecting(text: str) -> WrapValidator:

@@ -16,14 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import give_back
 from fp8rl.numerics.core.process import all_gathered, together
-from fp8rl.trainer.checkpoint.files import (
-    CONTENT,
-    STATE,
-    About,
-    check_digests,
-    discard,
-    read_about,
-)
+from fp8rl.trainer.checkpoint.files import CONTENT, STATE, About, check_digests, discard, read_about
 from fp8rl.trainer.checkpoint.pickles import read_metadata, safe_pickles
 from fp8rl.trainer.checkpoint.writer import Staged
 from fp8rl.trainer.distributed.layout import Layout

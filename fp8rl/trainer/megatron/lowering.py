@@ -182,11 +182,7 @@ def lower_optimizer(
         )
     # Precision-aware, the optimizer makes the masters itself: else Megatron keeps FP32 ones on the GPU besides.
     if memory.offload and cuda:
-        return {
-            "use_precision_aware_optimizer": True,
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": 1.0,
-        }
+        return {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     if memory.moments == "bf16":
         return {
             "use_precision_aware_optimizer": True,

@@ -25,11 +25,7 @@ class Router(TopKRouter):
     """Logits by `ops.linear`, top-k by `ops.route`."""
 
     def __init__(
-        self,
-        *,
-        renormalize: bool,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection | None = None,
+        self, *, renormalize: bool, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.renormalize = renormalize

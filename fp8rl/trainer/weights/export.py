@@ -48,11 +48,7 @@ class Exporter:
     """
 
     def __init__(
-        self,
-        bridge: TableBridge,
-        scale_bridge: TableBridge,
-        quantized_as: TensorSpec,
-        layout: Layout,
+        self, bridge: TableBridge, scale_bridge: TableBridge, quantized_as: TensorSpec, layout: Layout
     ) -> None:
         self._bridge, self._scale_bridge, self._spec = bridge, scale_bridge, quantized_as
         self._layout = layout

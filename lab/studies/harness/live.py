@@ -96,10 +96,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def chains(path: Path) -> tuple[SftExample, ...]:
     """Questions and right answers of a data file, as token ids."""
     return tuple(
-        SftExample(
-            prompt_ids(tokenizer(), p),
-            [*tokenizer().encode(p.answer, add_special_tokens=False), EOS],
-        )
+        SftExample(prompt_ids(tokenizer(), p), [*tokenizer().encode(p.answer, add_special_tokens=False), EOS])
         for p in load_problems(Source(path))
     )
 

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.numerics.core.memory import (
-    NAN,
-    ZEROS,
-    batches_by_bytes,
-    give_back,
-    own_memory,
-    placeholders,
-)
+from fp8rl.numerics.core.memory import NAN, ZEROS, batches_by_bytes, give_back, own_memory, placeholders
 
 LIMIT = 100
 

@@ -180,7 +180,6 @@ def test_without_a_network_the_cache_serves_and_what_it_lacks_is_said(
     why = "HF_HUB_OFFLINE is set" if offline else "not available from http://127.0.0.1:9"
     for changes in ({"model": {"path": "owner/Other"}}, {"data": {"train": "owner/other"}}):
         with pytest.raises(
-            UserError,
-            match=f"found owner/[Oo]ther.*no path.*{why}.* to the spec's folder.*hf download owner/[Oo]t",
+            UserError, match=f"found owner/[Oo]ther.*no path.*{why}.* to the spec's folder.*hf download owner/[Oo]t"
         ):
             fetched(spec(tmp_path, **changes))

@@ -111,11 +111,7 @@ SPECS = [
         f"{BF16} {GATE % f'{CAP}, action: bf16_both'}",
         f"{GATE % WARN} | numerics={{preset: fp8_block_pow2, trainer: fp8}}",
     ),
-    (
-        "gates.1: found 'warn on mismatch/tis_clipfrac above 0.05'",
-        ALIKE % f"{WARN}, for_steps: 3",
-        GATE % WARN,
-    ),
+    ("gates.1: found 'warn on mismatch/tis_clipfrac above 0.05'", ALIKE % f"{WARN}, for_steps: 3", GATE % WARN),
     (
         "gates.1: found 'mismatch/exact_frac below 0.3, while gates.0 has above 0.2'",
         BETWEEN % f"{EXACT}: 0.3",
@@ -217,10 +213,7 @@ def test_a_rule_refuses_in_one_line_and_its_remedy_mends(
     ("target", "said"),
     [
         (SEGMENTS, "PYTORCH_ALLOC_CONF: found 'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True'.*Unset the variable"),
-        (
-            COMPILER,
-            "CUDA_HOME: found 'nvcc: /usr/local/cuda/bin/nvcc of CUDA 12.4', expected one of CUDA .*Install",
-        ),
+        (COMPILER, "CUDA_HOME: found 'nvcc: /usr/local/cuda/bin/nvcc of CUDA 12.4', expected one of CUDA .*Install"),
     ],
 )
 def test_what_is_wrong_with_a_machine_is_refused(target: Target, said: str) -> None:

@@ -19,11 +19,7 @@ def test_a_fixed_name_is_described_by_its_entry() -> None:
         ("mismatch/router_agreement_layer_0", "", "of MoE layer 0,"),
         ("mismatch/router_agreement_layer_47", "", "of MoE layer 47,"),
         ("drift/abs_diff_mean_age_3", "nats", "tokens of age 3."),
-        (
-            "rollout/tokens_age_8",
-            "tokens",
-            "sampled 8 weight versions before the trainer's; 8 means 8 or more",
-        ),
+        ("rollout/tokens_age_8", "tokens", "sampled 8 weight versions before the trainer's; 8 means 8 or more"),
         ("mismatch/abs_diff_max_pos_256", "nats", "bucket from position 256 of"),
         ("mismatch/tokens_pos_16", "tokens", "buckets begin at 0, 16, 64,"),
     ],

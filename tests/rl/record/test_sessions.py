@@ -42,14 +42,7 @@ def test_the_last_line_of_a_session_counts_and_a_killed_one_has_no_end(tmp_path:
 
 def test_what_no_session_can_have_been_is_a_bad_line(tmp_path: Path) -> None:
     sound = dataclasses.asdict(this_session())
-    wrong = (
-        {"started": 1e300},
-        {"started": "now"},
-        {"ended": -1.0},
-        {"machine": 3},
-        {"versions": 1},
-        {"why": 2},
-    )
+    wrong = ({"started": 1e300}, {"started": "now"}, {"ended": -1.0}, {"machine": 3}, {"versions": 1}, {"why": 2})
     lines = [json.dumps(sound | change) for change in wrong] + [json.dumps(sound)]
     (tmp_path / "sessions.jsonl").write_text("\n".join(lines) + "\n")
     found, bad = sessions_found(tmp_path / "sessions.jsonl")

@@ -22,8 +22,7 @@ def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -
 
 def test_trajectories_become_rows_of_prompt_and_generation() -> None:
     batch = batch_from_trajectories(
-        [trajectory([11, 12], [13, 14, 15], [-0.5, -0.25, -2.0]), trajectory([21], [22], [-1.0])],
-        temperature=0.7,
+        [trajectory([11, 12], [13, 14, 15], [-0.5, -0.25, -2.0]), trajectory([21], [22], [-1.0])], temperature=0.7
     )
     assert batch.tokens.tolist() == [[11, 12, 13, 14, 15], [21, 22, 0, 0, 0]]
     assert batch.lengths.tolist() == [5, 2]

@@ -30,8 +30,7 @@ def files(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "dtype"),
-    [("moe_path", torch.bfloat16), ("moe_path", torch.float32), ("linear_path", torch.bfloat16)],
+    ("model", "dtype"), [("moe_path", torch.bfloat16), ("moe_path", torch.float32), ("linear_path", torch.bfloat16)]
 )
 def test_training_goes_on_bit_for_bit(
     model: str, dtype: torch.dtype, tmp_path: Path, make_trainer: MakeTrainer, request: pytest.FixtureRequest

@@ -105,11 +105,7 @@ class Case:
         batch = random_batch(**BATCH)
         with counted() as sent:
             norm = trainer.forward_backward(batch, cross_entropy(batch)).result.grad_norm
-        return {
-            "norm": norm,
-            "said": trainer.optimizer.traffic.gradients,
-            "sent": sent["all_to_all_single"],
-        }
+        return {"norm": norm, "said": trainer.optimizer.traffic.gradients, "sent": sent["all_to_all_single"]}
 
     def _gathered(self, layout: Layout, config: TrainerSection) -> dict[str, Any]:
         from fp8rl.trainer.modules.weights import named_weights

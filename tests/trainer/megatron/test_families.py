@@ -89,11 +89,7 @@ def test_fp32_logits_equal_transformers(name: str, folder: Path, make_trainer: M
 @pytest.mark.parametrize(("mode", "apart"), [("exact", 2e-5), ("native", 1e-4)])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"norm_topk_prob": False},
-        {"num_experts_per_tok": 1},
-        {"num_experts_per_tok": 1, "norm_topk_prob": False},
-    ],
+    [{"norm_topk_prob": False}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 1, "norm_topk_prob": False}],
     ids=str,
 )
 def test_sigmoid_routers_of_every_form_equal_transformers_in_both_modes(

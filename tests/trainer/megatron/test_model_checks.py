@@ -34,12 +34,7 @@ DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768
 
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [
-        (DENSE, {}),
-        (DENSE, {"tp": 2, "pp": 3}),
-        (MOE, {"tp": 4, "ep": 4, "pp": 2}),
-        (MOE, {"dp": 8, "ep": 8}),
-    ],
+    [(DENSE, {}), (DENSE, {"tp": 2, "pp": 3}), (MOE, {"tp": 4, "ep": 4, "pp": 2}), (MOE, {"dp": 8, "ep": 8})],
 )
 def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> None:
     check_layout(shape_of(sizes), TrainerSection(**layout), SPEC)

@@ -57,10 +57,7 @@ def test_loss_and_gradients_are_close_to_the_definitions(small_path: Path, make_
         with using(implementation):
             trainer = make_trainer(small_path, "fp8")
             result = trainer.forward_backward(batch, cross_entropy(batch)).result
-        found[implementation] = (
-            result,
-            {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()},
-        )
+        found[implementation] = (result, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()})
     (expected, gradients), (result, others) = found["torch"], found["triton"]
     assert abs(result.loss - expected.loss) < 2e-3 * expected.loss
     for name, gradient in gradients.items():

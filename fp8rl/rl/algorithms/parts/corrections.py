@@ -64,11 +64,7 @@ class RejectionSection(Section):
         return self
 
 
-BOUNDS = {
-    "icepop": {"low": 0.5, "high": 5.0},
-    "geometric": {"low": 0.99, "high": 1.01},
-    "mis": {"high": 2.0},
-}
+BOUNDS = {"icepop": {"low": 0.5, "high": 5.0}, "geometric": {"low": 0.99, "high": 1.01}, "mis": {"high": 2.0}}
 """Default bounds: icepop's as in the INTELLECT-3 report, those of geometric and mis as in published recipes."""
 
 OWN_WEIGHT = ("icepop", "mis")

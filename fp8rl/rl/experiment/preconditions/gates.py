@@ -10,11 +10,7 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
-_RETURNED = {
-    "guess": ("reward", "guesses"),
-    "calculator": ("calls", "unread"),
-    "python": ("calls", "errors"),
-}
+_RETURNED = {"guess": ("reward", "guesses"), "calculator": ("calls", "unread"), "python": ("calls", "errors")}
 """What environments of ours return; others may return anything."""
 _MAY_NAME_PARTS = ("http",)
 """Rewards of ours that may return several numbers."""

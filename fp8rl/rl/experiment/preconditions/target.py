@@ -41,15 +41,7 @@ class Target:
         gpus, known = torch.cuda.is_available(), "RAY_ADDRESS" not in os.environ
         capability = capability_of("cuda") if gpus and known else None
         compilers = other_compilers(torch.version.cuda) if gpus and known and torch.version.cuda else None
-        return cls(
-            gpus,
-            has_transformer_engine(),
-            has_deepgemm(),
-            capability,
-            expandable_segments(),
-            compilers,
-            known,
-        )
+        return cls(gpus, has_transformer_engine(), has_deepgemm(), capability, expandable_segments(), compilers, known)
 
 
 def dotted(capability: tuple[int, ...]) -> str:

@@ -16,12 +16,7 @@ from fp8rl.rl.run.engines.canary import CanaryCheck
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end, within
 from fp8rl.rollout.engine.actor import Slept
-from fp8rl.rollout.types import (
-    Endpoint,
-    EngineDiedError,
-    EngineError,
-    Load,
-)
+from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Load
 from fp8rl.trainer.actor import TrainerDiedError
 
 Result = TypeVar("Result")

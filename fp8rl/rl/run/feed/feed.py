@@ -268,10 +268,7 @@ class SampledFeed(Feed):
         if not self._experiment.rollout.staleness:
             return {}
         answered = [item.answered for item in self._admitted]
-        return {
-            "perf/groups_ahead": float(answered.count(True)),
-            "perf/groups_in_flight": float(answered.count(False)),
-        }
+        return {"perf/groups_ahead": float(answered.count(True)), "perf/groups_in_flight": float(answered.count(False))}
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, Tensor]:
         """The batch, and the version of each of its tokens."""

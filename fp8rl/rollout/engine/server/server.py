@@ -105,12 +105,7 @@ class SGLangServer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "fp8rl.rollout.engine.server.launcher",
-                ],  # -P: not from here
+                [sys.executable, "-P", "-m", "fp8rl.rollout.engine.server.launcher"],  # -P: not from here
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -107,9 +107,7 @@ def _key(request: web.Request) -> str:
 
 
 _NO_KEY = Refusal(
-    "found no key of an active conversation, expected the one in OPENAI_API_KEY",
-    status=401,
-    code="invalid_api_key",
+    "found no key of an active conversation, expected the one in OPENAI_API_KEY", status=401, code="invalid_api_key"
 )
 
 

@@ -98,10 +98,7 @@ def _check_command(harness: HarnessSection, key: str) -> None:
         looked, expected = program, f"a program in PATH, which is {os.environ.get('PATH', os.defpath)}"
     if shutil.which(looked) is None:
         raise user_error(
-            f"{key}.harness.command",
-            found=looked,
-            expected=expected,
-            remedy="Correct its path, or install it.",
+            f"{key}.harness.command", found=looked, expected=expected, remedy="Correct its path, or install it."
         )
 
 

@@ -148,9 +148,7 @@ class Recording:
             if found := [at for stop in request.stop if (at := text.find(stop)) >= 0]:
                 # Up to the token that completes a stop of several.
                 count = 1 + bisect_left(
-                    range(1, len(ids) + 1),
-                    True,
-                    key=lambda n: any(stop in decode(ids[:n]) for stop in request.stop),
+                    range(1, len(ids) + 1), True, key=lambda n: any(stop in decode(ids[:n]) for stop in request.stop)
                 )
                 text = text[: min(found)]
             begin, whole = len(branch.ids), count == len(ids)

@@ -10,13 +10,7 @@ from fp8rl.diagnose.plan.subject import CONFIGS
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment.budget.job import Job
 from fp8rl.trainer.config import TrainerSection
-from lab.studies.document.calculated import (
-    NATIVE,
-    answers,
-    deepseek_on_h800,
-    on_h200,
-    products_share_of_ironwood,
-)
+from lab.studies.document.calculated import NATIVE, answers, deepseek_on_h800, on_h200, products_share_of_ironwood
 from lab.studies.document.step_time import (
     FAST,
     PEAKS,
@@ -60,8 +54,7 @@ def qwen(rows: int, **layout: int) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "found"),
-    [({"pp": 2, "ep": 8, "dp": 8}, 128, 6325), ({"pp": 4, "ep": 4, "dp": 4}, 256, 6244)],
+    ("layout", "rows", "found"), [({"pp": 2, "ep": 8, "dp": 8}, 128, 6325), ({"pp": 4, "ep": 4, "dp": 4}, 256, 6244)]
 )
 def test_published_steps_of_qwen3_30b_on_16_h800_lie_between_the_corners(
     layout: dict[str, int], rows: int, found: int

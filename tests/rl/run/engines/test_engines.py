@@ -452,10 +452,7 @@ def test_a_sync_that_waits_for_an_engine_says_what_it_waits_for(stage: Stage, mo
     stage.room, stage.made[0].dead = False, True  # its node has left
     assert wait_until(lambda: not stage.engines.slots[0].is_up, 5)
     assert [endpoint.url for endpoint in engines.up()] == ["engine-0.1"]
-    assert told == [
-        "engine 0 is lost and replaced: it was killed",
-        "engine 0 waits for a node: none is left",
-    ]
+    assert told == ["engine 0 is lost and replaced: it was killed", "engine 0 waits for a node: none is left"]
 
 
 def test_digests_are_those_of_engines_that_get_groups_and_answer(stage: Stage) -> None:

@@ -44,8 +44,7 @@ def test_what_products_take_in_place_of_codes_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stored", "form"),
-    [(torch.bfloat16, torch.bfloat16, "bf16"), (torch.float8_e4m3fn, torch.uint8, "e4m3")],
+    ("dtype", "stored", "form"), [(torch.bfloat16, torch.bfloat16, "bf16"), (torch.float8_e4m3fn, torch.uint8, "e4m3")]
 )
 def test_the_cache_is_in_the_format_of_its_pool(dtype: torch.dtype, stored: torch.dtype, form: str) -> None:
     """SGLang stores FP8 as bytes."""

@@ -162,12 +162,7 @@ def backend_and_layer(cache: Cache) -> tuple[Any, Any]:
         forward_metadata=SimpleNamespace(swa_out_cache_loc=None, out_cache_loc_full_physical=None),
     )
     layer = SimpleNamespace(
-        layer_id=0,
-        tp_q_head_num=HEADS,
-        qk_head_dim=DIM,
-        scaling=SCALE,
-        sliding_window_size=-1,
-        logit_cap=0.0,
+        layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=SCALE, sliding_window_size=-1, logit_cap=0.0
     )
     return backend, layer
 

@@ -60,9 +60,7 @@ def client() -> TestClient:
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
     tokenizer.ends = (7, 8)
     manager = SimpleNamespace(
-        served_model_name="it",
-        model_config=SimpleNamespace(vocab_size=10, context_len=64),
-        tokenizer=tokenizer,
+        served_model_name="it", model_config=SimpleNamespace(vocab_size=10, context_len=64), tokenizer=tokenizer
     )
 
     async def through(serving: Any, request: Any, raw: Any) -> Any:

@@ -64,11 +64,7 @@ def test_the_last_whole_block_counts() -> None:
 @pytest.mark.parametrize(
     ("function", "kwargs", "expected"),
     [
-        (
-            "chess",
-            {},
-            "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness",
-        ),
+        ("chess", {}, "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness"),
         (
             "openenv",
             {},

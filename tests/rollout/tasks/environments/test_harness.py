@@ -564,10 +564,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(
     ("settings", "message"),
     [
         ({"function": "harness"}, "environment.harness: found 'neither', expected a command or a program, one"),
-        (
-            {"function": "harness", "harness": {"command": ["no-such-program"]}},
-            "found 'no-such-program', expected",
-        ),
+        ({"function": "harness", "harness": {"command": ["no-such-program"]}}, "found 'no-such-program', expected"),
         ({"function": "harness", "harness": {"command": ["ls"], "tool_parser": "x"}}, "harness.tool_parser: found 'x'"),
         ({"function": "harness", "harness": {"command": ["ls"], "directory": "/no"}}, "harness.directory: found '/no'"),
         (

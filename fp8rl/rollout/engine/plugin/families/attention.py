@@ -232,15 +232,9 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
 FAMILY = EngineFamily(
     sides={
         HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=epsilon),
-        HEADS_NORM: EngineSide(
-            lambda _, module, x: (module(x.flatten(1)).view(x.shape),),
-            constants=epsilon,
-        ),
+        HEADS_NORM: EngineSide(lambda _, module, x: (module(x.flatten(1)).view(x.shape),), constants=epsilon),
         QKV: EngineSide(_qkv),
-        ROPE: EngineSide(
-            _rope,
-            constants=lambda module: (module.base, getattr(module, "scaling_factor", 1.0)),
-        ),
+        ROPE: EngineSide(_rope, constants=lambda module: (module.base, getattr(module, "scaling_factor", 1.0))),
         ATTENTION: EngineSide(_attention),
     },
     hooks=_hooks,

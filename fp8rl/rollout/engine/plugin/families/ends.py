@@ -246,9 +246,7 @@ def epsilon(module: Any) -> tuple[float, ...]:
 
 FAMILY = EngineFamily(
     sides={
-        EMBED: EngineSide(
-            lambda _, module, tokens: (module(tokens),),
-        ),
+        EMBED: EngineSide(lambda _, module, tokens: (module(tokens),)),
         NORM: EngineSide(lambda _, module, x: (module(x),), constants=epsilon),
         ADD_NORM: EngineSide(_add_norm, constants=epsilon),
         LINEAR: EngineSide(_linear),

@@ -61,9 +61,7 @@ def _gated_qkv(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
 FAMILY = EngineFamily(
     sides={
         GATED_QKV: EngineSide(_gated_qkv),
-        OUTPUT_GATE: EngineSide(
-            lambda _, module, x, gate: (ops.sigmoid_gate(x, gate),),
-        ),
+        OUTPUT_GATE: EngineSide(lambda _, module, x, gate: (ops.sigmoid_gate(x, gate),)),
     },
     hooks=_hooks,
 )

@@ -52,10 +52,7 @@ def _hooks(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
             Hook(_MODEL + "fused_a_gemm_weight_eligible", "replace", never, "layer"),
             # Copies of kv_b_proj for SGLang's own attention, by which exact mode does not multiply.
             Hook(
-                _LOADER + "DeepseekV2WeightLoaderMixin.post_load_weights",
-                "replace",
-                nothing,
-                "is_nextn weight_names",
+                _LOADER + "DeepseekV2WeightLoaderMixin.post_load_weights", "replace", nothing, "is_nextn weight_names"
             ),
             *found,
         )
@@ -287,10 +284,7 @@ def _rotation(attention: Any) -> tuple[float, ...]:
 
 
 FAMILY = EngineFamily(
-    sides={
-        LATENT_DOWN: EngineSide(_latent_down),
-        LATENT_ATTENTION: EngineSide(_latent_attention, constants=_rotation),
-    },
+    sides={LATENT_DOWN: EngineSide(_latent_down), LATENT_ATTENTION: EngineSide(_latent_attention, constants=_rotation)},
     hooks=_hooks,
     copies=copies_in,
 )

@@ -239,9 +239,7 @@ FAMILY = EngineFamily(
         ROUTER: EngineSide(lambda _, module, x: (module(x),)),
         SIGMOID_TOPK: EngineSide(_sigmoid_top_k),
         EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert),
-        SHARED_GATE: EngineSide(
-            lambda _, gate, x, shared: (ops.token_gate(shared, x, gate.weight),),
-        ),
+        SHARED_GATE: EngineSide(lambda _, gate, x, shared: (ops.token_gate(shared, x, gate.weight),)),
     },
     hooks=_hooks,
 )
