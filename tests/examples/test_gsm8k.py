@@ -44,7 +44,7 @@ def main(tmp_path: Path) -> Path:
 
 def over(main: Path, model: Path) -> Experiment:
     return load_experiment(
-        EXAMPLES / "gsm8k.yaml",
+        EXAMPLES / "planned/gsm8k.yaml",
         [
             f"model.path={model}",
             f"data.train.path={main}",

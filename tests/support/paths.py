@@ -6,6 +6,7 @@ from fp8rl.rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+SPECS = sorted([*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("planned/*.yaml")])
 CONFIGS = ROOT / "fp8rl/diagnose/plan/configs"
 REAL_SPECS = {
     "qwen3_4b_one_gpu": "h100",

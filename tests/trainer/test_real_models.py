@@ -31,7 +31,7 @@ CONFIG_OF = {
 def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str, tmp_path: Path) -> None:
     """The last rank of each stage, whose experts are the last ones."""
     directory = CONFIGS / CONFIG_OF.get(example, example)
-    experiment, model = load_experiment(EXAMPLES / f"{example}.yaml"), read_model(directory)
+    experiment, model = load_experiment(EXAMPLES / f"planned/{example}.yaml"), read_model(directory)
     config, numerics, table = experiment.trainer, experiment.numerics_config(), model.tensors
     seen: set[str] = set()
     for stage in range(config.pp):

@@ -30,7 +30,7 @@ from fp8rl.rl.experiment.budget.memory import (
 )
 from lab.studies.document.calculated import on_h20
 from lab.written_tables import with_plan
-from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
+from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS, SPECS
 
 
 @cache
@@ -340,10 +340,10 @@ NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
-def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(example: str) -> None:
-    gpu, overrides = GPU_RECIPES.get(example, "h100"), NEEDS.get(example, [])
-    plan = planned(str(EXAMPLES / f"{example}.yaml"), *overrides, gpu=gpu)
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(path: Path) -> None:
+    gpu, overrides = GPU_RECIPES.get(path.stem, "h100"), NEEDS.get(path.stem, [])
+    plan = planned(str(path), *overrides, gpu=gpu)
     assert plan.ok and plan.slack >= plan.needed_slack
     assert page_of(plan).splitlines()[0].startswith(f"the plan fits on {plan.gpus} x ")
 
@@ -352,13 +352,13 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
     """`python -m lab.written_tables SPEC...` writes it."""
-    path = EXAMPLES / f"{example}.yaml"
+    path = EXAMPLES / f"planned/{example}.yaml"
     assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_plan(path, planned)
 
 
 @pytest.mark.slow
 def test_thirty_billion_parameters_train_rows_of_32k_on_eight_gpus_and_serve_on_eight_more() -> None:
-    spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
+    spec = str(EXAMPLES / "planned/qwen3_30b_a3b.yaml")
     beside = planned(spec, gpu="h200")
     assert (beside.gpus, beside.job.length, beside.decides) == (8, 32768, "colocated")
     split = planned(spec, "sync.transport=distributed", "rollout.staleness=1", gpu="h200")
@@ -375,7 +375,7 @@ def test_a_supervised_step_has_the_rows_of_its_batch_and_no_engine() -> None:
 
 
 def test_a_spec_whose_model_is_not_there_yet_is_planned_with_the_config_of_its_name(tmp_path: Path) -> None:
-    spec = str(EXAMPLES / "gsm8k.yaml")
+    spec = str(EXAMPLES / "planned/gsm8k.yaml")
     for path in (tmp_path / "Qwen3-30B-A3B", "qwen3_30b_a3b"):
         plan = planned(spec, f"model.path={path}", gpu="h200")
         assert plan.parameters == 30_532_122_624
@@ -389,7 +389,7 @@ def test_a_spec_whose_model_is_not_there_yet_is_planned_with_the_config_of_its_n
 @pytest.mark.slow
 def test_a_plan_that_leaves_little_free_says_so() -> None:
     """6,144 tokens in a micro-batch: 136.3 of 149.3 GB by calculation."""
-    plan = planned(str(EXAMPLES / "gsm8k.yaml"), "trainer.micro_batch_tokens=6144", gpu="h200")
+    plan = planned(str(EXAMPLES / "planned/gsm8k.yaml"), "trainer.micro_batch_tokens=6144", gpu="h200")
     assert plan.ok and 0 < plan.slack < plan.needed_slack
     (note,) = [remark for remark in plan.remarks if remark.key == "memory"]
     assert not note.blocks and "136.3 GB" in note.found
@@ -398,7 +398,9 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     assert "a GPU needs 136.3 GB and has 149.3 (trainer 136.3, engine " in page
     assert "12.9 GB free (8.7%); a real run needs 14.9 GB free (10%)" in page
     assert "leaves less free than a real run needs" in page.splitlines()[0]
-    fits = planned(str(EXAMPLES / "gsm8k.yaml"), f"trainer.micro_batch_tokens={plan.largest_with_slack}", gpu="h200")
+    fits = planned(
+        str(EXAMPLES / "planned/gsm8k.yaml"), f"trainer.micro_batch_tokens={plan.largest_with_slack}", gpu="h200"
+    )
     assert fits.slack >= fits.needed_slack
 
 
@@ -451,13 +453,13 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(
 
 @pytest.mark.slow
 def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> None:
-    spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
+    spec = str(EXAMPLES / "planned/qwen3_30b_a3b.yaml")
     plan = fitted_plan(spec, [], gpu_named("h200"))
     assert plan.keys == () and "no key has to be set" in page_of(plan)
     assert fitted_plan(spec, ["rollout.tp=4"], gpu_named("h200")).keys == ("rollout.tp=1",)
-    adapters = str(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
+    adapters = str(EXAMPLES / "planned/qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
     assert fitted_plan(adapters, [], gpu_named("4090"), 1).keys is None
-    light = str(EXAMPLES / "qwen3_4b_one_gpu.yaml")
+    light = str(EXAMPLES / "planned/qwen3_4b_one_gpu.yaml")
     codes = fitted_plan(light, ["numerics.kv=fp8"], gpu_named("4090"), 1)  # nor has it FP8 keys
     assert codes.keys is None
     kept = fitted_plan(light, ["trainer.optimizer.offload=false"], gpu_named("h100"))
@@ -482,7 +484,7 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     ],
 )
 def test_a_plan_for_the_gpus_that_there_are_takes_no_others(keys: list[str], found: set[str]) -> None:
-    plan = fitted_plan(str(EXAMPLES / "qwen3_30b_a3b.yaml"), keys, gpu_named("h100"), 8)
+    plan = fitted_plan(str(EXAMPLES / "planned/qwen3_30b_a3b.yaml"), keys, gpu_named("h100"), 8)
     assert {*(plan.keys or ())} >= {"rollout.sleep=true", *found} and plan.decides == "colocated"
     assert page_of(plan).splitlines()[0] == "the plan fits on 8 x H100 SXM"
 

@@ -9,9 +9,7 @@ import yaml
 from docs.hooks.reference import descriptions, reference, schema, schema_text
 from fp8rl.rl.algorithms import ALGORITHMS
 from fp8rl.rl.experiment.validation import valid_keys
-from tests.support.paths import EXAMPLES, ROOT
-
-SPECS = sorted(EXAMPLES.glob("*.yaml"))
+from tests.support.paths import ROOT, SPECS
 
 
 @pytest.fixture(scope="module")

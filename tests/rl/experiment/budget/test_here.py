@@ -44,7 +44,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def checked(example: str, *overrides: str) -> Experiment:
-    experiment = load_experiment(EXAMPLES / f"{example}.yaml", overrides)
+    experiment = load_experiment(EXAMPLES / f"planned/{example}.yaml", overrides)
     check_memory(read_shape(CONFIGS / MODELS.get(example, example), adapter=experiment.adapter), experiment)
     return experiment
 
@@ -63,7 +63,7 @@ def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -
 
 def test_a_base_that_is_read_by_both_sides_is_counted_once_and_before_it_two_placeholders(machine: Machine) -> None:
     machine(H100, 1)
-    gpu, experiment = own_gpu(), load_experiment(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")
+    gpu, experiment = own_gpu(), load_experiment(EXAMPLES / "planned/qwen3_4b_lora_one_gpu.yaml")
     assert gpu is not None
     shared = experiment.model_copy(update={"sync": experiment.sync.model_copy(update={"shared_base": True})})
     shape = read_shape(CONFIGS / "qwen3_4b", adapter=experiment.adapter)
@@ -125,7 +125,7 @@ def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(
     machine(H100, 1)
     rows = experiment.rollout.prompts_per_step * experiment.rollout.group_size
     assert with_own_cache(experiment).rollout.max_total_tokens == rows * experiment.rollout.context_length
-    gpu, large = own_gpu(), load_experiment(EXAMPLES / "qwen3_4b_one_gpu.yaml")
+    gpu, large = own_gpu(), load_experiment(EXAMPLES / "planned/qwen3_4b_one_gpu.yaml")
     assert gpu is not None
     job, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert not apart and large.rollout.context_length < job.kv_tokens < 256 * large.rollout.context_length

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from fp8rl.rl.experiment.preconditions.rules import check_target
 from fp8rl.rl.experiment.preconditions.target import Target
 from fp8rl.rl.run.cluster.placement import Node, place
 from tests.support.experiments import experiment
-from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
+from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT, SPECS
 
 NUMBERS = {"one": 1, "eight": 8, "sixteen": 16}
 KINDS = {"gsm8k": "h200", **REAL_SPECS}
@@ -49,9 +50,9 @@ def check_and_place(spec: Experiment, shape: Shape, target: Target, nodes: list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
-def test_every_example_is_accepted_on_the_machines_that_its_header_names(example: str) -> None:
-    path = EXAMPLES / f"{example}.yaml"
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_every_example_is_accepted_on_the_machines_that_its_header_names(path: Path) -> None:
+    example = path.stem
     gpus = gpus_of_header(path.read_text())
     assert bool(gpus) is (example in KINDS)
     subject = read_plan_subject(str(path), NEEDS.get(example, []))
