@@ -35,7 +35,7 @@ from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout
 from fp8rl.weight_sync.bridge import send_and_verify
 from fp8rl.weight_sync.frozen import scale_of
-from fp8rl.weight_sync.manifest import Recorder, Sent, SyncError, some_of
+from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, some_of
 from fp8rl.weight_sync.served import convert_checkpoint
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 
@@ -173,7 +173,7 @@ _BUCKET_BYTES = 64 << 20
 
 
 def give_adapter(
-    endpoint: Endpoint, tensors: Mapping[str, Tensor], definition: Model, spec: QuantSpec, base: Sent
+    endpoint: Endpoint, tensors: Mapping[str, Tensor], definition: Model, spec: QuantSpec, base: ShardDigests
 ) -> None:
     """Have the engine hold these adapters of a model, and see that all that it holds is right.
 
@@ -191,7 +191,7 @@ def give_adapter(
         async with EngineClient(endpoint) as engine:
             await TensorTransport(_BUCKET_BYTES).send(recorder.watch(tensors.items()), [engine], 0)
 
-    def send() -> Sequence[Sent]:
+    def send() -> Sequence[ShardDigests]:
         asyncio.run(put())
         return [base, recorder.sent(), scale_of(config)]
 

@@ -9,11 +9,11 @@ LINES = {
     "models": 5_008,
     "trainer": 9_483,
     "rollout": 9_640,
-    "weight_sync": 1_455,
-    "rl": 14_691,
+    "weight_sync": 1_457,
+    "rl": 14_695,
     "diagnose": 5_324,
     "cli": 1_748,
-    "tests": 55_518,
+    "tests": 55_524,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -41,7 +41,7 @@ Cause = Literal["repetition", "cached prefix", "batch", "prefill", "chunked pref
 
 
 @dataclass(frozen=True)
-class Way:
+class ProbeResult:
     """The outcome of asking for the same answers in another way, such as in a larger batch."""
 
     name: str
@@ -64,9 +64,9 @@ class Probe:
         self._salts = (f"fp8rl-certify-{number}" for number in count())
         self._broken: set[Cause] = set()
         self._asked: dict[str, tuple[list[Answer], list[Answer]]] = {}
-        self._found: dict[str, Way] = {}
+        self._found: dict[str, ProbeResult] = {}
 
-    def ways(self) -> Iterator[Way]:
+    def ways(self) -> Iterator[ProbeResult]:
         """One after the other, and each once more with all prompts. Raises what `Server.ask` raises while the
         references are asked for."""
         rows = self._writer.short()
@@ -78,7 +78,7 @@ class Probe:
         except TimeUp:
             yield from [self._cut(way) for way in self._found.values()]
 
-    def _recorded(self, rows: Sequence[list[int]]) -> Iterator[Way]:
+    def _recorded(self, rows: Sequence[list[int]]) -> Iterator[ProbeResult]:
         for way in self._ways(rows) if rows else ():
             before = self._found.get(way.name)
             if before is not None and before.found is not None and way.why == TIME_OVER:
@@ -88,11 +88,11 @@ class Probe:
                 self._broken.add(way.cause)
             yield way
 
-    def _cut(self, way: Way) -> Way:
+    def _cut(self, way: ProbeResult) -> ProbeResult:
         """A way whose prompts were not all asked: what a few of them have shown holds."""
         return way if way.found is None or way.found.answers > self._few else replace(way, why=TIME_OVER)
 
-    def _ways(self, rows: Sequence[list[int]]) -> Iterator[Way]:
+    def _ways(self, rows: Sequence[list[int]]) -> Iterator[ProbeResult]:
         server, salt = self._server, next(self._salts)
         prompts = [self._writer.prompt(row) for row in rows]
         self._say(f"asking for {len(prompts)} answers, each alone")
@@ -126,37 +126,41 @@ class Probe:
         """A salt under which the cache is empty, or where there is none, the one that was."""
         return next(self._salts) if self._server.isolates else same
 
-    def _way(self, name: str, cause: Cause, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> Way:
+    def _way(
+        self, name: str, cause: Cause, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]
+    ) -> ProbeResult:
         self._say(name)
         try:
             answers = ask()
         except TimeUp:
-            return Way(name, cause, "not reached", why=TIME_OVER)
+            return ProbeResult(name, cause, "not reached", why=TIME_OVER)
         except (Refused, ServerFailed) as error:
-            return Way(name, cause, "not reached", why=f"the server did not answer: {error}")
+            return ProbeResult(name, cause, "not reached", why=f"the server did not answer: {error}")
         references, asked = self._asked.setdefault(name, ([], []))
         references += reference
         asked += answers
         found = compare(references, asked)
         said = [answer.cached for answer in asked if answer.cached is not None]
-        return Way(name, cause, "equal" if found.equal else "differs", found, cached=sum(said) if said else None)
+        return ProbeResult(
+            name, cause, "equal" if found.equal else "differs", found, cached=sum(said) if said else None
+        )
 
-    def _cached(self, name: str, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> Way:
+    def _cached(self, name: str, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> ProbeResult:
         """A way in which prompts come from the cache, if the server has one."""
         way = self._way(name, "cached prefix", reference, ask)
         nothing = self._server.caches is False or (self._server.caches and not way.cached)
         return replace(way, outcome="absent", found=None, why=NO_CACHE) if nothing and way.outcome == "equal" else way
 
-    def _continued(self, rows: Sequence[list[int]], first: Sequence[Answer], salt: str) -> Way:
+    def _continued(self, rows: Sequence[list[int]], first: Sequence[Answer], salt: str) -> ProbeResult:
         """The second half of each answer, asked for with the prompt and the first half, which decoding has cached."""
         name, half = "continued in the middle", TOKENS // 2
         if not all(_has_ids(answer) for answer in first):
-            return Way(name, "cached prefix", "absent", why=NO_IDS)
+            return ProbeResult(name, "cached prefix", "absent", why=NO_IDS)
         rest = [Answer(answer.tokens[half:], answer.logprobs[half:]) for answer in first]
         longer = [_joined(row, answer.tokens[:half]) for row, answer in zip(rows, first, strict=True)]
         return self._cached(name, rest, lambda: self._server.alone(longer, TOKENS - half, salt))
 
-    def _shared(self, rows: Sequence[list[int]]) -> Way:
+    def _shared(self, rows: Sequence[list[int]]) -> ProbeResult:
         """Prompts of which a part was in another prompt before; two thirds of a row, and a new end."""
         name, salt, writer = "another prompt's beginning cached", next(self._salts), self._writer
         begun = [writer.ids(len(row) - len(row) // 3) for row in rows]
@@ -166,7 +170,7 @@ class Probe:
             found = self._server.alone(prompts, TOKENS, salt)
             reference = self._alone(prompts, salt)
         except (TimeUp, Refused, ServerFailed) as error:
-            return Way(name, "cached prefix", "not reached", why=_why(error))
+            return ProbeResult(name, "cached prefix", "not reached", why=_why(error))
         return self._cached(name, reference, lambda: found)
 
     def _batches(self, prompts: Sequence[Prompt], size: int, same: str) -> list[Answer]:
@@ -178,7 +182,7 @@ class Probe:
             found += self._server.together(group + fill, TOKENS, self._salt(same))[: len(group)]
         return found
 
-    def _scored(self, rows: Sequence[list[int]], reference: Sequence[Answer]) -> Iterator[Way]:
+    def _scored(self, rows: Sequence[list[int]], reference: Sequence[Answer]) -> Iterator[ProbeResult]:
         """The tokens of the answers, given with the prompts, so that they are prefilled in place of decoded."""
         ways: tuple[tuple[str, Cause], ...] = (
             ("prefilled, not decoded", self._cause("prefill")),
@@ -188,18 +192,18 @@ class Probe:
         alone: list[Answer] = []
         for name, cause in ways:
             if not all(_has_ids(answer) for answer in reference):
-                yield Way(name, cause, "absent", why=NO_IDS)
+                yield ProbeResult(name, cause, "absent", why=NO_IDS)
                 continue
             salt = next(self._salts)
             try:
                 asked = [whole] if cause == "batch" else [[row] for row in whole]
                 scores = [each for rows in asked for each in self._server.score(rows, salt) or ()]
             except (TimeUp, Refused, ServerFailed) as error:
-                yield Way(name, cause, "not reached", why=_why(error))
+                yield ProbeResult(name, cause, "not reached", why=_why(error))
                 continue
             values = [each.scored for each in scores if each.scored is not None]
             if len(values) != len(whole):
-                yield Way(name, cause, "absent", why="the server gives no log-probabilities of prompts")
+                yield ProbeResult(name, cause, "absent", why="the server gives no log-probabilities of prompts")
                 continue
             found = [Answer(r.tokens, v[-TOKENS:]) for r, v in zip(reference, values, strict=True)]
             yield self._way(name, cause, alone or reference, lambda found=found: found)  # type: ignore[misc]
@@ -224,18 +228,18 @@ class Probe:
             over.set()
             thread.join()
 
-    def _long(self) -> Iterator[Way]:
+    def _long(self) -> Iterator[ProbeResult]:
         """Long prompts, whose chunks begin elsewhere: behind what is cached, or where another prompt ends."""
         names = "long, their beginning cached", "long, at the same time"
         try:
             rows = self._writer.long()
         except (TimeUp, ServerFailed) as error:
-            yield from (Way(name, "chunked prefill", "not reached", why=_why(error)) for name in names)
+            yield from (ProbeResult(name, "chunked prefill", "not reached", why=_why(error)) for name in names)
             return
         chunk = self._server.chunk
         if not rows or (chunk is not None and len(rows[-1]) <= chunk):
             why = f"no prompt that the server takes is longer than {chunk or SHORTEST_LONG} tokens"
-            yield from (Way(name, "chunked prefill", "absent", why=why) for name in names)
+            yield from (ProbeResult(name, "chunked prefill", "absent", why=why) for name in names)
             return
         longest = [self._writer.prompt(row) for row in rows]
         begun = [self._writer.prompt(row[: len(row) * 3 // 8]) for row in rows[:1]]
@@ -255,7 +259,7 @@ class Probe:
             try:
                 found, reference = ask()
             except (TimeUp, Refused, ServerFailed) as error:
-                yield Way(name, cause, "not reached", why=_why(error))
+                yield ProbeResult(name, cause, "not reached", why=_why(error))
                 continue
             yield self._way(name, cause, reference, lambda found=found: found)  # type: ignore[misc]
 

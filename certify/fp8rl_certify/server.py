@@ -18,7 +18,7 @@ from fp8rl_certify.api import Server, Writer
 from fp8rl_certify.apis import OpenAI, SGLang
 from fp8rl_certify.errors import UserError, shown, user_error
 from fp8rl_certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
-from fp8rl_certify.probe import Cause, Probe, Way
+from fp8rl_certify.probe import Cause, Probe, ProbeResult
 from fp8rl_certify.report import Report, shown_number
 
 Verdict = Literal["certified", "broken", "undecided"]
@@ -46,7 +46,7 @@ class ServerReport(Report):
     """Each way began with an empty cache."""
     chunk: int | None
     """Tokens that it prefills at once; None: it does not say."""
-    ways: list[Way]
+    ways: list[ProbeResult]
     """In the order in which they were tried."""
     seconds: float
     """Of all requests."""
@@ -97,7 +97,7 @@ def certify_server(
     http = Http(_base(url), _key(api_key), seconds)
     try:
         server = _connect(http, url, model)
-        ways: dict[str, Way] = {}
+        ways: dict[str, ProbeResult] = {}
         try:
             writer = Writer(server)
             server.look_at_cache(writer.prompt(writer.ids(48)))
@@ -105,7 +105,7 @@ def certify_server(
                 ways[way.name] = way
         except (TimeUp, Refused, ServerFailed) as error:
             why = f"the time of {seconds:g} s was over" if isinstance(error, TimeUp) else str(error)
-            ways.setdefault("alone", Way("alone", "repetition", "not reached", why=why))
+            ways.setdefault("alone", ProbeResult("alone", "repetition", "not reached", why=why))
         return ServerReport(
             url=url,
             api=server.api,

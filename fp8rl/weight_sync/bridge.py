@@ -27,8 +27,8 @@ from fp8rl.rollout.types import Endpoint, EngineError
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.weight_sync.buckets import Named, changes
 from fp8rl.weight_sync.config import ANSWER_WITHIN_S, SyncSection
-from fp8rl.weight_sync.frozen import Contents, HeldBase, check_frozen, exported, give_base, reads
-from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
+from fp8rl.weight_sync.frozen import Contents, FrozenBase, check_frozen, exported, give_base, reads
+from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests, SyncError, some_of
 from fp8rl.weight_sync.served import served_tensors, write_served_checkpoint
 from fp8rl.weight_sync.transports import Transport, make_transport
 
@@ -83,7 +83,7 @@ class Bridge:
     """The engines may be asleep; a sync wakes them."""
     adapter: AdapterSection | None = None
     """The adapters beside the weights; a sync sends them alone if the engines hold the weights."""
-    base: HeldBase = dataclasses.field(default_factory=HeldBase)
+    base: FrozenBase = dataclasses.field(default_factory=FrozenBase)
     """The weights that the engines hold beside adapters."""
 
     def write_checkpoint(self) -> Path:
@@ -115,7 +115,7 @@ class Bridge:
             contents = "adapters beside a base"
         task = SendTask(transport, self.spec, list(endpoints), version, config.delta, since, timeout_s, contents)
 
-        def send() -> Sequence[Sent]:
+        def send() -> Sequence[ShardDigests]:
             shared = contents == "adapters beside a base"
             parts = give_base(self.trainer, self.spec, endpoints, timeout_s) if shared else []
             parts += self.trainer.apply(send_shard, task)
@@ -158,7 +158,7 @@ class SendTask:
 
 
 def send_and_verify(
-    send: Callable[[], Sequence[Sent]],
+    send: Callable[[], Sequence[ShardDigests]],
     spec: QuantSpec,
     endpoints: Sequence[Endpoint],
     version: int,
@@ -218,7 +218,7 @@ def send_and_verify(
     return manifest, report, problems
 
 
-def send_shard(trainer: Trainer, task: SendTask) -> Sent:
+def send_shard(trainer: Trainer, task: SendTask) -> ShardDigests:
     """Quantize this rank's shard, and send it to every engine."""
     table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in task.endpoints)
     recorder, payload = Recorder(table, ranks), 0

@@ -28,7 +28,7 @@ from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint
-from fp8rl.weight_sync.manifest import Recorder, Sent, SyncError, some_of
+from fp8rl.weight_sync.manifest import Recorder, ShardDigests, SyncError, some_of
 from fp8rl.weight_sync.served import served_tensors, would_send
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ _NAMED = 20
 
 
 @dataclass
-class HeldBase:
+class FrozenBase:
     """The frozen weights that engines hold beside adapters."""
 
-    sent: Sent | None = None
+    sent: ShardDigests | None = None
     """Their digests, from the first sync on."""
     version: int | None = None
     """The weight version that all engines hold which were sent it; None: unknown."""
@@ -56,7 +56,9 @@ class HeldBase:
         known = self.sent is not None and held is not None and held == self.version
         return "adapters" if known else "weights and adapters"
 
-    def completed(self, parts: Sequence[Sent], adapter: AdapterSection, contents: Contents) -> list[Sent]:
+    def completed(
+        self, parts: Sequence[ShardDigests], adapter: AdapterSection, contents: Contents
+    ) -> list[ShardDigests]:
         """Return the digests that engines must have after this sync: the sent parts, the base, and the adapters' scale.
 
         Raises:
@@ -68,7 +70,7 @@ class HeldBase:
             return [*parts, self.sent, scale]
         digests = {n: each for part in parts for n, each in part.digests.items() if n not in part.adapters}
         held = sum(part.weight_bytes - part.adapter_bytes for part in parts)
-        self.sent = self.sent or Sent(digests, held, 0)
+        self.sent = self.sent or ShardDigests(digests, held, 0)
         _compare(self.sent.digests, digests, "what the trainer sends of the weights")
         return [*parts, scale]
 
@@ -89,7 +91,7 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
     return adapters if contents == "adapters" else itertools.chain(trainer.export_weights(), adapters)
 
 
-def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent:
+def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> ShardDigests:
     """Return the digests that an engine with `spec` must have of this rank's part of the model, adapters included."""
     adapter = trainer.definition.adapter
     if adapter is None or adapter.mode == "merged":
@@ -98,9 +100,9 @@ def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent
     return replace(sent, digests=sent.digests | scale_of(adapter).digests) if rank() == 0 else sent
 
 
-def scale_of(adapter: AdapterSection) -> Sent:
+def scale_of(adapter: AdapterSection) -> ShardDigests:
     """Return an engine's entry for the scale of its adapters, beside the tensors."""
-    return Sent({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
+    return ShardDigests({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
 
 
 def check_frozen(trainer: Trainer) -> None:
@@ -152,14 +154,14 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Placed:
+class MappedBase:
     """A base, as one trainer rank knows it."""
 
     base: SharedBase
     """The tensors that the rank reads."""
     memory: Shared | None
     """The memory, on the rank that owns it."""
-    sent: Sent
+    sent: ShardDigests
     """Digests of the tensors that the rank has written."""
     unquantized: str
     """Digest of all weights as the files have them; see `models.checkpoint.peft.base_digest`."""
@@ -167,7 +169,7 @@ class Placed:
     """Bytes of the rank's frozen parameters that it still has for itself."""
 
 
-def place_base(model: Scorer, spec: QuantSpec) -> Placed:
+def place_base(model: Scorer, spec: QuantSpec) -> MappedBase:
     """Write a trainer's frozen weights, quantized under `spec`, into shared memory, and let the trainer read them
     there.
 
@@ -202,16 +204,16 @@ def place_base(model: Scorer, spec: QuantSpec) -> Placed:
     together(lambda: None if memory is None else memory.seal())
     base = SharedBase(view(), definition, spec)
     unquantized = {name: digest for part in all_gathered(in_files.sent().digests) for name, digest in part.items()}
-    model.placed = Placed(base, memory, written.sent(0), digest_of_all(unquantized), model.adopt(base))
+    model.placed = MappedBase(base, memory, written.sent(0), digest_of_all(unquantized), model.adopt(base))
     return model.placed
 
 
-def write_base(trainer: Ranks, spec: QuantSpec) -> list[Sent]:
+def write_base(trainer: Ranks, spec: QuantSpec) -> list[ShardDigests]:
     """Let all ranks place their base, if they have not; return what each has written of it."""
     return trainer.apply(_written, spec)
 
 
-def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[Sent]:
+def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], timeout_s: float) -> list[ShardDigests]:
     """Let engines read the base of a trainer, which places it if it has not; `commit` follows.
 
     Return what each rank has written of it.
@@ -238,7 +240,7 @@ def reads(model: Scorer, spec: QuantSpec) -> bool:
     return model.placed is None or model.placed.base.spec == spec
 
 
-def _written(model: Scorer, spec: QuantSpec) -> Sent:
+def _written(model: Scorer, spec: QuantSpec) -> ShardDigests:
     return place_base(model, spec).sent
 
 

@@ -45,7 +45,7 @@ class Manifest:
     """The model whose tensors these are."""
 
     @classmethod
-    def merged(cls, version: int, spec: QuantSpec, parts: Sequence[Sent], role: Role = "policy") -> Manifest:
+    def merged(cls, version: int, spec: QuantSpec, parts: Sequence[ShardDigests], role: Role = "policy") -> Manifest:
         """Merge what all ranks have sent into one manifest. Quantized tensors are those that came with scales.
 
         Raises ValueError if two ranks have sent the same tensor.
@@ -78,7 +78,7 @@ class Manifest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class ShardDigests:
     """The tensors that one rank has sent."""
 
     digests: dict[str, str]
@@ -125,7 +125,7 @@ class Recorder:
         for rank in self._ranks:
             yield rank.label(name, row), rank.part(row, tensor)
 
-    def sent(self, payload: int | None = None) -> Sent:
+    def sent(self, payload: int | None = None) -> ShardDigests:
         """Return what has been seen so far. payload: bytes that were sent for it, if not all."""
         sent = self._bytes if payload is None else payload
-        return Sent(dict(self._digests), self._bytes, sent, frozenset(self._adapters), self._adapter_bytes)
+        return ShardDigests(dict(self._digests), self._bytes, sent, frozenset(self._adapters), self._adapter_bytes)

@@ -25,7 +25,7 @@ from fp8rl.numerics.ops.low_rank import LowRank, merged
 from fp8rl.numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.weight_sync.buckets import Allocate
-from fp8rl.weight_sync.manifest import Recorder, Sent
+from fp8rl.weight_sync.manifest import Recorder, ShardDigests
 
 _BATCH_BYTES = 32 << 20  # quantized at a time: experts are many and small, and each launch has its price
 
@@ -64,7 +64,7 @@ def served_tensors(
 
 def would_send(
     weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, engine_ranks: int = 1
-) -> Sent:
+) -> ShardDigests:
     """Return what one rank would send of these weights (as in `served_tensors`) to an engine that serves `spec`."""
     recorder = Recorder(model.tensors, engine_ranks)
     exhaust(recorder.watch(served_tensors(weights, spec, model)))

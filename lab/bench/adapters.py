@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.weight_sync.bridge import SendTask, SyncReport, send_and_verify, send_shard
-from fp8rl.weight_sync.frozen import Contents, HeldBase
-from fp8rl.weight_sync.manifest import Sent
+from fp8rl.weight_sync.frozen import Contents, FrozenBase
+from fp8rl.weight_sync.manifest import ShardDigests
 from fp8rl.weight_sync.transports.tensor import TensorTransport
 from lab.bench.engines import adapters as rollout
 from lab.bench.measure import Result, median_ratio
@@ -56,12 +56,12 @@ def _syncs() -> tuple[SyncReport, SyncReport]:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         write_tiny_model(model := Path(folder) / "model", MODEL)
         with one_rank(model) as make, serving(model, EXACT, Path(folder), runner, ADAPTER) as endpoint:
-            trainer, held = make(64, adapter=ADAPTER), HeldBase()
+            trainer, held = make(64, adapter=ADAPTER), FrozenBase()
 
             def sync(contents: Contents) -> SyncReport:
                 task = SendTask(TensorTransport(BUCKET_BYTES), spec, [endpoint], 0, contents=contents)
 
-                def send() -> list[Sent]:
+                def send() -> list[ShardDigests]:
                     return held.completed([send_shard(trainer, task)], ADAPTER, contents)
 
                 _, report, problems = send_and_verify(send, spec, [endpoint], 0)

@@ -16,7 +16,7 @@ from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.record.metrics_log import StepClock
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import SampledFeed, to_groups, to_prompts
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.stack import Stack, canary_of, open_pair
 from fp8rl.rl.run.step import plan_updates
 from fp8rl.rollout.tasks.data.sources import load_problems
@@ -71,7 +71,7 @@ def scaling() -> Iterator[Result]:
 def demo_stack() -> Iterator[Stack]:
     """Trainer and engine of the demo, synced."""
     experiment = load_experiment(ARITHMETIC, [])
-    with Closing() as closing:
+    with ShutdownStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
         stack.engines.wait()

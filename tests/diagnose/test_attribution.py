@@ -30,7 +30,7 @@ from fp8rl.diagnose.attribution.compare import (
     position_differences,
     relative_rms,
 )
-from fp8rl.diagnose.attribution.findings import Clues, rank
+from fp8rl.diagnose.attribution.findings import Evidence, rank
 from fp8rl.diagnose.measure import sync_weights
 from fp8rl.diagnose.subject import read_subject
 from fp8rl.models.architecture import Model
@@ -61,10 +61,12 @@ NORM = "model.norm.weight"
 ENTRIES = {DOWN: "a@7", GATE: "b@7", QUERY: "c@7", NORM: "d"}
 
 
-def clues(**changes: object) -> Clues:
+def clues(**changes: object) -> Evidence:
     """Both sides agree on everything but `changes`."""
     ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in SITES]
-    same = Clues(MODEL, EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
+    same = Evidence(
+        MODEL, EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops
+    )
     return replace(same, **changes)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8rl.diagnose import audit
 from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rendered, rows_of
 from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
+from fp8rl.diagnose.audit.observations import Observation, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.models import read_model
 from fp8rl.models.adapters import AdapterSection
@@ -71,12 +71,12 @@ def plan(mode: str, **changes: Any) -> NumericsConfig:
     return replace(NumericsConfig(mode=mode, spec=SPEC), **changes)
 
 
-def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Sighting]:
+def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Observation]:
     batch = random_batch(rows=rows, longest=40)
     return watch_step(trainer, batch, cross_entropy(batch), numerics, trainer.config)
 
 
-def found(sightings: list[Sighting]) -> dict[str, set[str]]:
+def found(sightings: list[Observation]) -> dict[str, set[str]]:
     """Formats by class."""
     formats: dict[str, set[str]] = {}
     for sighting in sightings:
@@ -376,13 +376,13 @@ def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(ma
     assert "softmax.output" in report(*seen).unseen and not differences_of(seen)
 
 
-def report(*sightings: Sighting) -> AuditReport:
+def report(*sightings: Observation) -> AuditReport:
     return AuditReport("d", "exact", "fp8", "fp8", rows_of(sightings), differences_of(sightings), 10, 1.0)
 
 
 def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
-    wrong = Sighting("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
-    seen = report(wrong, replace(wrong, name="v of layer 0"), Sighting("master", "w", "fp32", ("fp32",), bytes=4))
+    wrong = Observation("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
+    seen = report(wrong, replace(wrong, name="v of layer 0"), Observation("master", "w", "fp32", ("fp32",), bytes=4))
     assert AuditReport.from_json(seen.to_json()) == seen
     values = json.loads(seen.to_json())
     assert values["ok"] is False and values["schema"] == 1

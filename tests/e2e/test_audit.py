@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl.diagnose.audit.audit_report import differences_of
-from fp8rl.diagnose.audit.sightings import engine_sightings
+from fp8rl.diagnose.audit.observations import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rl.run.engines.serving import expected_report

@@ -18,7 +18,7 @@ import ray
 from fp8rl.models import read_shape
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.sampling import PendingGroup
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.tasks.data.sources import load_problems
@@ -46,7 +46,7 @@ def stack(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
     rig.only_ray()
-    with Closing() as closing:
+    with ShutdownStack() as closing:
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
         stack.wait_for_engines()
         stack.syncing.sync()

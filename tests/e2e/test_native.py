@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8rl.diagnose.audit.audit_report import differences_of
-from fp8rl.diagnose.audit.sightings import engine_sightings
+from fp8rl.diagnose.audit.observations import engine_sightings
 from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.memory import Holding

@@ -12,7 +12,7 @@ import fp8rl.rl.loop as loop
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.state import FeedState
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rollout.tasks.rewards.functions import RewardsSection
 from fp8rl.rollout.types import Group, Trajectory
 from tests.rl.run.feed.test_feed import Letters
@@ -56,7 +56,7 @@ def test_after_a_lost_trainer_nothing_is_asked_of_engines_that_still_hold_its_we
         trainer=trainer,
         sampling=sampling,
         engines=[sampling.engines],
-        closing=Closing(),
+        closing=ShutdownStack(),
         replays=False,
         metrics=dict,
         turn=sampling.turns.turn,

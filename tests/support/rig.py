@@ -42,7 +42,7 @@ from fp8rl.trainer.step.batch import TokenBatch
 from fp8rl.trainer.step.objective import PassResult
 from fp8rl.weight_sync.bridge import Bridge, SyncReport
 from fp8rl.weight_sync.config import SyncSection
-from fp8rl.weight_sync.frozen import HeldBase
+from fp8rl.weight_sync.frozen import FrozenBase
 from fp8rl.weight_sync.served import convert_checkpoint, write_description
 from tests.support.tiny_model import TinyModel, write_tiny_model
 from tests.support.towers import with_tower
@@ -227,7 +227,7 @@ class Pipeline:
     setup: Setup
     engine: Engine
     trainer: TrainerGroup
-    held: HeldBase = dataclasses.field(default_factory=HeldBase)
+    held: FrozenBase = dataclasses.field(default_factory=FrozenBase)
 
     @property
     def endpoint(self) -> Endpoint:

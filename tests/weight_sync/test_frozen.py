@@ -14,20 +14,20 @@ from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import quantize
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
-from fp8rl.weight_sync.frozen import HeldBase, check_frozen
-from fp8rl.weight_sync.manifest import Sent, SyncError
+from fp8rl.weight_sync.frozen import FrozenBase, check_frozen
+from fp8rl.weight_sync.manifest import ShardDigests, SyncError
 from tests.support.served_model import SPEC
 
 ADAPTER = AdapterSection(rank=8, alpha=16.0)
 BASE = {"x.weight": "one", "x.weight_scale_inv": "two"}
 
 
-def sent(base: dict[str, str], adapters: dict[str, str]) -> Sent:
-    return Sent(base | adapters, 100 + 7, 100 + 7, frozenset(adapters), 7)
+def sent(base: dict[str, str], adapters: dict[str, str]) -> ShardDigests:
+    return ShardDigests(base | adapters, 100 + 7, 100 + 7, frozenset(adapters), 7)
 
 
 def test_adapters_go_alone_to_engines_that_hold_what_was_last_proven() -> None:
-    held = HeldBase()
+    held = FrozenBase()
     assert held.contents(3) == "weights and adapters"
     held.completed([sent(BASE, {"a": "first"})], ADAPTER, "weights and adapters")
     held.version = 3
@@ -40,7 +40,7 @@ def test_adapters_go_alone_to_engines_that_hold_what_was_last_proven() -> None:
 
 
 def test_a_trainer_that_sends_another_base_is_refused_by_name() -> None:
-    held = HeldBase()
+    held = FrozenBase()
     held.completed([sent(BASE, {})], ADAPTER, "weights and adapters")
     with pytest.raises(SyncError, match=r"base changed under the run(.|\n)*x\.weight: found other, expected one"):
         held.completed([sent(BASE | {"x.weight": "other"}, {})], ADAPTER, "weights and adapters")

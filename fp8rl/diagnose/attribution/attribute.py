@@ -25,7 +25,7 @@ from fp8rl.diagnose.attribution.compare import (
     position_differences,
     stream_differences,
 )
-from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Clues, explains, one_side_quantizes, rank
+from fp8rl.diagnose.attribution.findings import SELF_FLOOR, Evidence, explains, one_side_quantizes, rank
 from fp8rl.models import Model
 from fp8rl.models.trace import TARGETS, OpTrace
 from fp8rl.numerics.config import NumericsConfig
@@ -98,7 +98,7 @@ def attribute(
         causes += _other_numerics(numerics, traced, views.live_mean, other_pair)
     ops = op_differences(model.forward, trace.tensors, answer.tensors)
     experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
-    clues = Clues(
+    clues = Evidence(
         model=model,
         numerics=numerics,
         expected=expected,

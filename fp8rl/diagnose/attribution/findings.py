@@ -40,7 +40,7 @@ Owner = tuple[int | None, str, int | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Clues:
+class Evidence:
     """The observations that are ranked."""
 
     model: Model
@@ -70,7 +70,7 @@ class Clues:
     causes: Sequence[Cause] = ()
 
 
-def rank(clues: Clues) -> tuple[Finding, ...]:
+def rank(clues: Evidence) -> tuple[Finding, ...]:
     """Return the findings, the answer first; none if nothing differs by more than the mode's floor."""
     by_owner: dict[Owner, list[str]] = defaultdict(list)
     for name in sorted(clues.expected.mismatched(clues.held) | {base_name(label)[0] for label in clues.wrong or ()}):
@@ -106,7 +106,7 @@ def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: floa
     return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR[mode])
 
 
-def _scales(clues: Clues) -> Iterator[Finding]:
+def _scales(clues: Evidence) -> Iterator[Finding]:
     """Scales other than the spec's in which a side computed, as its record is that of these."""
     for cause in clues.causes:
         if cause.name == "scales" and cause.after <= SELF_FLOOR["exact"]:
@@ -114,7 +114,7 @@ def _scales(clues: Clues) -> Iterator[Finding]:
             yield Finding("scales", f"{text} (mean |d| {cause.before:.3g} without them, {cause.after:.3g} with them)")
 
 
-def _weights(clues: Clues, by_owner: dict[Owner, list[str]]) -> list[Finding]:
+def _weights(clues: Evidence, by_owner: dict[Owner, list[str]]) -> list[Finding]:
     """One finding for each op or expert with weights that differ; one for all of them where they are many."""
     version, total, are = clues.expected.version, len(clues.expected.entries), "were" if clues.wrong else "are"
     names = tuple(name for group in by_owner.values() for name in group)
@@ -152,7 +152,7 @@ def _weights(clues: Clues, by_owner: dict[Owner, list[str]]) -> list[Finding]:
     return findings
 
 
-def _record(clues: Clues) -> list[Finding]:
+def _record(clues: Evidence) -> list[Finding]:
     """A record of another temperature, or one that its side does not give again. The engine's counts if the engine of
     now agrees better with the trainer than the record does."""
     fit, given = clues.fit, clues.temperature
@@ -185,7 +185,7 @@ def _record(clues: Clues) -> list[Finding]:
     return [Finding("state", f"state: {text}") for text in texts]
 
 
-def _ops(clues: Clues, explained: Iterable[Owner]) -> list[Finding]:
+def _ops(clues: Evidence, explained: Iterable[Owner]) -> list[Finding]:
     """One finding for each op that differs where no weight explains it, with all layers in which it does.
 
     Products of which one side alone quantizes are one finding together. In native mode an op that stays below the floor
@@ -214,7 +214,7 @@ def _ops(clues: Clues, explained: Iterable[Owner]) -> list[Finding]:
     return findings + [_op_finding(clues, group) for group in largest_first]
 
 
-def _op_finding(clues: Clues, group: list[OpDifference], remark: str = "") -> Finding:
+def _op_finding(clues: Evidence, group: list[OpDifference], remark: str = "") -> Finding:
     worst = _worst(group)
     op, layers = worst.op, tuple(d.layer for d in group if d.layer is not None)
     experts: tuple[int, ...] = ()
@@ -241,7 +241,7 @@ def _op_finding(clues: Clues, group: list[OpDifference], remark: str = "") -> Fi
     return Finding("op", text + remark, op=op, layers=layers, experts=experts)
 
 
-def _floor(clues: Clues) -> float:
+def _floor(clues: Evidence) -> float:
     return NATIVE_FLOOR if clues.numerics.mode == "native" else 0.0
 
 

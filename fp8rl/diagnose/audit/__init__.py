@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from fp8rl.diagnose.audit.audit_report import AuditReport, Deviation, differences_of, rows_of
-from fp8rl.diagnose.audit.sightings import Sighting, engine_sightings
+from fp8rl.diagnose.audit.observations import Observation, engine_sightings
 from fp8rl.diagnose.audit.watch import watch_step
 from fp8rl.diagnose.measure import ANSWERS, calibration_prompts, check_has_engine, sampled_batch, sync_weights
 from fp8rl.models import Model
@@ -34,7 +34,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
     model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
     check(experiment)
     check_has_engine(experiment)
-    seen: list[Sighting] = []
+    seen: list[Observation] = []
     tokens, refused = 0, []
     try:
         with open_pair(experiment, say=say) as stack:
@@ -55,7 +55,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
 
 def examine(
     stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
-) -> tuple[int, list[Sighting]]:
+) -> tuple[int, list[Observation]]:
     """Return the tokens of the step, and all that was seen. The trainer has learnt from it; its engine holds the
     weights from before."""
     say("syncing the weights")
@@ -70,13 +70,13 @@ def examine(
     return int(batch.real_tokens().sum()), seen
 
 
-def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Sighting]:
+def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Observation]:
     """Sightings of all ranks in one step.
 
     The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it.
     """
     planned = numerics, stack.experiment.trainer
-    ranks: list[list[Sighting]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
+    ranks: list[list[Observation]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
     stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves
     return [sighting for rank in ranks for sighting in rank]
 

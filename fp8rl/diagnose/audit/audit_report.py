@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fp8rl.diagnose.audit.sightings import Sighting
+from fp8rl.diagnose.audit.observations import Observation
 from fp8rl.diagnose.report import Report, graded, grid
 from fp8rl.numerics.precision_map import CLASSES, DOCUMENTED
 from fp8rl.weight_sync.manifest import some_of
@@ -82,9 +82,9 @@ class AuditReport(Report):
         return {"unseen": self.unseen}
 
 
-def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
+def rows_of(sightings: Iterable[Observation]) -> list[Row]:
     """Fill the precision map with all that was seen of each class."""
-    by_key: dict[str, list[Sighting]] = {each.key: [] for each in CLASSES}
+    by_key: dict[str, list[Observation]] = {each.key: [] for each in CLASSES}
     for sighting in sightings:
         by_key[sighting.key].append(sighting)
     rows = []
@@ -106,7 +106,7 @@ def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
     return rows
 
 
-def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
+def differences_of(sightings: Sequence[Observation]) -> list[Deviation]:
     """Name what is not as planned, in the order of the map, tensors of one class and format together."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:

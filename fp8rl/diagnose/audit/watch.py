@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp8rl.diagnose.audit.formats import Grids, stored
-from fp8rl.diagnose.audit.sightings import Part, Sighting, Site, Sites, held_by_optimizer, held_in_pass
+from fp8rl.diagnose.audit.observations import ModuleRole, Observation, Part, Sites, held_by_optimizer, held_in_pass
 from fp8rl.numerics.backend import dispatch
 from fp8rl.numerics.backend.compiler import uncompiled
 from fp8rl.numerics.backend.implementation import Implementation, using
@@ -70,7 +70,7 @@ _LEAVES: dict[Part, str] = {
 
 def watch_step(
     trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerSection
-) -> list[Sighting]:
+) -> list[Observation]:
     """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
 
     Shared ops run on their torch definitions, whose insides can be seen. Where this device's kernels round otherwise
@@ -122,8 +122,8 @@ class _Watcher(TorchDispatchMode):
         self._adapters = {_storage(weight): weight for name, weight in weights if name in sites.adapters}
         self._weights: set[int] | None = None
 
-    def sightings(self) -> list[Sighting]:
-        return [Sighting(*seen, calls, self._bytes[seen]) for seen, calls in self._seen.items()]
+    def sightings(self) -> list[Observation]:
+        return [Observation(*seen, calls, self._bytes[seen]) for seen, calls in self._seen.items()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -239,7 +239,7 @@ class _Watcher(TorchDispatchMode):
         else:
             self._reduced(site, path, op, node is not None, format_of(tensors[0].dtype))
 
-    def _multiplied(self, site: Site, backward: bool, left: Tensor, right: Tensor, out: Tensor) -> None:
+    def _multiplied(self, site: ModuleRole, backward: bool, left: Tensor, right: Tensor, out: Tensor) -> None:
         """One matrix product. Both operands are grouped along what is summed over, if they are quantized."""
         if not left.numel() or not right.numel():  # an expert without tokens
             return
@@ -284,7 +284,7 @@ class _Watcher(TorchDispatchMode):
     def _from_adapter(self, values: Iterable[Any]) -> bool:
         return any(isinstance(value, Tensor) and _storage(value) in self._adapters for value in values)
 
-    def _reduced(self, site: Site | None, path: str, op: str, backward: bool, found: str) -> None:
+    def _reduced(self, site: ModuleRole | None, path: str, op: str, backward: bool, found: str) -> None:
         """The operand of a reduction. The maxima that quantizers take are none of the map's business."""
         if self._phase == CLIPPING:
             self._note("clipping.norm", "gradients", found)
@@ -311,7 +311,7 @@ class _Watcher(TorchDispatchMode):
         elif call.format in FORMATS:  # others are counts and words
             self._note("clipping.norm" if self._phase == CLIPPING else "wire.layer", name, call.format, size=call.bytes)
 
-    def _note(self, key: str, name: str, found: str | None, site: Site | None = None, size: int = 0) -> None:
+    def _note(self, key: str, name: str, found: str | None, site: ModuleRole | None = None, size: int = 0) -> None:
         plan = self._plan[key]
         if found is None or plan.hidden:
             return

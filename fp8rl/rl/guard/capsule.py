@@ -85,7 +85,7 @@ class Capsule:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptStep:
+class CapsuleSource:
     """A step to keep, apart from its scored batch."""
 
     step: int
@@ -131,7 +131,9 @@ def export_weights(trainer: TrainerGroup, adapter: AdapterSection | None, path: 
         trainer.export_adapter(path / _ADAPTER, path)
 
 
-def write_capsule(path: Path, kept: KeptStep, scored: ScoredBatch, export: Callable[[Path], object] | None) -> None:
+def write_capsule(
+    path: Path, kept: CapsuleSource, scored: ScoredBatch, export: Callable[[Path], object] | None
+) -> None:
     """Keep a step as the capsule `path`; it appears whole or not at all.
 
     export: writes the weights that scored the batch to a new directory; None leaves them out.

@@ -26,7 +26,7 @@ _DASHES = ("solid", "dot", "dash", "dashdot")
 
 
 @dataclass(frozen=True)
-class Look:
+class ChartStyle:
     """The look of a chart."""
 
     note: str
@@ -39,78 +39,80 @@ class Look:
     """Curves are stacked."""
 
 
-SECTIONS: dict[str, dict[str, Look]] = {
+SECTIONS: dict[str, dict[str, ChartStyle]] = {
     "Learning": {
-        "Reward": Look("Mean over the answers of each step.", "mean reward"),
-        "Parts of the reward": Look("Each function's mean, without its weight.", "mean"),
-        "Outcomes of the environment": Look("What it returned, mean over the answers.", "mean"),
-        "Held-out accuracy": Look(
+        "Reward": ChartStyle("Mean over the answers of each step.", "mean reward"),
+        "Parts of the reward": ChartStyle("Each function's mean, without its weight.", "mean"),
+        "Outcomes of the environment": ChartStyle("What it returned, mean over the answers.", "mean"),
+        "Held-out accuracy": ChartStyle(
             "Greedy decoding, but for sets that say otherwise; step 0 is before training.", "fraction solved", "share"
         ),
-        "Groups of equal rewards": Look(
+        "Groups of equal rewards": ChartStyle(
             "All right or all wrong: nothing to learn from, where answers are compared within a group.",
             "fraction of groups",
             "share",
         ),
-        "Response length": Look("Generated tokens of an answer.", "tokens", "floor"),
+        "Response length": ChartStyle("Generated tokens of an answer.", "tokens", "floor"),
     },
     "Agreement of trainer and engine": {
-        "Mismatch |d|": Look(
+        "Mismatch |d|": ChartStyle(
             "d = trainer − rollout log-probability of a token of the trainer's version.", "|d| in nats", "log"
         ),
-        "Exact tokens": Look("Share of the compared tokens with d = 0.", "fraction of tokens", "share"),
-        "Tokens outside the TIS range": Look(
+        "Exact tokens": ChartStyle("Share of the compared tokens with d = 0.", "fraction of tokens", "share"),
+        "Tokens outside the TIS range": ChartStyle(
             "ρ = e^d, trainer over rollout probability; C = the TIS cap.", "fraction of tokens", "floor"
         ),
-        "KL(rollout ‖ trainer)": Look(
+        "KL(rollout ‖ trainer)": ChartStyle(
             "Two estimates on the compared tokens; k3 is never negative.", "nats per token", "floor"
         ),
-        "Effective sample size": Look(
+        "Effective sample size": ChartStyle(
             "Of tokens or sequences weighted by their ρ, over their number; 1 where nothing differs.",
             "fraction",
             "share",
         ),
-        "Routing": Look("Experts of the sampled tokens, trainer against engine.", "fraction", "share"),
-        "Rejected": Look("Not trained on for their mismatch.", "fraction of the batch", "floor"),
+        "Routing": ChartStyle("Experts of the sampled tokens, trainer against engine.", "fraction", "share"),
+        "Rejected": ChartStyle("Not trained on for their mismatch.", "fraction of the batch", "floor"),
     },
     "Older tokens": {
-        AGE: Look(
+        AGE: ChartStyle(
             "Versions between the weights that sampled a trained token and the trainer's.", "tokens", "floor", bars=True
         ),
-        "Drift of older tokens |d|": Look(
+        "Drift of older tokens |d|": ChartStyle(
             "How far the policy has moved since it sampled them: no mismatch.", "|d| in nats", "log"
         ),
-        "Drift by age": Look("Mean |d| of tokens so many versions old.", "|d| in nats", "floor"),
-        "KL(older ‖ current policy)": Look("Two estimates on the older tokens.", "nats per token", "floor"),
+        "Drift by age": ChartStyle("Mean |d| of tokens so many versions old.", "|d| in nats", "floor"),
+        "KL(older ‖ current policy)": ChartStyle("Two estimates on the older tokens.", "nats per token", "floor"),
     },
     "Weight sync": {
-        "Tensors": Look("Engine against trainer, by digest, after every sync.", "tensors", "floor"),
-        "Duration": Look("Digests and verification included.", "seconds", "floor"),
-        "Bytes sent": Look("Weights sent to one engine per sync.", "MiB", "floor"),
+        "Tensors": ChartStyle("Engine against trainer, by digest, after every sync.", "tensors", "floor"),
+        "Duration": ChartStyle("Digests and verification included.", "seconds", "floor"),
+        "Bytes sent": ChartStyle("Weights sent to one engine per sync.", "MiB", "floor"),
     },
     "Time": {
-        TIME: Look("Other: everything outside the named parts.", "seconds", "floor", bars=True),
-        "Throughput": Look("Generated and trained tokens.", "tokens per second", "floor"),
-        "Memory by turns": Look(
+        TIME: ChartStyle("Other: everything outside the named parts.", "seconds", "floor", bars=True),
+        "Throughput": ChartStyle("Generated and trained tokens.", "tokens per second", "floor"),
+        "Memory by turns": ChartStyle(
             "What one side releases for the other's turn; what engines keep should not grow.", "MiB", "floor"
         ),
     },
     "Optimization": {
-        "Loss": Look("Of the whole batch, before the update.", "loss"),
-        "Gradient norm": Look("Before clipping.", "global L2 norm", "floor"),
-        "Merged updates": Look(
+        "Loss": ChartStyle("Of the whole batch, before the update.", "loss"),
+        "Gradient norm": ChartStyle("Before clipping.", "global L2 norm", "floor"),
+        "Merged updates": ChartStyle(
             "Of the update before and after quantization; 1 if all of it survives.", "cosine", "floor"
         ),
-        "Entropy": Look("Mean over the target tokens.", "nats", "floor"),
-        "KL to other models": Look("Of the policy, over the target tokens; the reference's is 0 at first.", "nats"),
-        "Importance weight": Look(
+        "Entropy": ChartStyle("Mean over the target tokens.", "nats", "floor"),
+        "KL to other models": ChartStyle(
+            "Of the policy, over the target tokens; the reference's is 0 at first.", "nats"
+        ),
+        "Importance weight": ChartStyle(
             "Trainer over rollout probability up to the cap; 1 where nothing differs.", "weight", "floor"
         ),
-        "Clipped tokens": Look("None in the first update of a fresh batch.", "fraction of tokens"),
-        "The critic": Look("1 where it foresees every return, 0 where it knows their mean.", "share"),
-        "The critic's loss": Look("Before its update.", "loss", "floor"),
-        "Values and returns": Look("Means over the target tokens: what was foreseen, and what came.", "reward"),
-        "Learning rate": Look("Warm-up and decay included.", "learning rate", "floor"),
+        "Clipped tokens": ChartStyle("None in the first update of a fresh batch.", "fraction of tokens"),
+        "The critic": ChartStyle("1 where it foresees every return, 0 where it knows their mean.", "share"),
+        "The critic's loss": ChartStyle("Before its update.", "loss", "floor"),
+        "Values and returns": ChartStyle("Means over the target tokens: what was foreseen, and what came.", "reward"),
+        "Learning rate": ChartStyle("Warm-up and decay included.", "learning rate", "floor"),
     },
 }
 
@@ -189,17 +191,17 @@ def _as_it_should_be(title: str, runs: Sequence[Drawn]) -> str:
     return f"{title} {', '.join(values)}" if values else ""
 
 
-def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
+def _chart(title: str, look: ChartStyle, runs: Sequence[Drawn]) -> Chart:
     several = len(runs) > 1
     if title == TIME and several:
-        look = Look("Wall time of a step.", look.unit, look.scale)
+        look = ChartStyle("Wall time of a step.", look.unit, look.scale)
     note, traces = look.note, []
     for index, (name, rows, curves) in enumerate(runs):
         wanted = curves.get(title, [])
         if title.startswith("Held-out"):
             rows = [{**row, "step": evaluated_at(row)} for row in rows]
             if held_out_is(*rows) == "reward":
-                title, look = "Held-out reward", Look(look.note, "mean reward")
+                title, look = "Held-out reward", ChartStyle(look.note, "mean reward")
                 wanted = [(each, label.replace("accuracy", "reward")) for each, label in wanted]
         if title == "Duration" and rows and "sync/seconds" in rows[0]:
             # It also compiles and maps memory: next to it the others would be a flat line.
@@ -235,7 +237,7 @@ def _with_rest(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
     ]
 
 
-def _trace(rows: Sequence[Row], name: str, label: str, look: Look, index: int) -> dict[str, Any]:
+def _trace(rows: Sequence[Row], name: str, label: str, look: ChartStyle, index: int) -> dict[str, Any]:
     """Return one curve over the steps that have the metric."""
     scale = MIB if metric(name).unit == "bytes" else 1.0
     points = [(row["step"], row[name] / scale) for row in rows if name in row]
@@ -250,7 +252,7 @@ def _trace(rows: Sequence[Row], name: str, label: str, look: Look, index: int) -
     }
 
 
-def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _axis(look: ChartStyle, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Settings of the value axis; all others are plotly's own. A logarithmic axis leaves zeros out."""
     positive = any(value > 0 for trace in traces for value in trace["y"])
     axes: dict[str, dict[str, Any]] = {

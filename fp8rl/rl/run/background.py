@@ -126,7 +126,7 @@ def waited(
     return run
 
 
-def waited_with_events(
+def blocking_with_events(
     method: Callable[Concatenate[Telling, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Telling, Parameters], Result]:
     """Wait for the method as `waited` does, and deliver the owner's events meanwhile, which may say why it waits.

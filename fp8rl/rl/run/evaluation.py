@@ -20,7 +20,7 @@ from fp8rl.rl.mismatch.logprobs import token_versions
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import to_prompts
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.engine.actor import check_versions
 from fp8rl.rollout.tasks.chat import end_ids
@@ -88,7 +88,7 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
 class Evaluation:
     """The evaluation of a run, one at a time."""
 
-    def __init__(self, experiment: Experiment, sampling: Sampling, closing: Closing) -> None:
+    def __init__(self, experiment: Experiment, sampling: Sampling, closing: ShutdownStack) -> None:
         """closing: ends the judges of sets that have rewards of their own."""
         self._experiment, self._sampling, self._closing = experiment, sampling, closing
         self._sets = list(held_out(experiment, sampling.tokenizer))

@@ -167,7 +167,7 @@ def _signals_in(post: socket.socket) -> int:
         return 0
 
 
-class Closing(ExitStack):
+class ShutdownStack(ExitStack):
     """An ExitStack that closes what it holds, whatever signals come up to one of somebody who waits no longer. outer:
     another one inside says that it closes."""
 

@@ -20,10 +20,10 @@ from fp8rl.rl.report.verdict import verdict
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.early_end import STOPPED, resume_command
 from fp8rl.rl.run.failures import TooManyFailuresError
-from fp8rl.rl.run.feed.conversations import EnvironmentError
+from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError
 from fp8rl.rl.run.feed.feed import FilterError
 from fp8rl.rl.run.feed.judging import RewardError
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.run import LiveRun
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.types import EngineError
@@ -32,7 +32,7 @@ from fp8rl.weight_sync.manifest import SyncError
 
 FAILURES = (
     EngineError,
-    EnvironmentError,
+    BlockedEnvironmentError,
     FilterError,
     NoRoomError,
     RewardError,
@@ -60,7 +60,7 @@ def run_with_restarts(
     """
     stack: Stack | None = None
     lost = ""
-    with Closing(outer=True) as outer:
+    with ShutdownStack(outer=True) as outer:
         for left in reversed(range(experiment.run.restarts + 1)):
             try:
                 with LiveRun.open(experiment, files, outer, stack, lost, notes) as run:

@@ -15,7 +15,7 @@ from typing import Self
 
 from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.contents import contents
-from fp8rl.rl.guard.capsule import KeptStep, cut_capsules, export_weights, remove_superfluous, write_capsule
+from fp8rl.rl.guard.capsule import CapsuleSource, cut_capsules, export_weights, remove_superfluous, write_capsule
 from fp8rl.rl.guard.guard import GateState, Verdict
 from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.events import Event, append_event, cut_events
@@ -32,7 +32,7 @@ from fp8rl.rl.run.events import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED,
 from fp8rl.rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from fp8rl.rl.run.feed.judging import REWARD_FAILURES
 from fp8rl.rl.run.feed.state import FeedState
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rl.run.step import StepPass
 from fp8rl.trainer.checkpoint.files import DamagedCheckpointError
@@ -68,7 +68,7 @@ class LiveRun:
     step: int
     """The step that is under way, 0 before the first."""
     checkpoints: Checkpoints
-    _closing: Closing
+    _closing: ShutdownStack
     _directory: os.stat_result
     session: Session
     """This start of the run."""
@@ -85,7 +85,7 @@ class LiveRun:
         cls,
         experiment: Experiment,
         files: RunDir,
-        outer: Closing | None = None,
+        outer: ShutdownStack | None = None,
         stack: Stack | None = None,
         lost: str = "",
         notes: Sequence[str] = (),
@@ -95,7 +95,7 @@ class LiveRun:
         outer: what the stack ends with, if not with the run. stack: of an attempt before, whose trainer was lost.
         lost: why, in words. notes: what was said of the input; they go into log and report.
         """
-        with Closing() as closing:
+        with ShutdownStack() as closing:
             closing.enter_context(run_log(files.log))
             resume_step = max(files.checkpoint_steps(), default=None)
             if stack is not None and resume_step is None:
@@ -133,7 +133,7 @@ class LiveRun:
                 checkpoints=closing.enter_context(Checkpoints(files, experiment, held)),
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(notes),
-                _closing=Closing(),
+                _closing=ShutdownStack(),
                 _directory=files.path.stat(),
             )
             append_session(files.sessions, run.session)
@@ -200,7 +200,7 @@ class LiveRun:
         if verdict.events and passed is not None and scored is not None and self.manifest is not None:
             faulty = () if passed.fault is None else passed.fault.rows
             worst = scored.worst_rows(self.experiment.guard.capsule_sequences)
-            kept = KeptStep(
+            kept = CapsuleSource(
                 step=self.step,
                 why=verdict.why,
                 rows=list(dict.fromkeys([*faulty, *worst])),

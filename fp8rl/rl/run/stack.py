@@ -24,7 +24,7 @@ from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.events import Events
 from fp8rl.rl.run.feed.conversations import Conversations
 from fp8rl.rl.run.feed.judging import Judge
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
 from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
@@ -45,7 +45,7 @@ class Stack:
     """The numerics of both sides now."""
     folder: Path
     """For engines' logs and for the description that they start from."""
-    closing: Closing
+    closing: ShutdownStack
     """Ends both sides."""
     tokenizer: PreTrainedTokenizerBase
     reservations: Reservations
@@ -66,7 +66,7 @@ class Stack:
         experiment: Experiment,
         numerics: NumericsConfig,
         folder: Path,
-        closing: Closing,
+        closing: ShutdownStack,
         say: Callable[[str], object],
         events: Events | None = None,
         lost: Callable[[str], object] = end_at_once,
@@ -254,7 +254,7 @@ def open_pair(
         "teacher": None,
     }
     experiment = experiment.model_copy(update=changes)
-    with Closing() as closing:
+    with ShutdownStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
         stack = Stack.open(experiment, numerics or experiment.numerics_config(), folder, closing, say)
         stack.wait_for_engines()

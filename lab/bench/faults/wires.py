@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rl.run.feed.feed import to_groups, to_prompts
-from fp8rl.rl.run.interrupts import Closing
+from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.tasks.data.sources import load_problems
@@ -140,7 +140,7 @@ def run() -> dict[str, Outcome]:
         served_file_flipped,
         bits_flipped_in_a_message,
     ]
-    with Closing() as closing:
+    with ShutdownStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
         return tried(faults, _open(folder, closing), partial(print, file=sys.stderr))
 
@@ -219,7 +219,7 @@ def served_file_flipped(pair: Pair) -> Found:
     return Found("the digests differ: the sync is retried and verified", {"verified": seconds})
 
 
-def _open(folder: Path, closing: Closing) -> Pair:
+def _open(folder: Path, closing: ShutdownStack) -> Pair:
     experiment = load_experiment(EXAMPLES / "arithmetic.yaml", SETTINGS)
     stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
     stack.engines.wait()

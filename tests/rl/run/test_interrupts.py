@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fp8rl.rl.run import interrupts
-from fp8rl.rl.run.interrupts import SIGNALS, Closing, interruptible, is_ending
+from fp8rl.rl.run.interrupts import SIGNALS, ShutdownStack, interruptible, is_ending
 from tests.support.paths import ROOT
 
 
@@ -84,7 +84,7 @@ def test_nothing_cuts_the_closing_short(capsys: pytest.CaptureFixture[str]) -> N
         time.sleep(0.01)
         closed.append(name)
 
-    with pytest.raises(KeyboardInterrupt), interruptible(), Closing() as closing:
+    with pytest.raises(KeyboardInterrupt), interruptible(), ShutdownStack() as closing:
         closing.callback(close, "first")
         closing.callback(close, "second")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -252,6 +252,6 @@ def test_an_interrupt_in_a_finalizer_is_raised_again() -> None:
 
 
 def test_a_moved_closing_is_as_deaf() -> None:
-    with Closing() as closing:
+    with ShutdownStack() as closing:
         moved = closing.pop_all()
-    assert type(moved) is Closing
+    assert type(moved) is ShutdownStack

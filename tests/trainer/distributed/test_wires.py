@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8rl.diagnose.audit.audit_report import differences_of
-from fp8rl.diagnose.audit.sightings import Sighting
+from fp8rl.diagnose.audit.observations import Observation
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.quantize import fake_quantize
@@ -79,7 +79,7 @@ class Case:
         audits = {form: self._watched(layout, narrow, plan) for form, plan in (("narrow", narrow), ("wide", config))}
         return {"sums": out, "steps": steps, "gathers": gathers, "audits": audits}
 
-    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Sighting]:
+    def _watched(self, layout: Layout, config: TrainerSection, planned: TrainerSection) -> list[Observation]:
         from fp8rl.diagnose.audit.watch import watch_step
 
         trainer, batch = self._trainer(layout, config), random_batch(**BATCH)

@@ -104,7 +104,7 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
 
 
 @dataclass(frozen=True)
-class Cure:
+class Remedy:
     """A key that makes a class smaller."""
 
     key: str
@@ -113,64 +113,64 @@ class Cure:
     """It takes more GPUs than the run has, or costs something in every step."""
 
 
-def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Cure | None:
+def _cure(job: Job, held: MemoryClass, gpu_memory: float) -> Remedy | None:
     """The key that makes a class smaller; None where none does."""
     layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
     match held.kind:
         case "teacher":
-            return Cure("teacher.path", "Take a smaller teacher, or give the run a GPU for its engine.", True)
+            return Remedy("teacher.path", "Take a smaller teacher, or give the run a GPU for its engine.", True)
         case "teacher's cache":
-            return Cure("teacher.max_total_tokens", "Lower teacher.max_total_tokens.")
+            return Remedy("teacher.max_total_tokens", "Lower teacher.max_total_tokens.")
         case "masters" | "moments" if not in_fp8 and not layout.optimizer.offload:
-            return Cure("trainer.optimizer.offload", "Set trainer.optimizer.offload=true.")
+            return Remedy("trainer.optimizer.offload", "Set trainer.optimizer.offload=true.")
         case "moments" if layout.optimizer.moments == "fp32":
-            return Cure("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
+            return Remedy("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
         case "masters" | "moments":
-            return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", costly=True)
+            return Remedy("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", costly=True)
         case "state":
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
-            return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
+            return Remedy(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
         case "base":
             remedy = "Set it to false on more GPUs: trainer ranks then share weights, which a base has on one GPU."
-            return Cure("sync.shared_base", remedy, costly=True)
+            return Remedy("sync.shared_base", remedy, costly=True)
         case "activations":
             return _cure_of_tokens(job, "trainer.recompute", "layer", layout.recompute != "layer")
         case "logits":
             return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
             remedy = NO_ENGINE_FITS[job.numerics.mode]
-            return Cure("rollout.tp", f"{remedy[0].upper()}{remedy[1:]}.", costly=True)
+            return Remedy("rollout.tp", f"{remedy[0].upper()}{remedy[1:]}.", costly=True)
         case "weights" if job.may_sleep and not job.sleep:
-            return Cure(
+            return Remedy(
                 "rollout.sleep", "Set rollout.sleep=true, with which trainer and engines take turns.", costly=True
             )
         case "weights":
             remedy = "Set sync.transport=distributed, with which engines have GPUs of their own."
-            return Cure("sync.transport", remedy, costly=True)
+            return Remedy("sync.transport", remedy, costly=True)
         case "cache":
-            return Cure("rollout.max_total_tokens", "Lower rollout.max_total_tokens.")
+            return Remedy("rollout.max_total_tokens", "Lower rollout.max_total_tokens.")
         case "states":
-            return Cure("rollout.max_running_requests", "Lower rollout.max_running_requests.")
+            return Remedy("rollout.max_running_requests", "Lower rollout.max_running_requests.")
         case "graphs":
-            return Cure("rollout.graph_batches", "Name fewer answers for a graph in rollout.graph_batches.")
+            return Remedy("rollout.graph_batches", "Name fewer answers for a graph in rollout.graph_batches.")
         case "workspace":
-            return Cure("rollout.memory_fraction", "Raise it, or lower rollout.chunked_prefill_size.")
+            return Remedy("rollout.memory_fraction", "Raise it, or lower rollout.chunked_prefill_size.")
         case "buckets":
-            return Cure("sync.bucket_mib", "Lower sync.bucket_mib.")
+            return Remedy("sync.bucket_mib", "Lower sync.bucket_mib.")
         case "contexts":
-            return Cure("rollout.engines", "Lower rollout.engines.")
+            return Remedy("rollout.engines", "Lower rollout.engines.")
     return None
 
 
-def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
+def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Remedy:
     """Return what makes activations or logits smaller: the key, where it is not set; shorter micro-batches, as far as
     rows are not longer."""
     if unset:
-        return Cure(key, f"Set {key}={value}.")
+        return Remedy(key, f"Set {key}={value}.")
     if job.micro_batch > job.length:
-        return Cure("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")
+        return Remedy("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")
     remedy = "Raise trainer.tp or trainer.pp, or lower rollout.context_length: one row is a micro-batch."
-    return Cure("trainer.tp", remedy, costly=True)
+    return Remedy("trainer.tp", remedy, costly=True)
 
 
 # The budget on this machine's GPUs: what `train` goes by.

@@ -191,7 +191,7 @@ _LEAST_CHUNK, _CHUNK_MIB, _CONSTANT_MIB, _GRAPH_MIB, _FLOOR_MIB = 2048, 1.5, 512
 
 
 @dataclass(frozen=True)
-class EngineRoom:
+class EngineReserve:
     """Bytes of one rank of an engine."""
 
     graphs: float
@@ -200,7 +200,7 @@ class EngineRoom:
     """Bytes that it wants to find free beside them."""
 
 
-def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
+def engine_room(config: RolloutSection, gpu_memory: float) -> EngineReserve:
     """Return what an engine wants on a GPU of so many bytes."""
     graphs = _GRAPH_MIB * _MIB * max(config.graphs)
     chunk = max(_LEAST_CHUNK, config.chunked_prefill_size or (16384 if gpu_memory >= _LARGE else 8192))  # its own
@@ -209,7 +209,7 @@ def engine_room(config: RolloutSection, gpu_memory: float) -> EngineRoom:
         wanted = max(wanted, _FLOOR_MIB * _MIB)
     if config.memory_fraction is not None:
         wanted = gpu_memory * (1 - config.memory_fraction)
-    return EngineRoom(graphs, max(0.0, wanted - graphs))
+    return EngineReserve(graphs, max(0.0, wanted - graphs))
 
 
 _SMS, _LEAN_ROWS = 132, 16  # of a Hopper GPU; of SGLang's `_LEAN_BLOCK_M`

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import ray
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.run.background import Background, begun, waited, waited_with_events
+from fp8rl.rl.run.background import Background, begun, blocking_with_events, waited
 from fp8rl.rl.run.cluster.reservations import NoRoomError
 from fp8rl.rl.run.engines.canary import CanaryCheck, canary_metrics
 from fp8rl.rl.run.engines.serving import Serving
@@ -115,12 +115,12 @@ class Engines:
         self._maker.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(end_engine(slot.actor, self._name, SERVER_GRACE_S) for slot in self.slots))
 
-    @waited_with_events
+    @blocking_with_events
     async def wait(self) -> None:
         """Wait until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
         await self._all_up()
 
-    @waited_with_events
+    @blocking_with_events
     async def up(self) -> list[Endpoint]:
         """Every engine that can be sent weights; waits until there is one."""
         assert self.slots, "there are no engines"
@@ -216,7 +216,7 @@ class Engines:
         _, scores = await self._request(len(sequences), longest, lambda actor: actor.score.remote(sequences))
         return scores
 
-    @waited_with_events
+    @blocking_with_events
     async def sleep(self) -> list[Slept]:
         """Have every engine give up its memory, and start none until `wake`; what each has given up.
 
@@ -237,7 +237,7 @@ class Engines:
         """Let engines start again in place of those that are lost. The others wake by a sync."""
         self._awake.set()
 
-    @waited_with_events
+    @blocking_with_events
     async def switch(self, serving: Serving) -> None:
         """Replace all engines by ones of `serving`. The new engines answer the groups that are under way."""
         self._serving, self._newest = serving, serving.version

@@ -31,7 +31,7 @@ Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `Engines.admit`."""
 
 
-class EnvironmentError(RuntimeError):
+class BlockedEnvironmentError(RuntimeError):
     """An environment keeps all others from their turn."""
 
 
@@ -70,7 +70,7 @@ class Conversations:
         if self._turn.done():
             self._turn, self._asked = self._background.begin(asyncio.sleep(0)), now
         elif now - self._asked > self._config.timeout_s:
-            raise EnvironmentError(
+            raise BlockedEnvironmentError(
                 f"found an environment ({self._config.label}) that has blocked all its other answers for "
                 f"{self._config.timeout_s:g} s (environment.timeout_s), expected one that awaits what it waits for. "
                 "Use asyncio.sleep, asyncio.to_thread or a subprocess of asyncio in it"

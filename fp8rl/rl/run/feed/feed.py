@@ -22,7 +22,7 @@ from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_tr
 from fp8rl.rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from fp8rl.rl.run.feed.judging import JudgedAnswer
 from fp8rl.rl.run.feed.problems import training_problems
-from fp8rl.rl.run.feed.state import Answered, FeedState
+from fp8rl.rl.run.feed.state import FeedState, SavedGroup
 from fp8rl.rl.run.sampling import PendingGroup, Sampling, done
 from fp8rl.rollout.tasks.chat import answer_ids
 from fp8rl.rollout.types import Group, Problem, Prompt, Trajectory, prompt_ids
@@ -160,7 +160,7 @@ class SampledFeed(Feed):
 
     def state(self) -> FeedState:
         answered = [
-            Answered.of(item.number, item.group, item.answers.result()) for item in self._admitted if item.answered
+            SavedGroup.of(item.number, item.group, item.answers.result()) for item in self._admitted if item.answered
         ]
         return FeedState(self._next, [item.number for item in self._admitted], answered)
 
@@ -229,7 +229,7 @@ class SampledFeed(Feed):
         (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
         return Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
 
-    def _admit(self, number: int, before: Answered | None = None) -> PendingGroup:
+    def _admit(self, number: int, before: SavedGroup | None = None) -> PendingGroup:
         """before: the group's answers, if they are those that are asked for."""
         group = self._ready.pop(number, None) or self._group(number)
         drawn, judge = self._sampling.at(self._experiment.rollout.temperature), self._sampling.judge

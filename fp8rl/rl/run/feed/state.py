@@ -24,7 +24,7 @@ GROUPS = "groups.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
-class Answered:
+class SavedGroup:
     """The answers to one prompt of a step to come."""
 
     number: int
@@ -48,7 +48,7 @@ class Answered:
     supports: list[list[list[int]] | None] | None = None
 
     @classmethod
-    def of(cls, number: int, group: Group, answers: Sequence[Trajectory]) -> Answered:
+    def of(cls, number: int, group: Group, answers: Sequence[Trajectory]) -> SavedGroup:
         plain = [(group.prompt.token_ids, seed) for seed in group.seeds]
         own = [] if [(answer.prompt_ids, answer.seed) for answer in answers] == plain else answers
         return cls(
@@ -102,7 +102,7 @@ class FeedState:
     """Number of the first prompt that was not admitted yet."""
     admitted: list[int]
     """Numbers of prompts that were admitted and are not trained on yet, oldest first."""
-    answered: list[Answered]
+    answered: list[SavedGroup]
     """Those of them whose answers are there."""
 
     @property
@@ -127,12 +127,12 @@ class FeedState:
 _STATE = TypeAdapter(FeedState)
 
 
-def read_answered(path: Path) -> list[Answered]:
+def read_answered(path: Path) -> list[SavedGroup]:
     """The groups of a checkpoint's file; none if it has no such file. Raises `UserError` for a damaged line."""
     return whole_json_lines(path, "groups", _parse) if path.is_file() else []
 
 
-def _line(group: Answered) -> str:
+def _line(group: SavedGroup) -> str:
     """A line of the file; a log-probability that is not finite is null."""
     logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
     values = {**vars(group), "logprobs": logprobs}
@@ -141,9 +141,9 @@ def _line(group: Answered) -> str:
     return json.dumps(values, allow_nan=False) + "\n"
 
 
-_ANSWERED = TypeAdapter(Answered)
+_ANSWERED = TypeAdapter(SavedGroup)
 
 
-def _parse(values: dict[str, Any]) -> Answered:
+def _parse(values: dict[str, Any]) -> SavedGroup:
     values["logprobs"] = [[math.nan if x is None else x for x in answer] for answer in values["logprobs"]]
     return _ANSWERED.validate_python(values)

@@ -17,7 +17,7 @@ import fp8rl.rl.run.background as background_module
 import fp8rl.rl.run.feed.conversations as conversations_module
 import fp8rl.rollout.tasks.environments.conversation as conversation_module
 from fp8rl.rl.run.failures import TooManyFailuresError
-from fp8rl.rl.run.feed.conversations import Conversations, EnvironmentError
+from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
 from fp8rl.rl.run.sampling import done
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.tasks.environments.config import EnvironmentSection
@@ -221,7 +221,9 @@ def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(
             conversations.check()
             await asyncio.sleep(0.05)
 
-    with pytest.raises(EnvironmentError, match=r"found an environment \(blocks\) that has blocked all its other ans"):
+    with pytest.raises(
+        BlockedEnvironmentError, match=r"found an environment \(blocks\) that has blocked all its other ans"
+    ):
         asyncio.run(looked())
 
 

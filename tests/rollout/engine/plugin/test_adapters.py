@@ -16,8 +16,8 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
-from fp8rl.weight_sync.frozen import HeldBase
-from fp8rl.weight_sync.manifest import Manifest, Recorder, Sent
+from fp8rl.weight_sync.frozen import FrozenBase
+from fp8rl.weight_sync.manifest import Manifest, Recorder, ShardDigests
 from tests.support.served_model import (
     ATTENTION,
     DEFINITION,
@@ -65,12 +65,12 @@ def update(weights: ServedWeights, tensors: dict[str, Tensor], version: str) -> 
 def expected(config: AdapterSection, tensors: dict[str, Tensor], version: int) -> Manifest:
     """The trainer's side of a sync of adapters alone, which are these."""
 
-    def sent(stream: dict[str, Tensor]) -> Sent:
+    def sent(stream: dict[str, Tensor]) -> ShardDigests:
         recorder = Recorder(DEFINITION.adapted(config).tensors)
         list(recorder.watch(stream.items()))
         return recorder.sent()
 
-    base = HeldBase()
+    base = FrozenBase()
     base.completed([sent(BASE | adapters(config, seed=9))], config, "weights and adapters")
     return Manifest.merged(version, SPEC, base.completed([sent(tensors)], config, "adapters"))
 

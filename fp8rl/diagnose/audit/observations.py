@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Observation:
     """Tensors of one class at one place, in one format."""
 
     key: str
@@ -40,7 +40,7 @@ class Sighting:
 # What the engine holds, class by class of the precision map.
 
 
-def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
+def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Observation]:
     """held: one rank's inventory (`rollout.engine.plugin.state.inventory`). numerics: as planned."""
     plan = precision_map(numerics)
     kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache", STATES: "engine.state"}
@@ -52,7 +52,7 @@ def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsCo
             key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
         # A router or an expert's bias may be in FP32.
         formats = (format_of(row.served),) if key == "engine.leftover" else plan[key].formats
-        found.append(Sighting(key, each.name, each.format, formats, bytes=each.bytes))
+        found.append(Observation(key, each.name, each.format, formats, bytes=each.bytes))
     return found
 
 
@@ -68,7 +68,7 @@ _BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "exper
 
 
 @dataclass(frozen=True)
-class Site:
+class ModuleRole:
     """One module of the trainer."""
 
     path: str
@@ -83,7 +83,7 @@ class Sites:
 
     def __init__(self, trainer: Trainer, numerics: NumericsConfig) -> None:
         """numerics: as planned."""
-        self._by_path: dict[str, Site] = {}
+        self._by_path: dict[str, ModuleRole] = {}
         self.parameters: dict[str, Part] = {}
         definition, spec = trainer.definition, numerics.trainer_spec
         rows = {name: held[0] for name, held in trainer.weights.rows(trainer.model).items()}
@@ -92,12 +92,12 @@ class Sites:
             inside = [row for name, row in rows.items() if name.startswith(f"{path}.") and row.kind]
             quantized = frozenset(definition.quantizes(row, spec) for row in inside)
             if part := _part(seen, bool(inside), path in heads):
-                self._by_path[path] = Site(path, part, quantized or frozenset({False}))
+                self._by_path[path] = ModuleRole(path, part, quantized or frozenset({False}))
         self.adapters = {name for name, row in rows.items() if row.adapts is not None}
         for name, row in rows.items():
             self.parameters[name] = self._part_of(name, row)
 
-    def at(self, path: str) -> Site | None:
+    def at(self, path: str) -> ModuleRole | None:
         """The innermost module that is known, of those around a path."""
         while path:
             if path in self._by_path:
@@ -105,7 +105,7 @@ class Sites:
             path = path.rpartition(".")[0]
         return None
 
-    def exactly(self, path: str) -> Site | None:
+    def exactly(self, path: str) -> ModuleRole | None:
         return self._by_path.get(path)
 
     def _part_of(self, name: str, row: TensorRow) -> Part:
@@ -160,7 +160,7 @@ _WEIGHTS: dict[Part, str] = {
 }
 
 
-def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Observation]:
     """Yield what is held after a backward: weights, what products have made of them, and gradients."""
     from fp8rl.trainer.inventory import inventory
 
@@ -169,10 +169,10 @@ def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) ->
         if part is not None:  # not padding
             keys = {"parameters": _WEIGHTS[part], "operands": "product.cached", "gradients": "gradient.buffer"}
             if key := keys.get(each.kind):
-                yield Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes)
+                yield Observation(key, each.name, each.format, plan[key].formats, bytes=each.bytes)
 
 
-def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
+def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Observation]:
     """Yield what the optimizer holds after an update, judged by value: before it, masters are what a checkpoint holds.
 
     A master whose moments are zero was never updated, and is taken for what its dtype says.
@@ -186,4 +186,4 @@ def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned
             gain = sites.parameters[parameter] == "norm"
             key = "moment" if kind == "moments" else "gain.master" if gain else "master"
             found = stored(tensor) if parameter in updated else format_of(tensor.dtype)
-            yield Sighting(key, name, found, plan[key].formats, bytes=tensor.nbytes)
+            yield Observation(key, name, found, plan[key].formats, bytes=tensor.nbytes)
