@@ -10,10 +10,10 @@ LINES = {
     "trainer": 9_483,
     "rollout": 9_640,
     "weight_sync": 1_457,
-    "rl": 14_695,
+    "rl": 14_707,
     "diagnose": 5_324,
     "cli": 1_748,
-    "tests": 55_524,
+    "tests": 55_523,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

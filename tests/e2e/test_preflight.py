@@ -104,7 +104,6 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
     slots = stack.experiment.rollout.cache_tokens + 1  # and SGLang's padding slot
     assert rows["engine.kv_cache"].bytes == 2 * 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * slots
     assert rows["engine.weight"].found == {"e4m3": sizes.layers * (4 + 3 * sizes.experts)}
-    assert [claim["id"] for claim in json.loads(result.stdout)["claims"]] == [f"002-{n}" for n in range(15, 20)]
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(

@@ -145,7 +145,7 @@ def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares
         ("", r"model\.architecture: found ARCHITECTURE = None in .*own\.py, expected a file with ARCHITECTURE"),
         ("ARCHITECTURE = 3", "found ARCHITECTURE = 3"),
         ("import nothing_of_the_kind", "found a module that ends in ModuleNotFoundError"),
-        ("import os; os._exit(3)", "ends the process that imports it, with exit code 3"),
+        ("import sys; sys.exit(3)", "found a module that ends in SystemExit: 3"),
     ],
 )
 def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str | None, said: str) -> None:

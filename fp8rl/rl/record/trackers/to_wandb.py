@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -176,6 +178,8 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
             finish_timeout_raises=True,
         ),
     )
+    atexit.unregister(_end_service)
+    atexit.register(_end_service)  # behind wandb's own, so that it runs before it
     started.define_metric("step", hidden=True)
     for group in ("basics", *METRIC_GROUPS):
         started.define_metric(f"{group}/*", step_metric="step")
@@ -183,3 +187,11 @@ def _start(run: Tracked, place: Path) -> wandb.Run:
     for name, summary in (SUMMARIES | basics).items():
         started.define_metric(name, step_metric="step", summary=summary)
     return started
+
+
+def _end_service() -> None:
+    """End wandb's process as this one ends. It may be gone: `ray job stop` ends all processes of a job at once."""
+    import wandb
+
+    with suppress(Exception):
+        wandb.teardown()
