@@ -42,7 +42,7 @@ class Scorer:
     Attributes:
         definition: what is known of the model before it is built. model: Megatron's, this rank's part of it.
         cache: the quantized weights that the forward uses, under its own count of weight changes.
-        placed: the base that it reads with engines (`weight_sync.frozen.Placed`); None: it has its weights for itself.
+        placed: the base that it reads with engines (`weight_sync.frozen.MappedBase`); None: it has its own weights.
     """
 
     placed: Any = None

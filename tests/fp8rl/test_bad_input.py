@@ -376,7 +376,7 @@ def test_a_page_replaces_none_of_the_user_s_files(run: Path, tmp_path: Path) -> 
     ):
         before = mine.read_bytes()
         result = result_of(*command)
-        assert result.exit_code == 2 and "which is a file that fp8rl has not written here" in result.output
+        assert result.exit_code == 2 and "which is no page" in result.output
         assert mine.read_bytes() == before
 
 

@@ -94,10 +94,10 @@ def test_nothing_cuts_the_closing_short(capsys: pytest.CaptureFixture[str]) -> N
 
 HUNG_UP = """
 import os, sys, time
-from fp8rl.rl.run.interrupts import Closing, interruptible
+from fp8rl.rl.run.interrupts import ShutdownStack, interruptible
 def close(): print("closing"); open(sys.argv[1], "w").write("closed")
 try:
-    with interruptible(), Closing() as closing:
+    with interruptible(), ShutdownStack() as closing:
         closing.callback(close)
         print("ready", flush=True)
         time.sleep(60)
@@ -122,7 +122,7 @@ def test_a_terminal_that_is_closed_interrupts_and_cuts_nothing_short(tmp_path: P
 STUCK = """
 import ctypes, os, subprocess, sys, threading
 from fp8rl.rl.run import interrupts
-from fp8rl.rl.run.interrupts import Closing, interruptible
+from fp8rl.rl.run.interrupts import ShutdownStack, interruptible
 interrupts._BURST_SECONDS, interrupts._END_SECONDS = 1.0, float(sys.argv[1])
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
 held = threading.Lock()
@@ -131,7 +131,7 @@ def close():
     print(child.pid, flush=True)
     while True:
         held.acquire(timeout=300) or exit()
-with interruptible(), Closing() as closing:
+with interruptible(), ShutdownStack() as closing:
     closing.callback(close)
     print("ready", flush=True)
     if sys.argv[2] == "library":

@@ -65,7 +65,7 @@ class Conversations:
         return self._background.begin(self._group(group, sampling, oldest))
 
     def check(self) -> None:
-        """Raise EnvironmentError if an environment never awaits. Who waits for answers calls this now and then."""
+        """Raise BlockedEnvironmentError if an environment never awaits. Who waits calls this at times."""
         now = time.monotonic()
         if self._turn.done():
             self._turn, self._asked = self._background.begin(asyncio.sleep(0)), now
