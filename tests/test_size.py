@@ -13,7 +13,7 @@ LINES = {
     "rl": 14_707,
     "diagnose": 5_324,
     "cli": 1_748,
-    "tests": 55_523,
+    "tests": 55_525,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.
 

@@ -143,7 +143,9 @@ async def check_history(tokenizer: Any, kind: Kind, draws: random.Random) -> str
     model = Model(tokenizer)
     prompt = Prompt(Problem("?", "!"), [])
     sampling = SamplingParams(4000, stop_token_ids=end_ids(tokenizer))
-    recording = Recording(Conversation(prompt, 7, sampling, model, tokenizer, 60.0, longest=9000), None, 9)
+    conversation = Conversation(prompt, 7, sampling, model, tokenizer, 60.0, longest=9000)
+    await conversation._scope.__aenter__()  # as while it is played: Python 3.11.2 moves no deadline before
+    recording = Recording(conversation, None, 9)
 
     async def answered() -> list[int]:
         """What the model was asked with, for the history that a program has sent."""
