@@ -12,7 +12,7 @@ LINES = {
     "weight_sync": 1_457,
     "rl": 14_707,
     "diagnose": 5_324,
-    "cli": 1_748,
+    "cli": 1_743,
     "tests": 55_525,
 }
 """Lines of Python files, blank ones and comments too. `cli` is what lies in fp8rl/ beside the packages.

@@ -1,4 +1,7 @@
-"""The command `fp8rl-certify`, which `fp8rl certify` runs, too."""
+"""The command `fp8rl-certify`, which `fp8rl certify` runs, too.
+
+Light to import, as every command of `fp8rl` imports it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
 
 from fp8rl_certify.errors import UserError, user_error
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
 _SERVER, _DUMP = "A server", "A dump"
@@ -88,7 +92,7 @@ def certify(
             _refuse_given(context, _OF_A_SERVER, "a dump, as it is for a server")
             sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
             text, shown, ok = _dump(dump, model, sampling, preset, tokens, page)
-    print(text) if as_json else _Terminal().print(shown, soft_wrap=True)
+    print(text) if as_json else _print(shown)
     if not ok:
         raise typer.Exit(1)
 
@@ -102,7 +106,12 @@ def _server(server: str, model: str | None, api_key: str | None, seconds: float)
     """Return the JSON, the text and whether all is well."""
     from fp8rl_certify.server import certify_server, rendered
 
-    found = certify_server(server, model, api_key, seconds=seconds, say=_progress())
+    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        found = certify_server(server, model, api_key, seconds=seconds, say=_progress())
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
     return found.to_json(), rendered(found), found.ok
 
 
@@ -132,18 +141,14 @@ def _dump(
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """Turn an error that the user can mend into one message and exit code 2, and Ctrl-C into 130."""
-    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     except UserError as error:
-        _Terminal(stderr=True).print(f"error: {error}", soft_wrap=True)
+        _print(f"error: {error}", stderr=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        _Terminal(stderr=True).print("interrupted")
+        _print("interrupted", stderr=True)
         raise typer.Exit(_INTERRUPTED) from None
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _refuse_given(context: typer.Context, names: Iterable[str], beside: str) -> None:
@@ -160,16 +165,12 @@ def _refuse_given(context: typer.Context, names: Iterable[str], beside: str) -> 
 
 
 def _progress() -> Callable[[RenderableType], None]:
-    return _Terminal(stderr=True).print
+    from fp8rl_certify.terminal import Terminal
+
+    return Terminal(stderr=True).print
 
 
-class _Terminal(Console):
-    """Shows texts as they are: no markup, no emoji, and no character that a terminal would obey."""
+def _print(shown: RenderableType, *, stderr: bool = False) -> None:
+    from fp8rl_certify.terminal import Terminal
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **settings)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        for piece in super().render(renderable, options):
-            text = "".join(letter for letter in piece.text if letter.isprintable() or letter in "\n\t")
-            yield piece if piece.control else Segment(text, piece.style)
+    Terminal(stderr=stderr).print(shown, soft_wrap=True)

@@ -7,18 +7,13 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from fp8rl.commands import AsJson, Overrides, SpecPath, end, progress, show, user_errors
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.run.interrupts import interruptible
-
-if TYPE_CHECKING:
-    pass
-
-Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
 
 
 def doctor(
