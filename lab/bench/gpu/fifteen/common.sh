@@ -25,7 +25,7 @@ wait
 find "$TRITON_CACHE_DIR" -name '__grp__*.json' -exec sed -i "s#@CACHE@#$TRITON_CACHE_DIR#g" {} +
 export PYTHONPATH=$PWD/.fifteen/$N/stand_ins:$ROOM/site:$PWD
 # Without a GPU SGLang's engine is that for CPUs.
-[ -n "$REHEARSE" ] && export PYTHONPATH=$PWD/cpu_stubs/src:$PYTHONPATH CUDA_VISIBLE_DEVICES=
+[ -n "$REHEARSE" ] && export PYTHONPATH=$PWD/requirements/cpu_stubs/src:$PYTHONPATH CUDA_VISIBLE_DEVICES=
 say unpacked
 
 # part LIMIT NAME...: parts of the bench, ended together after LIMIT seconds. Rows are in $OUT/gpu.jsonl as they come.
