@@ -76,6 +76,8 @@ LEFT_OUT = re.compile(
     r"|^tvm_ffi/(3rdparty|src|lib/libtvm_ffi_testing|include)|_cu12\.abi3\.so$"
     rf"|^transformers/models/(?!({'|'.join(MODELS)})/)[^/]+/(modeling|modular|convert)_"
 )
+STAGES = re.compile(r"\.(source|ttir|ttgir|llir|ptx)$")
+"""Files of a Triton cache that no launch needs: what a kernel was before it was a cubin."""
 CALLS = {1: ("te", "deepgemm", "trainer", "kernels"), 2: ("engine", "ray", "trainer", "kernels")}
 """The archives that each carries."""
 HOMES = {
@@ -205,7 +207,7 @@ def pack(target: Path, members: Iterable[Path]) -> None:
     filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     with lzma.open(part, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for member in members:
-            archive.add(member, member.name)
+            archive.add(member, member.name, filter=lambda file: None if STAGES.search(file.name) else file)
     part.rename(target)
 
 
