@@ -34,7 +34,7 @@ SERVED = {"prompt": _COMMON | {"prompt", "echo"}, "messages": _COMMON | CHAT_SET
 """The settings that a request may have, by what it must have. SGLang takes a hundred more: it ignores some, some take
 another request's answer, and some end the engine. It ignores misspelt ones."""
 BOUNDS = {"n": (1, 128), "seed": (0, 2**63 - 1), "logprobs": (0, 20), "top_logprobs": (0, 20), "top_k": (-1, 2**31 - 1)}
-"""The least and the greatest value of a setting. Other values would end the engine."""
+"""The least and the greatest value of a setting. Others would end the engine, but for `n`: -3 would be taken for 1."""
 _sent: ContextVar[dict[str, Any]] = ContextVar("sent")
 """The body of the chat that is being answered, with its messages as they are read in training."""
 _ends = lru_cache(maxsize=1)(end_ids)
@@ -77,8 +77,6 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
     if chat and request.continue_final_message and len(chat[-1]) > 2:
         yield "continue_final_message", "found more than a content in the last message, expected that alone"
     prompt = sent.get("prompt") if isinstance(sent.get("prompt"), list) else []
-    if [] in prompt or "" in prompt:
-        yield "prompt", "found an empty one in the list, expected at least one token in each"
     tokens = [("stop_token_ids", token) for token in request.stop_token_ids or ()]
     tokens += [("prompt", token) for part in prompt for token in (part if isinstance(part, list) else [part])]
     vocabulary = serving.tokenizer_manager.model_config.vocab_size
