@@ -25,7 +25,6 @@ REMOVALS = {
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "fp8rl/rl/run/stack.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
-    "fp8rl/rollout/tasks/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
     "fp8rl/rollout/engine/server/scratch.py": {
         "mkdtemp",
         "rename",

@@ -31,7 +31,7 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
     asked = [config.label for config in e.rewards.functions if config.function == "environment"]
     if asked and e.environment.function == SINGLE_TURN:
         found = f"{SINGLE_TURN} with the reward {asked[0]}, which reads what the environment returns"
-        remedy = "Name one (environment: guess), or another reward."
+        remedy = "Name one (environment: mine.py:play), or another reward."
         yield user_error("environment", found, "an environment that returns numbers", remedy)
     if e.sync.pause == "in_place" and exact:
         expected = (

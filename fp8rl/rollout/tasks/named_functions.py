@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import math
 import os
 import struct
@@ -48,7 +47,12 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever a module may raise while it is imported or asked, sys.exit() included
-        raise _not_imported(name, key, f"this one ends in {type(error).__name__}: {error}") from error
+        raise user_error(
+            key,
+            found=name,
+            expected=f"a module that can be imported; this one ends in {type(error).__name__}: {error}",
+            remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
+        ) from error
     if not callable(call):
         names = [
             n
@@ -63,32 +67,6 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
         )
     found: Callable[..., Any] = call
     return found
-
-
-def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signature:
-    """Return the parameters of a user's function.
-
-    Raises:
-        UserError: naming `key`: Python cannot see them.
-    """
-    try:
-        return inspect.signature(call)
-    except Exception as error:  # whatever an object may raise that says its signature itself
-        raise user_error(
-            key,
-            found=name,
-            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
-            remedy="Name another, or correct this one.",
-        ) from error
-
-
-def _not_imported(name: str, key: str, why: str) -> UserError:
-    return user_error(
-        key,
-        found=name,
-        expected=f"a module that can be imported; {why}",
-        remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
-    )
 
 
 # The numbers that a user's function returns: one, or some with names.

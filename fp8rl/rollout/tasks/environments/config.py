@@ -61,9 +61,8 @@ class EnvironmentSection(Section):
     shorthand: ClassVar[str] = "function"
 
     function: SpecFunction = SINGLE_TURN
-    """One of ours (`single_turn`, `calculator`, `python`, `guess`),
-    `harness` for a program that speaks OpenAI's API,
-    `package.module:name` or `path/to/file.py:name`."""
+    """`single_turn`, `harness` for a program that speaks OpenAI's API, `package.module:name` or
+    `path/to/file.py:name`."""
     harness: HarnessSection | None = None
     """The program of `function: harness`."""
     timeout_s: float = Field(default=60.0, gt=0.0)

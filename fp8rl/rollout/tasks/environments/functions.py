@@ -10,25 +10,28 @@ from functools import partial
 from typing import Any
 
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rollout.tasks.environments.config import HARNESS, EnvironmentSection, HarnessSection
+from fp8rl.rollout.tasks.environments.config import HARNESS, SINGLE_TURN, EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.harness import Harness
-from fp8rl.rollout.tasks.named_functions import named_object, signature_of
+from fp8rl.rollout.tasks.named_functions import named_object
 from fp8rl.rollout.tasks.tool_calls import parsers
 
 Environment = Callable[[Conversation], Awaitable[Any]]
 
-BUILT_IN = {
-    "single_turn": "fp8rl.rollout.tasks.environments.builtin:single_turn",
-    "calculator": "fp8rl.rollout.tasks.environments.builtin:calculator",
-    "python": "fp8rl.rollout.tasks.environments.sandbox:python",
-    "guess": "fp8rl.rollout.tasks.environments.builtin:guess",
-}
+BUILT_IN = {SINGLE_TURN: "fp8rl.rollout.tasks.environments.functions:single_turn", HARNESS: ""}
 _EXAMPLES = {
+    "calculator": "examples/environments.py, and name environments.py:calculator",
+    "guess": "examples/environments.py, and name environments.py:guess",
+    "python": "examples/python_tool.py and examples/limited.py, and name python_tool.py:python",
     "openenv": "examples/openenv.py, and name openenv.py:openenv",
     "verifiers": "examples/verifiers_task.py, and run it by function=harness (docs/agents.md)",
 }
 """Environments of ours once, and where they are now."""
+
+
+async def single_turn(conversation: Conversation) -> None:
+    """Let the model answer the question."""
+    await conversation.sample()
 
 
 def load_environment(config: EnvironmentSection, key: str = "environment") -> Environment:
@@ -50,8 +53,7 @@ def load_environment(config: EnvironmentSection, key: str = "environment") -> En
             expected=f"function={HARNESS}, which runs it",
             remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
         )
-    built_in = BUILT_IN | {HARNESS: ""}
-    environment = _coroutine(config.function, f"{key}.function", built_in, ["a conversation"], config.kwargs)
+    environment = _coroutine(config.function, f"{key}.function", BUILT_IN, ["a conversation"], config.kwargs)
     return partial(environment, **config.kwargs)
 
 
@@ -114,7 +116,7 @@ def _coroutine(
             expected="an async function, as it waits for the model",
             remedy=f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ...",
         )
-    signature = signature_of(call, name, key)
+    signature = inspect.signature(call)
     try:
         signature.bind(*[None] * len(given), **kwargs)
     except TypeError as error:

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
-from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers, named_object, signature_of
+from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers, named_object
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
 
@@ -133,7 +133,7 @@ def load_function(config: RewardSection, key: str) -> RewardFunction:
             what is offered and `kwargs`.
     """
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
-    parameters = signature_of(call, config.function, f"{key}.function").parameters
+    parameters = inspect.signature(call).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [name for name in config.kwargs if (name not in named and not takes_any) or name in OFFERED]:
