@@ -10,13 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
-from fp8rl.rollout.tasks.tokens import text_size
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
@@ -78,13 +76,8 @@ class CompletionRequest:
     """Tools may be called."""
     prompt: str | tuple[int, ...] = ""
     """Text or tokens of a text completion."""
-
-    @property
-    def size(self) -> int:
-        """The least bytes of text that become tokens: keys that a chat template may leave out are not counted."""
-        calls = [call["function"] for message in self.messages for call in message.get("tool_calls", ())]
-        contents = [message["content"] for message in self.messages]
-        return text_size([contents, calls, self.tools, self.stop, self.prompt if isinstance(self.prompt, str) else ""])
+    size: int = 0
+    """Bytes of its body."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +130,6 @@ class Answer:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
-def _expecting(text: str) -> WrapValidator:
-    """Say in these words what a value should be, whatever is wrong with it; a part of it may have words of its own."""
-
-    def checked(value: Any, handler: Any) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            if error.errors()[0]["type"] == "expected":
-                raise
-            raise PydanticCustomError("expected", text) from None  # type: ignore[arg-type]
-
-    return WrapValidator(checked)
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -159,9 +138,9 @@ class _Function(_Strict):
     """A function of `tools`."""
 
     name: str
-    description: Annotated[str | None, _expecting("a text")] = None
-    parameters: Annotated[dict[str, Any] | None, _expecting("an object")] = None
-    strict: Annotated[bool | None, _expecting("true or false")] = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(_Strict):
@@ -176,24 +155,17 @@ class _ChatTemplateKwargs(_Strict):
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Count = Annotated[int | None, Field(ge=1), _expecting("a whole number from 1")]
+_Count = Annotated[int | None, Field(ge=1)]
 
 
 class _Settings(_Strict):
-    """The settings whose form is refused in one sentence."""
+    """The settings whose form is checked."""
 
     max_completion_tokens: _Count = None
     max_tokens: _Count = None
-    stop: Annotated[
-        _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS)],
-        _expecting(f"a text or a list of up to {MOST_STOPS} texts, none of them empty"),
-    ] = []
-    tools: Annotated[
-        list[Annotated[_Tool, _expecting("a function with a name")]], _expecting("a list of functions")
-    ] = []
-    chat_template_kwargs: Annotated[_ChatTemplateKwargs, _expecting("enable_thinking alone, true or false")] = (
-        _ChatTemplateKwargs()
-    )
+    stop: Annotated[list[_Text], Field(max_length=MOST_STOPS)] = []
+    tools: list[_Tool] = []
+    chat_template_kwargs: _ChatTemplateKwargs = _ChatTemplateKwargs()
 
 
 def read_request(
@@ -230,15 +202,17 @@ def read_request(
         )
     _check_sampling(found, sampling, override)
     try:
-        settings = _Settings.model_validate(found)
+        stop = found.get("stop", [])
+        settings = _Settings.model_validate(found | {"stop": [stop] if isinstance(stop, str) else stop})
     except ValidationError as error:
         first = error.errors()[0]
         place, value = ".".join(map(str, first["loc"])), _brief(first["input"])
-        raise Refusal(f"{place}: found {value}, expected {first['msg']}", str(first["loc"][0])) from error
+        raise Refusal(f"{place}: found {value}. {first['msg']}", str(first["loc"][0])) from error
     options = found.get("stream_options")
     request: dict[str, Any] = {
+        "size": len(body),
         "max_tokens": settings.max_completion_tokens or settings.max_tokens,
-        "stop": (settings.stop,) if isinstance(settings.stop, str) else tuple(settings.stop),
+        "stop": tuple(settings.stop),
         "stream": bool(found.get("stream")),
         "include_usage": bool(isinstance(options, dict) and options.get("include_usage")),
     }
