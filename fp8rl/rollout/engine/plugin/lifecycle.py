@@ -21,12 +21,11 @@ from fp8rl.numerics.backend.implementation import choose
 from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles
 from fp8rl.numerics.core.memory import ZEROS, give_back, placeholders
 from fp8rl.numerics.core.shared_memory import mapped
-from fp8rl.rollout.engine import protocol
 from fp8rl.rollout.engine.plugin import op_probe
 from fp8rl.rollout.engine.plugin.families import check_forms
 from fp8rl.rollout.engine.plugin.parameters import AdaptedRows
 from fp8rl.rollout.engine.plugin.state import cache_buffers, inventory, report, state, state_buffers
-from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Memory
+from fp8rl.rollout.engine.protocol import CACHE, RELEASED, WEIGHTS, Held, Memory, from_action, to_checksums
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,41 +108,32 @@ def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
-    """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: protocol.Message
-    match protocol.from_action(action):
-        case None:
-            return original(self, action=action, allow_quant_error=allow_quant_error)
-        case protocol.Commit(version=version):
-            answer = protocol.Held(entries=state().weights.commit(version))
-            capture_again(self)
-        case protocol.MapBase(address=address):
-            answer = map_base(address)
-        case protocol.ReadManifest():
-            answer = protocol.Held(entries=state().weights.manifest())
-        case protocol.Probe(recording=recording):
-            answer = protocol.ProbeAnswer(sha256=op_probe.answer(self, recording))
-        case protocol.ReadReport():
-            answer = report(self)
-        case protocol.ReadInventory():
-            answer = protocol.Inventory(held=inventory(state().weights, self))
-        case protocol.ReadMemory():
-            answer = memory(self)
-        case protocol.Ping():
-            answer = protocol.Pong(weight_version=state().weights.version)
+    """`ModelRunner.check_weights`: answer a call of ours (`CALLS`), in SGLang's form of an answer."""
+    if (call := from_action(action)) is None:
+        return original(self, action=action, allow_quant_error=allow_quant_error)
+    name, arguments = call
+    answer = CALLS[name](self, **arguments)
     own = state().weights.rank
     parallelism = {"tp_rank": own.rank, "tp_size": own.ranks, "rank": own.rank, "size": own.ranks}
     parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
-    return {"checksums": protocol.to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
+    return {"checksums": to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 
-def map_base(address: str) -> protocol.Mapped:
-    """Compute with the weights at this address from the next commit on."""
+def commit(runner: Any, version: str) -> Held:
+    """Rebuild the GEMM operands of the weights, and name the weights `version`; return the digests."""
+    entries = state().weights.commit(version)
+    capture_again(runner)
+    return Held(entries=entries)
+
+
+def map_base(runner: Any, address: str) -> int:
+    """Compute with the weights of a shared base (`models.shared_base`) at this address (`numerics.core.shared_memory`),
+    not in the engine's own memory, from the next commit on; return their bytes."""
     current = state()
     flat = mapped(address)
     current.weights.map_base(SharedBase(flat, current.weights.definition, current.numerics.rollout_spec))
     give_back()
-    return protocol.Mapped(bytes=flat.nbytes)
+    return flat.nbytes
 
 
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
@@ -292,3 +282,16 @@ def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> Non
     if self._engine_paused and not recv_reqs:
         state().weights.prepare()
         self.maybe_sleep_on_idle()
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "commit": commit,
+    "map_base": map_base,
+    "manifest": lambda runner: Held(entries=state().weights.manifest()),
+    "probe": lambda runner, recording: op_probe.answer(runner, Path(recording)),
+    "report": report,
+    "inventory": lambda runner: inventory(state().weights, runner),
+    "memory": memory,
+    "ping": lambda runner: state().weights.version,
+}
+"""What an engine's owner may ask its plugin: functions of SGLang's ModelRunner and of the call's arguments."""

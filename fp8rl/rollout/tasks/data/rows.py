@@ -141,9 +141,7 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
         return TableRows(_split(_directory(path, name, key, texts), split, path, key), path, key)
     for what, value in (("name", name), ("split", split)):
         if value is not None:
-            raise user_error(
-                f"{key}.{what}", found=value, expected=f"none, as {path} is one file", remedy=f"Remove {key}.{what}."
-            )
+            raise user_error(f"{key}.{what}", value, f"none, as {path} is one file", f"Remove {key}.{what}.")
     if path.suffix == ".parquet" and path.is_file():
         datasets = _quiet_datasets()
         try:
@@ -235,10 +233,7 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
     if not isinstance(found, dict):
         if split is not None:
             raise user_error(
-                f"{key}.split",
-                found=split,
-                expected=f"none, as {path} was saved as a single split",
-                remedy=f"Remove {key}.split.",
+                f"{key}.split", split, f"none, as {path} was saved as a single split", f"Remove {key}.split."
             )
         return found
     if split is None and len(found) == 1:

@@ -144,10 +144,7 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
             raise user_error(where, found=turn, expected=expected, remedy=remedy)
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise user_error(
-            where,
-            found=turns,
-            expected="chat messages of which the last one says something that the assistant can answer",
-            remedy=remedy,
+            where, turns, "chat messages of which the last one says something that the assistant can answer", remedy
         )
     return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
 

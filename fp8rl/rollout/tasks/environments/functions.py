@@ -87,9 +87,7 @@ def _check_parser(harness: HarnessSection, key: str) -> None:
 
 def _check_command(harness: HarnessSection, key: str) -> None:
     if harness.directory is not None and not os.path.isdir(harness.directory):
-        raise user_error(
-            f"{key}.harness.directory", found=harness.directory, expected="a folder", remedy="Correct the path."
-        )
+        raise user_error(f"{key}.harness.directory", harness.directory, "a folder", "Correct the path.")
     program = harness.command[0]
     if os.sep in program:
         # A relative one, which no file says, is relative to where it runs.
@@ -99,9 +97,7 @@ def _check_command(harness: HarnessSection, key: str) -> None:
     else:
         looked, expected = program, f"a program in PATH, which is {os.environ.get('PATH', os.defpath)}"
     if shutil.which(looked) is None:
-        raise user_error(
-            f"{key}.harness.command", found=looked, expected=expected, remedy="Correct its path, or install it."
-        )
+        raise user_error(f"{key}.harness.command", looked, expected, "Correct its path, or install it.")
 
 
 def _coroutine(
