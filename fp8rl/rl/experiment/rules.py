@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.weight_sync.config import reason_to_send
 
 if TYPE_CHECKING:

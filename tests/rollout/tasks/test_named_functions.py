@@ -7,7 +7,7 @@ import pytest
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.tasks.named_functions import named_object
-from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
+from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.experiment.validation import expected_of
 from fp8rl.rollout.tasks.environments.functions import load_environment
+from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
 
 
 def check_functions(experiment: Experiment) -> None:

@@ -49,7 +49,7 @@ def main() -> None:
         line = lifeline.readline()
     if not line.endswith(b"\n"):
         raise SystemExit(
-            "The launcher is started by fp8rl.rollout.engine.server.server, which writes one JSON line to its input"
+            "The launcher is started by fp8rl.rollout.engine.server, which writes one JSON line to its input"
         )
     request = json.loads(line)
     host = request["arguments"][request["arguments"].index("--host") + 1]

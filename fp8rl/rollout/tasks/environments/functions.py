@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fp8rl.numerics.core.errors import user_error
-from fp8rl.rollout.tasks.environments.config import HARNESS, SINGLE_TURN, EnvironmentSection, HarnessSection
+from fp8rl.rollout.tasks.environments import HARNESS, SINGLE_TURN, EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.harness import Harness
 from fp8rl.rollout.tasks.named_functions import named_object

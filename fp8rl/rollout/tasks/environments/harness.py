@@ -19,9 +19,8 @@ from aiohttp.typedefs import Handler
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.deadlines import end, end_process
 from fp8rl.rollout.loopback import reach_loopback
-from fp8rl.rollout.tasks.environments import supervisor
+from fp8rl.rollout.tasks.environments import HarnessSection, supervisor
 from fp8rl.rollout.tasks.environments.branch import ConversationOverError
-from fp8rl.rollout.tasks.environments.config import HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.tasks.openai import MODEL, Refusal, error_body, read_request

@@ -10,7 +10,7 @@ from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.run.evaluation import HeldOut, set_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import Problem, SamplingParams, Trajectory
 from tests.support.preconditions import merged, refusal
 

@@ -14,8 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.tasks.data import rows
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems, rows
 from fp8rl.rollout.types import Problem
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.functions import load_environment
 
 

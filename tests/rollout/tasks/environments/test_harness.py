@@ -27,7 +27,7 @@ import fp8rl.rollout.tasks.environments.harness as harness_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection, HarnessSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
 from fp8rl.rollout.tasks.environments.harness import Harness, ProgramEndpoint, ProgramError
