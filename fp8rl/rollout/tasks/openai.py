@@ -189,18 +189,7 @@ def read_request(
         raise Refusal(message, "model", 404, "model_not_found")
     for name in found.keys() - SETTINGS - _IGNORED - (CHAT_SETTINGS if chat else {"prompt"}):
         raise Refusal(f"{name[:80]}: is not supported for a program in training. Leave it out", name[:80])
-    for name, values in _CONSTANTS.items():
-        if name in found and found[name] not in values:
-            expected = f"{' or '.join(map(repr, values))}, as all that is sampled is trained on. Leave it out"
-            raise Refusal(f"{name}: found {_brief(found[name])}, expected {expected}", name)
-    if (choice := found.get("tool_choice", "auto")) not in ("auto", "none") and "tool_choice" not in override:
-        raise Refusal(
-            f"tool_choice: found {_brief(choice)}, expected 'auto' or 'none', as a forced call would "
-            "be sampled under a grammar. Have the program send 'auto'; or write tool_choice into "
-            "environment.harness.override, and it is treated as 'auto'",
-            "tool_choice",
-        )
-    _check_sampling(found, sampling, override)
+    _check_constants(found, sampling, override)
     try:
         stop = found.get("stop", [])
         settings = _Settings.model_validate(found | {"stop": [stop] if isinstance(stop, str) else stop})
@@ -226,35 +215,23 @@ def read_request(
         messages=tuple(read_message(message, f"messages.{number}") for number, message in enumerate(messages)),
         tools=tuple(found.get("tools", ())),
         chat_template_kwargs=tuple(found.get("chat_template_kwargs", {}).items()),
-        may_call=choice != "none" and bool(found.get("tools")),
+        may_call=found.get("tool_choice") != "none" and bool(found.get("tools")),
     )
 
 
-def _check_sampling(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
-    """Refuse other sampling than the run's: a token's log-probability is that of the run's distribution."""
-    own = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "seed": None,
-    }
-    for name, value in own.items():
-        if (
-            name not in found
-            or found[name] == value
-            or name in override
-            or (name != "seed" and not sampling.temperature)
-        ):
-            continue
-        expected = "none: each conversation has one" if name == "seed" else f"{value:g}, that of the run"
-        raise Refusal(
-            f"{name}: found {_brief(found[name])}, expected {expected}. Leave it out; or write {name} into "
-            "environment.harness.override, and the program's value is ignored",
-            name,
-        )
+def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
+    """Refuse settings other than the run's: all that is sampled is trained on, by the run's distribution."""
+    own: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
+    if sampling.temperature:  # else it is greedy whatever they say
+        own |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
+        own |= {"frequency_penalty": (0,), "presence_penalty": (0,)}
+    for name, values in (_CONSTANTS | own).items():
+        if name in found and found[name] not in values and name not in override:
+            remedy = "Leave it out"
+            if name in own:
+                remedy += f"; or write {name} into environment.harness.override, and the program's value is ignored"
+            expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
+            raise Refusal(f"{name}: found {_brief(found[name])}, expected {expected}. {remedy}", name)
 
 
 def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:

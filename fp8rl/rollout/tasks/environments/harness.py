@@ -9,9 +9,10 @@ import asyncio
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -33,8 +34,6 @@ _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRT
 """Variables of the run that a command is given; keys of other services are not among them."""
 _KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
 """Bytes of the end of a command's output, in which its result stands, and of its errors, which a message has."""
-_PIECE = 1 << 16
-"""Bytes that are read at a time."""
 _CHAT = "/v1/chat/completions"
 _MOST_BYTES = 32 << 20
 """The longest body, unpacked."""
@@ -97,57 +96,34 @@ class Harness:
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
         environment = {name: os.environ[name] for name in names if name in os.environ} | own
         reach_loopback(environment)
-        process = await asyncio.create_subprocess_exec(
-            *supervisor.COMMAND,
-            *config.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=config.directory,
-            env=environment,
-        )
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
-        try:
-            output, errors = await _communicated(process, json.dumps(given, default=str).encode())
-        finally:
-            await end_process(process)  # which ends what it has started
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # what it says takes no memory
+            process = await asyncio.create_subprocess_exec(
+                *supervisor.COMMAND,
+                *config.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                cwd=config.directory,
+                env=environment,
+            )
+            try:
+                await process.communicate(json.dumps(given, default=str).encode())
+            finally:
+                await end_process(process)  # which ends what it has started
+            printed, said = _end_of(output, _KEPT_OUTPUT), _end_of(errors, _KEPT_ERRORS)
         if process.returncode:
-            said = errors.decode(errors="replace").strip()
             raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
-        lines = output.decode(errors="replace").strip().splitlines()
         try:
-            return json.loads(lines[-1]) if lines else None
+            return json.loads(printed.splitlines()[-1]) if printed else None
         except ValueError:
             return None
 
 
-async def _communicated(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:
-    """Send a command its input and wait for its end; return the ends of its output and of its errors.
-
-    Reading never stops, so that a command that says much goes on, and takes no memory here.
-    """
-
-    async def send(stdin: asyncio.StreamWriter) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it need not read
-            stdin.write(given)
-            await stdin.drain()
-        stdin.close()
-
-    assert process.stdin and process.stdout and process.stderr
-    _, output, errors = await asyncio.gather(
-        send(process.stdin), _last(process.stdout, _KEPT_OUTPUT), _last(process.stderr, _KEPT_ERRORS)
-    )
-    await process.wait()
-    return output, errors
-
-
-async def _last(stream: asyncio.StreamReader, count: int) -> bytes:
-    """Read a stream to its end; return its last `count` bytes."""
-    kept = bytearray()
-    while piece := await stream.read(_PIECE):
-        kept += piece
-        del kept[:-count]
-    return bytes(kept)
+def _end_of(file: IO[bytes], count: int) -> str:
+    """Return the text of the last `count` bytes of a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - count))
+    return file.read().decode(errors="replace").strip()
 
 
 # The endpoint of all conversations.
