@@ -1,4 +1,4 @@
-"""OpenAI's protocol of chat and text completions: its requests, its answers, its form of an error.
+"""OpenAI's protocol of chat and text completions: its requests and its answers.
 
 A request of a program that is trained with is parsed here, and refused where its answer would differ from OpenAI's.
 """
@@ -39,7 +39,6 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
 }
 """Settings, and all the values that they may have."""
-MOST_STOPS = 128
 
 
 class Refusal(Exception):
@@ -48,12 +47,6 @@ class Refusal(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
-
-
-def error_body(message: str, status: int = 400, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ class _Settings(_Strict):
 
     max_completion_tokens: _Count = None
     max_tokens: _Count = None
-    stop: Annotated[list[_Text], Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[_Text], Field(max_length=128)] = []
     tools: list[_Tool] = []
     chat_template_kwargs: _ChatTemplateKwargs = _ChatTemplateKwargs()
 

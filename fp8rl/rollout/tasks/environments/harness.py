@@ -24,7 +24,7 @@ from fp8rl.rollout.tasks.environments import HarnessSection, supervisor
 from fp8rl.rollout.tasks.environments.branch import ConversationOverError
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.recording import Recording
-from fp8rl.rollout.tasks.openai import MODEL, Refusal, error_body, read_request
+from fp8rl.rollout.tasks.openai import MODEL, Refusal, read_request
 from fp8rl.rollout.types import Problem, SamplingParams
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
@@ -218,8 +218,9 @@ async def _in_openais_form(request: web.Request, handler: Handler) -> web.Stream
 
 
 def _refused(refusal: Refusal) -> web.Response:
-    body = error_body(str(refusal), refusal.status, refusal.param, refusal.code)
-    return web.json_response(body, status=refusal.status)
+    """Return an error in OpenAI's form."""
+    error = {"message": str(refusal), "type": "invalid_request_error", "param": refusal.param, "code": refusal.code}
+    return web.json_response({"error": error}, status=refusal.status)
 
 
 async def _streamed(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
