@@ -76,7 +76,7 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
         yield "tools", "found some, expected a server that knows the model's format of calls: --tool-parser"
     if chat and request.continue_final_message and len(chat[-1]) > 2:
         yield "continue_final_message", "found more than a content in the last message, expected that alone"
-    prompt = sent.get("prompt") if isinstance(sent.get("prompt"), list) else []
+    prompt: Any = sent.get("prompt") if isinstance(sent.get("prompt"), list) else []
     tokens = [("stop_token_ids", token) for token in request.stop_token_ids or ()]
     tokens += [("prompt", token) for part in prompt for token in (part if isinstance(part, list) else [part])]
     vocabulary = serving.tokenizer_manager.model_config.vocab_size

@@ -30,7 +30,12 @@ def main(command: list[str]) -> None:
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         os._exit(127)
-    signal.signal(signal.SIGTERM, lambda *_: (_kill_all(child), os._exit(1)))
+
+    def end(*_: object) -> None:
+        _kill_all(child)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
     _, status = os.waitpid(child, 0)
     _kill_all(child)
     sys.exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
