@@ -47,12 +47,9 @@ def load_environment(config: EnvironmentSection, key: str = "environment") -> En
         remedy = f"Copy {example}."
         raise user_error(f"{key}.function", config.function, "a function of a file: it is an example now", remedy)
     if config.harness is not None:
-        raise user_error(
-            f"{key}.harness",
-            found=f"a program beside function={config.function}",
-            expected=f"function={HARNESS}, which runs it",
-            remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
-        )
+        found, expected = f"a program beside function={config.function}", f"function={HARNESS}, which runs it"
+        remedy = f"Set {key}.function={HARNESS}, or remove {key}.harness."
+        raise user_error(f"{key}.harness", found, expected, remedy)
     environment = _coroutine(config.function, f"{key}.function", BUILT_IN, ["a conversation"], config.kwargs)
     return partial(environment, **config.kwargs)
 
@@ -61,43 +58,24 @@ def _harness(config: EnvironmentSection, key: str) -> Harness:
     harness = config.harness or HarnessSection()
     if config.kwargs or bool(harness.command) == (harness.program is not None):
         found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
-        raise user_error(
-            f"{key}.harness",
-            found=found,
-            expected="a command or a program, one of them",
-            remedy="Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}.",
-        )
-    _check_parser(harness, key)
+        remedy = "Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}."
+        raise user_error(f"{key}.harness", found, "a command or a program, one of them", remedy)
+    if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
+        expected = f"one that SGLang has: {', '.join(sorted(known))}"
+        remedy = "Choose the format of the model's family."
+        raise user_error(f"{key}.harness.tool_parser", harness.tool_parser, expected, remedy)
     if harness.program is not None:
         given = ["a base URL", "a key", "the problem"]
         return Harness(harness, _coroutine(harness.program, f"{key}.harness.program", {}, given, {}))
-    _check_command(harness, key)
-    return Harness(harness, None)
-
-
-def _check_parser(harness: HarnessSection, key: str) -> None:
-    if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
-        raise user_error(
-            f"{key}.harness.tool_parser",
-            found=harness.tool_parser,
-            expected=f"one that SGLang has: {', '.join(sorted(known))}",
-            remedy="Choose that of the model's family.",
-        )
-
-
-def _check_command(harness: HarnessSection, key: str) -> None:
     if harness.directory is not None and not os.path.isdir(harness.directory):
         raise user_error(f"{key}.harness.directory", harness.directory, "a folder", "Correct the path.")
     program = harness.command[0]
-    if os.sep in program:
-        # A relative one, which no file says, is relative to where it runs.
-        looked = os.path.join(os.path.abspath(harness.directory or "."), program)
-        there = "a folder is" if os.path.isdir(looked) else "a file without leave to run is"
-        expected = f"a program that can be run; {there if os.path.exists(looked) else 'nothing is'} there"
-    else:
-        looked, expected = program, f"a program in PATH, which is {os.environ.get('PATH', os.defpath)}"
-    if shutil.which(looked) is None:
-        raise user_error(f"{key}.harness.command", looked, expected, "Correct its path, or install it.")
+    if os.sep in program:  # a relative one, which no file says, is relative to where it runs
+        program = os.path.join(os.path.abspath(harness.directory or "."), program)
+    if shutil.which(program) is None:
+        expected = f"a program that can be run, by its path or in PATH, which is {os.environ.get('PATH', os.defpath)}"
+        raise user_error(f"{key}.harness.command", program, expected, "Correct its path, or install it.")
+    return Harness(harness, None)
 
 
 def _coroutine(

@@ -581,14 +581,14 @@ def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_i
 
     agent = tmp_path / "specs/bin/agent"
     assert loaded().harness.command == (str(agent), "a/b.py")  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=f"command: found '?{agent}.*without leave to run"):
+    with pytest.raises(UserError, match=f"command: found '?{agent}.*expected a program that can be run"):
         load_environment(loaded())
     agent.chmod(0o700)
     assert isinstance(load_environment(loaded()), Harness)
     for command, said in (
-        ("bin/agent", f"found '{tmp_path}/bin/agent', expected a program that can be run; nothing is there"),
-        ("./specs/bin", f"found '{tmp_path}/specs/bin', expected a program that can be run; a folder is there"),
-        ("no_such_agent", "found 'no_such_agent', expected a program in PATH, which is "),
+        ("bin/agent", f"found '{tmp_path}/bin/agent', expected a program that can be run"),
+        ("./specs/bin", f"found '{tmp_path}/specs/bin', expected a program that can be run"),
+        ("no_such_agent", "found 'no_such_agent', expected a program that can be run, by its path or in PATH"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             load_environment(loaded(f"environment.harness.command=[{command}]"))
