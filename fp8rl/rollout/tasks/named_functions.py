@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from fp8rl.numerics.core.code import module_of_file
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
@@ -97,8 +97,7 @@ def is_finite(number: float) -> bool:
 
 def brief(value: object) -> str:
     """Return a value with its type, short enough for a message."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    return f"{type(value).__name__} {shown(value, 80)}"
 
 
 def _number(value: Any) -> float:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
 from fp8rl.rollout.types import SamplingParams
@@ -178,7 +178,7 @@ def read_request(
         raise Refusal(f"body: found {type(found).__name__}, expected a JSON object")
     found = {name: value for name, value in found.items() if value is not None}
     if found.get("model") != MODEL:
-        message = f"The model {_brief(found.get('model'))} does not exist; a run serves {MODEL!r} (OPENAI_MODEL)."
+        message = f"The model {shown(found.get('model'), 80)} does not exist; a run serves {MODEL!r} (OPENAI_MODEL)."
         raise Refusal(message, "model", 404, "model_not_found")
     for name in found.keys() - SETTINGS - _IGNORED - (CHAT_SETTINGS if chat else {"prompt"}):
         raise Refusal(f"{name[:80]}: is not supported for a program in training. Leave it out", name[:80])
@@ -188,7 +188,7 @@ def read_request(
         settings = _Settings.model_validate(found | {"stop": [stop] if isinstance(stop, str) else stop})
     except ValidationError as error:
         first = error.errors()[0]
-        place, value = ".".join(map(str, first["loc"])), _brief(first["input"])
+        place, value = ".".join(map(str, first["loc"])), shown(first["input"], 80)
         raise Refusal(f"{place}: found {value}. {first['msg']}", str(first["loc"][0])) from error
     options = found.get("stream_options")
     request: dict[str, Any] = {
@@ -202,7 +202,7 @@ def read_request(
         return CompletionRequest(**request, prompt=_prompt(found.get("prompt"), vocabulary))
     messages = found.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal(f"messages: found {_brief(messages)}, expected a list of messages", "messages")
+        raise Refusal(f"messages: found {shown(messages, 80)}, expected a list of messages", "messages")
     return CompletionRequest(
         **request,
         messages=tuple(read_message(message, f"messages.{number}") for number, message in enumerate(messages)),
@@ -224,7 +224,7 @@ def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, overrid
             if name in own:
                 remedy += f"; or write {name} into environment.harness.override, and the program's value is ignored"
             expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
-            raise Refusal(f"{name}: found {_brief(found[name])}, expected {expected}. {remedy}", name)
+            raise Refusal(f"{name}: found {shown(found[name], 80)}, expected {expected}. {remedy}", name)
 
 
 def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
@@ -233,7 +233,7 @@ def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
     if isinstance(found, list) and found and all(type(token) is int and 0 <= token < vocabulary for token in found):
         return tuple(found)
     raise Refusal(
-        f"prompt: found {_brief(found)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
+        f"prompt: found {shown(found, 80)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
     )
 
 
@@ -244,7 +244,7 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     """
     role = found.get("role") if isinstance(found, dict) else found
     if not isinstance(found, dict) or role not in ROLES:
-        raise Refusal(f"{place}: found the role {_brief(role)}, expected {', '.join(ROLES)}", place)
+        raise Refusal(f"{place}: found the role {shown(role, 80)}, expected {', '.join(ROLES)}", place)
     message: dict[str, Any] = {"role": role, "content": _content(found.get("content"), place)}
     message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
     try:
@@ -263,7 +263,7 @@ def _content(found: Any, place: str) -> str:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise Refusal(f"{place}.content: found {_brief(kind)}, expected text alone", place)
+            raise Refusal(f"{place}.content: found {shown(kind, 80)}, expected text alone", place)
     return "".join(part["text"] for part in parts)
 
 
@@ -282,10 +282,5 @@ def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
         ]
     except (TypeError, KeyError, AttributeError) as error:
         raise Refusal(
-            f"{place}.tool_calls: found {_brief(found)}, expected a list of calls of functions", place
+            f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls of functions", place
         ) from error
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
