@@ -30,7 +30,7 @@ from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rollout.deadlines import GRACE_S
 from fp8rl.rollout.engine.actor import sample_groups
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.types import Group, SamplingParams, Trajectory
 from fp8rl.serving import serve
 

@@ -27,9 +27,9 @@ from fp8rl.rl.experiment.preconditions import read_model
 from fp8rl.rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from fp8rl.rl.run.engines.serving import expected_report
 from fp8rl.rollout.engine.protocol import check_report
+from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl.rollout.engine.server.arguments import ServedChats
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Endpoint
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.megatron.model_checks import check_layout

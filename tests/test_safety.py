@@ -25,7 +25,6 @@ REMOVALS = {
     "fp8rl/rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
     "fp8rl/rl/run/cluster/placement.py": {"unlink"},  # `.seen-RANDOM`
     "fp8rl/rl/run/stack.py": {"TemporaryDirectory", "rmtree"},  # a pair of engines; `served`
-    "fp8rl/rollout/tasks/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
     "fp8rl/rollout/engine/server/scratch.py": {
         "mkdtemp",
         "rename",
@@ -144,7 +143,6 @@ PRINTS = {
     "fp8rl/commands/models.py": "JSON",
     "fp8rl/numerics/core/terminal.py": "what was made printable",
     "fp8rl/rl/run/cluster/submission.py": "what was made printable",
-    "fp8rl/rollout/tasks/environments/supervisor.py": "JSON",
     "fp8rl/rollout/tasks/rewards/workers.py": "JSON",
     "lab/studies/benefit.py": "lines of ours",
     "lab/studies/prototypes/gated_delta.py": "numbers",

@@ -19,7 +19,7 @@ from fp8rl.rl.run.feed.feed import SampledFeed, to_groups, to_prompts
 from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.stack import Stack, canary_of, open_pair
 from fp8rl.rl.run.step import plan_updates
-from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Group
 from lab.bench.measure import DEMO, Result
 from lab.bench.runs import ARITHMETIC

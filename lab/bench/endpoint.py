@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.tasks.environments.conversation import Conversation
-from fp8rl.rollout.tasks.environments.endpoint import ProgramEndpoint
+from fp8rl.rollout.tasks.environments.harness import ProgramEndpoint
 from fp8rl.rollout.tasks.environments.recording import Recording
 from fp8rl.rollout.types import Group, Problem, Prompt, SamplingParams, Trajectory, prompt_ids
 from lab.bench.measure import DEMO, Result

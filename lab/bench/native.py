@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import Mode, TrainerPrecision
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.types import prompt_ids
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.trainer.distributed import parallel

@@ -21,7 +21,7 @@ from fp8rl.rl.run.feed.feed import to_groups, to_prompts
 from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.sampling import PendingGroup
 from fp8rl.rl.run.stack import Stack
-from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Group, Trajectory
 from fp8rl.trainer.state_bytes import state_bytes
 from fp8rl.weight_sync.served import served_bytes

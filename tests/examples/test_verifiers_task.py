@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.environments.functions import load_environment
 from fp8rl.rollout.tasks.environments.harness import Harness, ProgramError

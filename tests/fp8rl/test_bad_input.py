@@ -22,7 +22,7 @@ from fp8rl.cli import app
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.numerics.core.process import time_limit
 from fp8rl.rl.experiment import load_experiment
-from fp8rl.rollout.engine.server.server import SGLangServer
+from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl_certify.dump.reading import read_dump
 from fp8rl_certify.dump.reference import facts
 from tests.support.commands import result_of

@@ -12,7 +12,7 @@ import yaml
 from fp8rl.commands.init import SCHEMA
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, read_resolved
-from fp8rl.rollout.tasks.rewards.functions import load_function
+from fp8rl.rollout.tasks.rewards import load_function
 from tests.support.commands import invoke
 from tests.support.paths import new_run
 

@@ -13,7 +13,7 @@ from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.feed.state import FeedState
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import Group, Trajectory
 from tests.rl.run.feed.test_feed import Letters
 from tests.support.experiments import experiment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8rl.rollout.engine.server.server import SGLangServer
+from fp8rl.rollout.engine.server import SGLangServer
 from tests.support.servers import EOS, VOCABULARY, group_members, shared_memory, small_config
 
 

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from fp8rl.rollout.loopback import is_loopback, reach_loopback
-from fp8rl.rollout.tasks.rewards.services import posted
+from fp8rl.rollout.tasks.rewards.builtin import posted
 from tests.rollout.tasks.rewards.test_ours import service
 
 NOBODY = "http://127.0.0.1:9"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp8rl.rollout.engine.actor import check_versions, sample_groups
+from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Completion, EngineError, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.servers import EOS, groups, use
 

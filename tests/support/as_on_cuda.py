@@ -6,8 +6,7 @@ from typing import Any
 
 import ray
 
-from fp8rl.rollout.engine.server import arguments
-from fp8rl.rollout.engine.server.server import SGLangServer
+from fp8rl.rollout.engine.server import SGLangServer, arguments
 
 PLAIN_SCHEDULE = "--disable-overlap-schedule"
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 import psutil
 
 from fp8rl.rollout.config import RolloutSection
+from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Endpoint, Group, Problem, Prompt
 
 Result = TypeVar("Result")

@@ -24,8 +24,8 @@ from typing import IO, Any
 import ray
 
 from fp8rl.rl.run.engines import serving
+from fp8rl.rollout.engine import server
 from fp8rl.rollout.engine.actor import Engine
-from fp8rl.rollout.engine.server import server
 from fp8rl.rollout.engine.server.arguments import server_environment
 from tests.support.fork_server import ForkServer, send_request
 
@@ -77,7 +77,7 @@ class Template:
         return SimpleNamespace(**{**vars(subprocess), "Popen": self._popen})
 
     def _popen(self, command: list[str], **options: Any) -> Any:
-        """`subprocess.Popen`, as `rollout.engine.server.server` calls it."""
+        """`subprocess.Popen`, as `rollout.engine.server` calls it."""
         assert command[1:] == ["-P", "-m", "fp8rl.rollout.engine.server.launcher"], command
         reading, writing = os.pipe()
         inherited = (reading, options["stdout"].fileno(), *options["pass_fds"])

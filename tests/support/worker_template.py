@@ -24,7 +24,7 @@ def _serve(listener: socket.socket) -> None:
     for name in (
         "tests.support.trainer_imports",
         "fp8rl.rl.experiment.preconditions.rules",
-        "fp8rl.rollout.engine.server.server",
+        "fp8rl.rollout.engine.server",
         *("requests", "jsonschema", "msgpack", "uvloop"),  # most of what Ray imports
     ):
         importlib.import_module(name)

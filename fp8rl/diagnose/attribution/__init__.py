@@ -18,8 +18,8 @@ from fp8rl.models import read_model
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rl.run.engines.serving import engine_adapter
 from fp8rl.rl.run.stack import Stack, open_pair
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 
 

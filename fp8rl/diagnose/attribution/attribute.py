@@ -304,7 +304,7 @@ async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})
-        digest = (await client.probe(recording)).sha256
+        digest = await client.probe(recording)
         path = recording.with_name(ANSWER)
         if file_sha256(path) != digest:
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")

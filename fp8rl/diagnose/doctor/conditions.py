@@ -15,9 +15,9 @@ from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.experiment.preconditions.data import check_data, evaluated
 from fp8rl.rl.experiment.preconditions.functions import check_functions
 from fp8rl.rl.experiment.preconditions.tokenizer import read_tokenizer, rendering
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems
+from fp8rl.rollout.tasks.rewards import EACH, RewardSection, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-from fp8rl.rollout.tasks.rewards.functions import EACH, RewardSection, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.tasks.tokens import behind_ids, text_of
 from fp8rl.rollout.types import Problem, prompt_ids

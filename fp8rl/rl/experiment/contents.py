@@ -18,9 +18,9 @@ from pathlib import Path
 
 from fp8rl.numerics.core.reading import open_regular
 from fp8rl.rl.experiment.experiment import Experiment
-from fp8rl.rollout.tasks.environments.config import HarnessSection
+from fp8rl.rollout.tasks.environments import HarnessSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
 
 _HEX = 32
 SAMPLED_BEYOND = 64 << 20

@@ -29,8 +29,8 @@ from fp8rl.rl.experiment.sections import (
 )
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.server.client import SCORED_SHORT_OF
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.trainer.config import TrainerSection
 from fp8rl.weight_sync.config import SyncSection
 

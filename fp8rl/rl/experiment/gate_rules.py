@@ -15,7 +15,7 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
 from fp8rl.rl.experiment.gate_sections import SEVERITY, WITHHOLDING, GateSection
 from fp8rl.rl.record.metrics import Metric, metric
-from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
 
 if TYPE_CHECKING:
     from fp8rl.rl.experiment.experiment import Experiment

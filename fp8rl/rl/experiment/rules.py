@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.rl.algorithms.policy_gradient import PolicyGradient
-from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.weight_sync.config import reason_to_send
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _sampling(e: Experiment) -> Iterator[UserError]:
     asked = [config.label for config in e.rewards.functions if config.function == "environment"]
     if asked and e.environment.function == SINGLE_TURN:
         found = f"{SINGLE_TURN} with the reward {asked[0]}, which reads what the environment returns"
-        remedy = "Name one (environment: guess), or another reward."
+        remedy = "Name one (environment: mine.py:play), or another reward."
         yield user_error("environment", found, "an environment that returns numbers", remedy)
     if e.sync.pause == "in_place" and exact:
         expected = (

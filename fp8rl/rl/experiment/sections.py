@@ -23,8 +23,8 @@ from fp8rl.numerics.core.section import Section, SpecPath
 from fp8rl.numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from fp8rl.rl.algorithms import READING
 from fp8rl.rl.record.trackers.to_wandb import WandbSection
-from fp8rl.rollout.tasks.data.sources import Source
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.data import Source
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import some_or_all
 
 

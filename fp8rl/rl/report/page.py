@@ -22,7 +22,7 @@ from fp8rl.numerics.core.files import write_atomically
 from fp8rl.rl.experiment import read_resolved
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.report.summary import Tone
-from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.data import load_problems
 
 Column = tuple[str, Literal["", "n", "text", "code"]]
 """A heading, and what the cells below it are: words, numbers, texts of several lines, or code."""

@@ -24,8 +24,8 @@ from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.sampling import PendingGroup, Sampling
 from fp8rl.rollout.engine.actor import check_versions
 from fp8rl.rollout.tasks.chat import end_ids
-from fp8rl.rollout.tasks.data.sources import load_problems
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.data import load_problems
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams
 from fp8rl.trainer.actor import TrainerGroup
 

@@ -27,7 +27,7 @@ from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rl.run.syncing import DeviceTurns, Side, Syncing
-from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
 from fp8rl.rollout.types import NO_WEIGHTS
 from fp8rl.trainer.actor import TrainerGroup
 from fp8rl.trainer.config import TrainerSpec

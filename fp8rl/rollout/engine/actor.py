@@ -20,9 +20,9 @@ from fp8rl.models import load_architecture, read_model
 from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.protocol import EngineReport, Memory, check_report, failed_plugin, missing_report
+from fp8rl.rollout.engine.server import SERVER_GRACE_S, SGLangServer
 from fp8rl.rollout.engine.server.answers import route_shape
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SERVER_GRACE_S, SGLangServer
 from fp8rl.rollout.types import (
     Completion,
     Endpoint,

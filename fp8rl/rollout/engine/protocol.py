@@ -1,21 +1,22 @@
 """The protocol of calls to an engine's plugin over HTTP: one definition for both ends.
 
 SGLang passes the `action` of /weights_checker to the scheduler's process as text, and its answer, a mapping of text to
-text, back. A call travels as the action, in JSON behind a prefix, its answer in JSON as the one value of the mapping.
+text, back. A call (`plugin.lifecycle.CALLS`) travels as the action: its name and arguments, in JSON behind a prefix.
+Its answer travels in JSON as the one value of the mapping.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
 from fp8rl.models.architecture import Role
 from fp8rl.numerics import kv
 from fp8rl.numerics.backend.implementation import Implementation
-from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.types import HandshakeError
 
 _PREFIX = "fp8rl:"
@@ -26,83 +27,10 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Commit(Message):
-    """Rebuild the GEMM operands of the weights, and name the weights `version`. Answer: Held."""
-
-    call: Literal["commit"] = "commit"
-    version: str
-
-
-class MapBase(Message):
-    """Read the weights of a shared base (`models.shared_base`) at this address (`numerics.core.shared_memory`), not in
-    the engine's own memory.
-
-    They have no version until a commit. Answer: Mapped.
-    """
-
-    call: Literal["map_base"] = "map_base"
-    address: str
-
-
-class ReadManifest(Message):
-    """Digest the weights as they are. Answer: Held."""
-
-    call: Literal["manifest"] = "manifest"
-
-
-class Probe(Message):
-    """Run the engine's ops on a recording of the trainer's, a file that both sides see. Answer: ProbeAnswer."""
-
-    call: Literal["probe"] = "probe"
-    recording: Path
-
-
-class ReadReport(Message):
-    """Report what runs in the engine. Answer: EngineReport."""
-
-    call: Literal["report"] = "report"
-
-
-class ReadInventory(Message):
-    """List what the engine holds, tensor by tensor. Answer: Inventory."""
-
-    call: Literal["inventory"] = "inventory"
-
-
-class ReadMemory(Message):
-    """Count the bytes in use. Answer: Memory."""
-
-    call: Literal["memory"] = "memory"
-
-
-class Ping(Message):
-    """Show that the scheduler lives. Answer: Pong."""
-
-    call: Literal["ping"] = "ping"
-
-
-Call = Commit | MapBase | ReadManifest | Probe | ReadReport | ReadInventory | ReadMemory | Ping
-_CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="call")])
-
-
 class Held(Message):
     """The weights that an engine holds: digests by HF name, for quantized ones `digest@version`."""
 
     entries: dict[str, str]
-
-
-class Mapped(Message):
-    """The base that an engine reads in place."""
-
-    bytes: int
-    """Its bytes."""
-
-
-class ProbeAnswer(Message):
-    """The answer to a probe."""
-
-    sha256: str
-    """Of the file with the results, `rollout.engine.plugin.op_probe.ANSWER`, beside the recording."""
 
 
 class EngineReport(Message):
@@ -140,12 +68,6 @@ class EngineReport(Message):
     """The run's section on adapters that stand beside the weights; None: the engine has none."""
 
 
-class Inventory(Message):
-    """The tensors of one rank of an engine; see `rollout.engine.plugin.state.inventory`."""
-
-    held: tuple[Holding, ...]
-
-
 class Memory(Message):
     """Bytes of one rank of an engine."""
 
@@ -155,13 +77,6 @@ class Memory(Message):
     """Of keys and values."""
     in_use: int
     """On its whole GPU, in all processes; on a CPU those of its process."""
-
-
-class Pong(Message):
-    """A sign of life."""
-
-    weight_version: str | None
-    """Of the loaded weights; None within an update."""
 
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
@@ -178,19 +93,22 @@ ENGINE_PACKAGES = ("fp8rl.numerics", "fp8rl.models", "fp8rl.rollout")
 """The packages that the plugin imports."""
 
 
-def to_action(call: Call) -> str:
+def to_action(call: str, **arguments: str) -> str:
     """Encode a call as the text that SGLang passes on."""
-    return _PREFIX + call.model_dump_json()
+    return _PREFIX + json.dumps([call, arguments])
 
 
-def from_action(action: str) -> Call | None:
-    """Decode the call in an action; None if it is one of SGLang's own."""
-    return _CALLS.validate_json(action.removeprefix(_PREFIX)) if action.startswith(_PREFIX) else None
+def from_action(action: str) -> tuple[str, dict[str, str]] | None:
+    """Decode the call in an action, its name and arguments; None if it is one of SGLang's own."""
+    if not action.startswith(_PREFIX):
+        return None
+    call, arguments = json.loads(action.removeprefix(_PREFIX))
+    return call, arguments
 
 
-def to_checksums(answer: Message) -> dict[str, str]:
+def to_checksums(answer: Any) -> dict[str, str]:
     """Encode an answer as the mapping that SGLang passes back."""
-    return {_ANSWER: answer.model_dump_json()}
+    return {_ANSWER: to_json(answer).decode()}
 
 
 def from_checksums(checksums: Mapping[str, str]) -> str:

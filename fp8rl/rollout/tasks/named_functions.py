@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import math
 import os
 import struct
@@ -14,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from fp8rl.numerics.core.code import module_of_file
-from fp8rl.numerics.core.errors import UserError, user_error
+from fp8rl.numerics.core.errors import UserError, shown, user_error
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
@@ -48,7 +47,12 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever a module may raise while it is imported or asked, sys.exit() included
-        raise _not_imported(name, key, f"this one ends in {type(error).__name__}: {error}") from error
+        raise user_error(
+            key,
+            found=name,
+            expected=f"a module that can be imported; this one ends in {type(error).__name__}: {error}",
+            remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
+        ) from error
     if not callable(call):
         names = [
             n
@@ -63,32 +67,6 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
         )
     found: Callable[..., Any] = call
     return found
-
-
-def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signature:
-    """Return the parameters of a user's function.
-
-    Raises:
-        UserError: naming `key`: Python cannot see them.
-    """
-    try:
-        return inspect.signature(call)
-    except Exception as error:  # whatever an object may raise that says its signature itself
-        raise user_error(
-            key,
-            found=name,
-            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
-            remedy="Name another, or correct this one.",
-        ) from error
-
-
-def _not_imported(name: str, key: str, why: str) -> UserError:
-    return user_error(
-        key,
-        found=name,
-        expected=f"a module that can be imported; {why}",
-        remedy=f"Correct it, or its place: it was searched in {os.getcwd()} and where Python looks.",
-    )
 
 
 # The numbers that a user's function returns: one, or some with names.
@@ -119,8 +97,7 @@ def is_finite(number: float) -> bool:
 
 def brief(value: object) -> str:
     """Return a value with its type, short enough for a message."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    return f"{type(value).__name__} {shown(value, 80)}"
 
 
 def _number(value: Any) -> float:

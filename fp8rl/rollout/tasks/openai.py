@@ -1,4 +1,4 @@
-"""OpenAI's protocol of chat and text completions: its requests, its answers, its form of an error.
+"""OpenAI's protocol of chat and text completions: its requests and its answers.
 
 A request of a program that is trained with is parsed here, and refused where its answer would differ from OpenAI's.
 """
@@ -10,13 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fp8rl.numerics.core.errors import UserError
+from fp8rl.numerics.core.errors import UserError, shown
 from fp8rl.numerics.core.reading import parse_json
 from fp8rl.rollout.tasks.chat import ROLES, read_arguments, thoughts
-from fp8rl.rollout.tasks.tokens import text_size
 from fp8rl.rollout.types import SamplingParams
 
 MODEL = "policy"
@@ -41,7 +39,6 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
 }
 """Settings, and all the values that they may have."""
-MOST_STOPS = 128
 
 
 class Refusal(Exception):
@@ -50,12 +47,6 @@ class Refusal(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
-
-
-def error_body(message: str, status: int = 400, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(frozen=True)
@@ -78,13 +69,8 @@ class CompletionRequest:
     """Tools may be called."""
     prompt: str | tuple[int, ...] = ""
     """Text or tokens of a text completion."""
-
-    @property
-    def size(self) -> int:
-        """The least bytes of text that become tokens: keys that a chat template may leave out are not counted."""
-        calls = [call["function"] for message in self.messages for call in message.get("tool_calls", ())]
-        contents = [message["content"] for message in self.messages]
-        return text_size([contents, calls, self.tools, self.stop, self.prompt if isinstance(self.prompt, str) else ""])
+    size: int = 0
+    """Bytes of its body."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +123,6 @@ class Answer:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
-def _expecting(text: str) -> WrapValidator:
-    """Say in these words what a value should be, whatever is wrong with it; a part of it may have words of its own."""
-
-    def checked(value: Any, handler: Any) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            if error.errors()[0]["type"] == "expected":
-                raise
-            raise PydanticCustomError("expected", text) from None  # type: ignore[arg-type]
-
-    return WrapValidator(checked)
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -159,9 +131,9 @@ class _Function(_Strict):
     """A function of `tools`."""
 
     name: str
-    description: Annotated[str | None, _expecting("a text")] = None
-    parameters: Annotated[dict[str, Any] | None, _expecting("an object")] = None
-    strict: Annotated[bool | None, _expecting("true or false")] = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(_Strict):
@@ -176,24 +148,17 @@ class _ChatTemplateKwargs(_Strict):
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Count = Annotated[int | None, Field(ge=1), _expecting("a whole number from 1")]
+_Count = Annotated[int | None, Field(ge=1)]
 
 
 class _Settings(_Strict):
-    """The settings whose form is refused in one sentence."""
+    """The settings whose form is checked."""
 
     max_completion_tokens: _Count = None
     max_tokens: _Count = None
-    stop: Annotated[
-        _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS)],
-        _expecting(f"a text or a list of up to {MOST_STOPS} texts, none of them empty"),
-    ] = []
-    tools: Annotated[
-        list[Annotated[_Tool, _expecting("a function with a name")]], _expecting("a list of functions")
-    ] = []
-    chat_template_kwargs: Annotated[_ChatTemplateKwargs, _expecting("enable_thinking alone, true or false")] = (
-        _ChatTemplateKwargs()
-    )
+    stop: Annotated[list[_Text], Field(max_length=128)] = []
+    tools: list[_Tool] = []
+    chat_template_kwargs: _ChatTemplateKwargs = _ChatTemplateKwargs()
 
 
 def read_request(
@@ -213,32 +178,23 @@ def read_request(
         raise Refusal(f"body: found {type(found).__name__}, expected a JSON object")
     found = {name: value for name, value in found.items() if value is not None}
     if found.get("model") != MODEL:
-        message = f"The model {_brief(found.get('model'))} does not exist; a run serves {MODEL!r} (OPENAI_MODEL)."
+        message = f"The model {shown(found.get('model'), 80)} does not exist; a run serves {MODEL!r} (OPENAI_MODEL)."
         raise Refusal(message, "model", 404, "model_not_found")
     for name in found.keys() - SETTINGS - _IGNORED - (CHAT_SETTINGS if chat else {"prompt"}):
         raise Refusal(f"{name[:80]}: is not supported for a program in training. Leave it out", name[:80])
-    for name, values in _CONSTANTS.items():
-        if name in found and found[name] not in values:
-            expected = f"{' or '.join(map(repr, values))}, as all that is sampled is trained on. Leave it out"
-            raise Refusal(f"{name}: found {_brief(found[name])}, expected {expected}", name)
-    if (choice := found.get("tool_choice", "auto")) not in ("auto", "none") and "tool_choice" not in override:
-        raise Refusal(
-            f"tool_choice: found {_brief(choice)}, expected 'auto' or 'none', as a forced call would "
-            "be sampled under a grammar. Have the program send 'auto'; or write tool_choice into "
-            "environment.harness.override, and it is treated as 'auto'",
-            "tool_choice",
-        )
-    _check_sampling(found, sampling, override)
+    _check_constants(found, sampling, override)
     try:
-        settings = _Settings.model_validate(found)
+        stop = found.get("stop", [])
+        settings = _Settings.model_validate(found | {"stop": [stop] if isinstance(stop, str) else stop})
     except ValidationError as error:
         first = error.errors()[0]
-        place, value = ".".join(map(str, first["loc"])), _brief(first["input"])
-        raise Refusal(f"{place}: found {value}, expected {first['msg']}", str(first["loc"][0])) from error
+        place, value = ".".join(map(str, first["loc"])), shown(first["input"], 80)
+        raise Refusal(f"{place}: found {value}. {first['msg']}", str(first["loc"][0])) from error
     options = found.get("stream_options")
     request: dict[str, Any] = {
+        "size": len(body),
         "max_tokens": settings.max_completion_tokens or settings.max_tokens,
-        "stop": (settings.stop,) if isinstance(settings.stop, str) else tuple(settings.stop),
+        "stop": tuple(settings.stop),
         "stream": bool(found.get("stream")),
         "include_usage": bool(isinstance(options, dict) and options.get("include_usage")),
     }
@@ -246,41 +202,29 @@ def read_request(
         return CompletionRequest(**request, prompt=_prompt(found.get("prompt"), vocabulary))
     messages = found.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal(f"messages: found {_brief(messages)}, expected a list of messages", "messages")
+        raise Refusal(f"messages: found {shown(messages, 80)}, expected a list of messages", "messages")
     return CompletionRequest(
         **request,
         messages=tuple(read_message(message, f"messages.{number}") for number, message in enumerate(messages)),
         tools=tuple(found.get("tools", ())),
         chat_template_kwargs=tuple(found.get("chat_template_kwargs", {}).items()),
-        may_call=choice != "none" and bool(found.get("tools")),
+        may_call=found.get("tool_choice") != "none" and bool(found.get("tools")),
     )
 
 
-def _check_sampling(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
-    """Refuse other sampling than the run's: a token's log-probability is that of the run's distribution."""
-    own = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "seed": None,
-    }
-    for name, value in own.items():
-        if (
-            name not in found
-            or found[name] == value
-            or name in override
-            or (name != "seed" and not sampling.temperature)
-        ):
-            continue
-        expected = "none: each conversation has one" if name == "seed" else f"{value:g}, that of the run"
-        raise Refusal(
-            f"{name}: found {_brief(found[name])}, expected {expected}. Leave it out; or write {name} into "
-            "environment.harness.override, and the program's value is ignored",
-            name,
-        )
+def _check_constants(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
+    """Refuse settings other than the run's: all that is sampled is trained on, by the run's distribution."""
+    own: dict[str, tuple[Any, ...]] = {"seed": (), "tool_choice": ("auto", "none")}  # others need a grammar
+    if sampling.temperature:  # else it is greedy whatever they say
+        own |= {name: (getattr(sampling, name),) for name in ("temperature", "top_p", "top_k", "min_p")}
+        own |= {"frequency_penalty": (0,), "presence_penalty": (0,)}
+    for name, values in (_CONSTANTS | own).items():
+        if name in found and found[name] not in values and name not in override:
+            remedy = "Leave it out"
+            if name in own:
+                remedy += f"; or write {name} into environment.harness.override, and the program's value is ignored"
+            expected = f"{' or '.join(map(repr, values)) or 'none'}, as in the run"
+            raise Refusal(f"{name}: found {shown(found[name], 80)}, expected {expected}. {remedy}", name)
 
 
 def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
@@ -289,7 +233,7 @@ def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
     if isinstance(found, list) and found and all(type(token) is int and 0 <= token < vocabulary for token in found):
         return tuple(found)
     raise Refusal(
-        f"prompt: found {_brief(found)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
+        f"prompt: found {shown(found, 80)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
     )
 
 
@@ -300,7 +244,7 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     """
     role = found.get("role") if isinstance(found, dict) else found
     if not isinstance(found, dict) or role not in ROLES:
-        raise Refusal(f"{place}: found the role {_brief(role)}, expected {', '.join(ROLES)}", place)
+        raise Refusal(f"{place}: found the role {shown(role, 80)}, expected {', '.join(ROLES)}", place)
     message: dict[str, Any] = {"role": role, "content": _content(found.get("content"), place)}
     message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
     try:
@@ -319,7 +263,7 @@ def _content(found: Any, place: str) -> str:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise Refusal(f"{place}.content: found {_brief(kind)}, expected text alone", place)
+            raise Refusal(f"{place}.content: found {shown(kind, 80)}, expected text alone", place)
     return "".join(part["text"] for part in parts)
 
 
@@ -338,10 +282,5 @@ def _tool_calls(found: Any, place: str) -> list[dict[str, Any]]:
         ]
     except (TypeError, KeyError, AttributeError) as error:
         raise Refusal(
-            f"{place}.tool_calls: found {_brief(found)}, expected a list of calls of functions", place
+            f"{place}.tool_calls: found {shown(found, 80)}, expected a list of calls of functions", place
         ) from error
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

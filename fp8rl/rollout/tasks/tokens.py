@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,11 +64,3 @@ def fewest_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
 def widest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the bytes of the longest token."""
     return max(len(token.encode()) for token in tokenizer.get_vocab())
-
-
-def text_size(value: Any) -> int:
-    """Return the bytes of all texts in a value of JSON; names of keys are not counted."""
-    if isinstance(value, str):
-        return len(value.encode())
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(text_size, parts))

@@ -25,7 +25,7 @@ from fp8rl.rl.run.feed.feed import to_groups, to_prompts
 from fp8rl.rl.run.interrupts import ShutdownStack
 from fp8rl.rl.run.stack import Stack
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Endpoint, Group, Trajectory
 from fp8rl.trainer.trainer import Trainer
 from fp8rl.weight_sync.manifest import SyncError

@@ -23,7 +23,7 @@ from fp8rl.numerics.sampling import answer_seed
 from fp8rl.numerics.spec import QuantSpec
 from fp8rl.rl.algorithms.base import Outcomes
 from fp8rl.rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems
 from fp8rl.rollout.tasks.rewards.builtin import integer
 from fp8rl.rollout.types import Problem, prompt_ids
 from fp8rl.trainer.config import TrainerSection

@@ -16,7 +16,7 @@ from fp8rl.rl.record.metrics import describe
 from fp8rl.rl.run.evaluation import Evaluation, held_out, pass_at
 from fp8rl.rl.run.feed.judging import Judge
 from fp8rl.rl.run.interrupts import ShutdownStack
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import Group, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES

@@ -13,10 +13,10 @@ from fp8rl.rl.experiment import Experiment
 from fp8rl.rl.experiment.preconditions.tokenizer import check_template, rendering, template_remarks
 from fp8rl.rl.experiment.sections import EvalSection
 from fp8rl.rollout.tasks.chat import answer_ids
-from fp8rl.rollout.tasks.data.sources import Problems, Source, load_problems
-from fp8rl.rollout.tasks.environments.config import SINGLE_TURN
+from fp8rl.rollout.tasks.data import Problems, Source, load_problems
+from fp8rl.rollout.tasks.environments import SINGLE_TURN
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
 from fp8rl.rollout.tasks.tokens import TOKENS_PER_BYTE, behind_ids, fewest_tokens, text_of
 from fp8rl.rollout.types import Problem, prompt_ids
 

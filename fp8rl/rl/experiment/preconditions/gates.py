@@ -1,4 +1,4 @@
-"""Gates on metrics that the run does not have: of a reward, a number of the environment, a set or a layer."""
+"""Gates on metrics that the run does not have: of a reward, a set or a layer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Iterator, Sequence
 from fp8rl.models import ModelSizes
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rl.record.metrics import OUTCOMES, REWARD_PARTS
+from fp8rl.rl.record.metrics import REWARD_PARTS
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 
-_RETURNED = {"guess": ("reward", "guesses"), "calculator": ("calls", "unread"), "python": ("calls", "errors")}
-"""What environments of ours return; others may return anything."""
 _MAY_NAME_PARTS = ("http",)
 """Rewards of ours that may return several numbers."""
 _OF_LAYER = "mismatch/router_agreement_layer_"
 
 
 def check_gate_names(experiment: Experiment) -> None:
-    """Check that every gate's metric is of a reward, an environment and a set that the run has.
+    """Check that every gate's metric is of a reward and a set that the run has.
 
     Raises:
         UserError: naming the first gate that could never fire.
@@ -57,10 +55,6 @@ def _known(name: str, experiment: Experiment) -> Sequence[str] | None:
         whole = {each.function for each in functions} <= BUILT_IN.keys() - set(_MAY_NAME_PARTS)
         known = [REWARD_PARTS + each.label for each in functions] if len(functions) > 1 or not whole else []
         return None if "/".join(name.split("/")[:3]) in known else known
-    if name.startswith(OUTCOMES):
-        returned = _RETURNED.get(experiment.environment.function)
-        known = [OUTCOMES + each for each in returned or ()]
-        return None if returned is None or name in known else known
     if name.startswith("eval/") and name != "eval/at_step":
         known = [*_evaluated(experiment)]
         return None if name in known else known

@@ -16,7 +16,7 @@ from fp8rl.numerics.core.errors import UserError, user_error
 from fp8rl.numerics.core.process import memory_limit, time_limit
 from fp8rl.numerics.core.reading import check_path, check_regular
 from fp8rl.rollout.tasks.chat import SAID, THOUGHT, TODAY, Message, RewritingTemplateError, continuation_ids, render
-from fp8rl.rollout.tasks.data.sources import Source
+from fp8rl.rollout.tasks.data import Source
 from fp8rl.rollout.types import Problem, prompt_ids
 
 if TYPE_CHECKING:

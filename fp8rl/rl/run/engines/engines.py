@@ -24,8 +24,8 @@ from fp8rl.rl.run.events import ENGINES_REPLACED, Events
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.deadlines import end
 from fp8rl.rollout.engine.actor import Slept, check_versions
+from fp8rl.rollout.engine.server import SERVER_GRACE_S
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SERVER_GRACE_S
 from fp8rl.rollout.types import Endpoint, EngineDiedError, EngineError, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")

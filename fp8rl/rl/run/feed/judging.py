@@ -19,8 +19,8 @@ from fp8rl.rl.run.failures import Failures
 from fp8rl.rollout.deadlines import within
 from fp8rl.rollout.tasks.environments.conversation import Said, transcript
 from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, is_finite
+from fp8rl.rollout.tasks.rewards import EACH, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-from fp8rl.rollout.tasks.rewards.functions import EACH, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.workers import RewardFailure, Workers
 from fp8rl.rollout.types import Problem, Prompt, Trajectory
 

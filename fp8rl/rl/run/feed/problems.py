@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.rl.experiment import Experiment
-from fp8rl.rollout.tasks.data.sources import load_problems
+from fp8rl.rollout.tasks.data import load_problems
 from fp8rl.rollout.types import Problem
 
 T = TypeVar("T")

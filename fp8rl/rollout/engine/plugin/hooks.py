@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.rollout.engine.plugin import lifecycle, sleeping
+from fp8rl.rollout.engine.plugin import lifecycle
 from fp8rl.rollout.engine.plugin.families import Hook, families, nothing, sides
 from fp8rl.rollout.engine.plugin.state import state
 
@@ -68,11 +68,11 @@ _EVERY_MODE: tuple[Hook, ...] = (
         "action allow_quant_error",
     ),
     # pauses
-    Hook("managers.scheduler.Scheduler.flush_cache", "around", sleeping.flush_cache, "empty_cache"),
-    Hook("managers.scheduler.Scheduler.process_input_requests", "after", sleeping.process_input_requests, "recv_reqs"),
+    Hook("managers.scheduler.Scheduler.flush_cache", "around", lifecycle.flush_cache, "empty_cache"),
+    Hook("managers.scheduler.Scheduler.process_input_requests", "after", lifecycle.process_input_requests, "recv_reqs"),
     # sleep
-    Hook(_MEMORY + "release_memory_occupation", "around", sleeping.release, "recv_req"),
-    Hook(_MEMORY + "resume_memory_occupation", "around", sleeping.resume, "recv_req"),
+    Hook(_MEMORY + "release_memory_occupation", "around", lifecycle.release, "recv_req"),
+    Hook(_MEMORY + "resume_memory_occupation", "around", lifecycle.resume, "recv_req"),
     # routes
     Hook(
         "state_capturer.base.BaseHostCache.__init__",

@@ -19,9 +19,39 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.code import code_digest
 from fp8rl.numerics.core.memory import Holding, format_of, holding
 from fp8rl.rollout.engine.plugin.families import families
-from fp8rl.rollout.engine.plugin.normed import Normed
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
 from fp8rl.rollout.engine.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """The last norm's result, and its rows that the norm quantized while it had them at hand.
+
+    SGLang hands the result from module to module, and knows nothing of a second form of it. So the product behind the
+    norm asks for the rows with the tensor that it was given. The result is held, so that no other tensor can lie at its
+    place.
+    """
+
+    x: Tensor
+    rows: Any
+    """`numerics.ops.norm_rows`"""
+    version: int
+    """How often x had been written to."""
+
+    @classmethod
+    def of(cls, x: Tensor, rows: Any) -> Normed:
+        return cls(x, rows, _version(x))
+
+    def rows_of(self, x: Tensor) -> Any:
+        """Return the quantized rows if x is this result, or a view of all of it, as it was; else None."""
+        storages = (each.untyped_storage()._cdata for each in (x, self.x))
+        same = len(set(storages)) == 1 and x.shape == self.x.shape and x.stride() == self.x.stride()
+        unchanged = x.storage_offset() == self.x.storage_offset() and x.dtype == self.x.dtype
+        return self.rows if same and unchanged and _version(x) == self.version else None
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 @dataclasses.dataclass
@@ -44,7 +74,6 @@ class EngineState:
     row_variant: tuple[str, ...] | None = None
     without_deepgemm: str | None = None
     normed: Normed | None = None
-    """The last norm's result, where norms quantize it."""
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
     """The memory that was freed here for each tag that sleeps, with its bytes; none where SGLang's saver did it."""
 

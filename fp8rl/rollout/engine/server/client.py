@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import httpx
+from pydantic import TypeAdapter
 
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.engine import protocol
-from fp8rl.rollout.engine.protocol import RELEASED, Call, from_checksums, to_action
+from fp8rl.rollout.engine.protocol import RELEASED, from_checksums, to_action
 from fp8rl.rollout.engine.server.answers import RouteShape, parse_completion, parse_prompt_logprobs
 from fp8rl.rollout.types import IDLE_S, Completion, Endpoint, EngineError, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
-Answer = TypeVar("Answer", bound=protocol.Message)
+Answer = TypeVar("Answer")
 
 SCORED_SHORT_OF = 6
 """Tokens that a prompt must be shorter than the context length of SGLang 0.5.19, at least."""
@@ -198,36 +199,40 @@ class EngineClient:
 
     async def commit(self, version: int) -> protocol.Held:
         """Rebuild the GEMM operands of the engine's weights, under this version; return the digests of its weights."""
-        return merged(await self._ask_plugin(protocol.Commit(version=str(version))))
+        return merged(await self._ask_plugin("commit", version=str(version)))
 
-    async def map_base(self, address: str) -> protocol.Mapped:
-        """Let the engine read weights at this address (`numerics.core.shared_memory`); `commit` makes them known."""
-        return await self._agreed(protocol.MapBase(address=address), protocol.Mapped)
+    async def map_base(self, address: str) -> int:
+        """Let the engine read weights at this address (`numerics.core.shared_memory`); `commit` makes them known.
+
+        Return their bytes.
+        """
+        return await self._agreed(int, "map_base", address=address)
 
     async def manifest(self) -> protocol.Held:
         """Return the digests of what the engine holds."""
-        return merged(await self._ask_plugin(protocol.ReadManifest()))
+        return merged(await self._ask_plugin("manifest"))
 
-    async def probe(self, recording: Path) -> protocol.ProbeAnswer:
-        """Run the engine's ops on a recording of the trainer's; see `rollout.engine.plugin.op_probe`."""
-        return await self._agreed(protocol.Probe(recording=recording), protocol.ProbeAnswer)
+    async def probe(self, recording: Path) -> str:
+        """Run the engine's ops on a recording of the trainer's, a file that both sides see; return the SHA-256 of the
+        file with the results, `rollout.engine.plugin.op_probe.ANSWER`, beside it."""
+        return await self._agreed(str, "probe", recording=str(recording))
 
     async def report(self) -> protocol.EngineReport:
         """Return the report of the engine, in which all its ranks agree."""
-        return await self._agreed(protocol.ReadReport(), protocol.EngineReport)
+        return await self._agreed(protocol.EngineReport, "report")
 
     async def inventory(self) -> list[tuple[Holding, ...]]:
         """Return the tensors that each of the engine's ranks holds."""
-        answers = await self._ask_plugin(protocol.ReadInventory())
-        return [protocol.Inventory.model_validate_json(answer).held for answer in answers]
+        return [TypeAdapter(tuple[Holding, ...]).validate_json(each) for each in await self._ask_plugin("inventory")]
 
     async def memory(self) -> list[protocol.Memory]:
         """Return the bytes in use in each of the engine's ranks."""
-        return [protocol.Memory.model_validate_json(answer) for answer in await self._ask_plugin(protocol.ReadMemory())]
+        return [protocol.Memory.model_validate_json(answer) for answer in await self._ask_plugin("memory")]
 
     async def ping(self) -> str | None:
         """Return the scheduler's own weight version, also beside long requests and while paused."""
-        return (await self._agreed(protocol.Ping(), protocol.Pong)).weight_version
+        version = await self._agreed(object, "ping")
+        return None if version is None else str(version)
 
     async def load(self) -> Load:
         """Return the engine's load, as its scheduler last published it."""
@@ -240,17 +245,17 @@ class EngineClient:
             tokens=sum(rank["num_used_tokens"] for rank in ranks),
         )
 
-    async def _ask_plugin(self, call: Call) -> list[str]:
+    async def _ask_plugin(self, call: str, **arguments: str) -> list[str]:
         """Return the JSON of each rank's plugin. Raises EngineError if there is no plugin, or the call failed."""
-        ranks = (await self.admin("/weights_checker", action=to_action(call)))["ranks"]
+        ranks = (await self.admin("/weights_checker", action=to_action(call, **arguments)))["ranks"]
         return [from_checksums(rank["checksums"]) for rank in ranks]
 
-    async def _agreed(self, call: Call, kind: type[Answer]) -> Answer:
+    async def _agreed(self, kind: type[Answer], call: str, **arguments: str) -> Answer:
         """Return the plugin's answer, of this kind. Raises EngineError also if ranks of the engine differ in it."""
-        answers = sorted(set(await self._ask_plugin(call)))
+        answers = sorted(set(await self._ask_plugin(call, **arguments)))
         if len(answers) != 1:
             raise EngineError(f"found ranks of one engine that answer {' and '.join(answers)}, expected one")
-        return kind.model_validate_json(answers[0])
+        return TypeAdapter(kind).validate_json(answers[0])
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an administration endpoint; return its answer, {} if that is no JSON object.

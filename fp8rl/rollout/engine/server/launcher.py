@@ -28,7 +28,6 @@ import psutil
 from setproctitle import setproctitle
 
 from fp8rl.rollout.engine.server import public
-from fp8rl.rollout.engine.server.public import limit_headers
 from fp8rl.rollout.engine.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5
@@ -50,7 +49,7 @@ def main() -> None:
         line = lifeline.readline()
     if not line.endswith(b"\n"):
         raise SystemExit(
-            "The launcher is started by fp8rl.rollout.engine.server.server, which writes one JSON line to its input"
+            "The launcher is started by fp8rl.rollout.engine.server, which writes one JSON line to its input"
         )
     request = json.loads(line)
     host = request["arguments"][request["arguments"].index("--host") + 1]
@@ -90,12 +89,7 @@ def main() -> None:
 
     _close_all_but(ENDPOINTS | public.ENDPOINTS if request["openai"] else ENDPOINTS)
     if request["openai"]:
-        from fastapi.exceptions import RequestValidationError
-
-        http_server.app.add_exception_handler(RequestValidationError, public.invalid)
-        http_server.app.add_middleware(public.ObjectsOnly)
-        limit_headers()
-        public.open_models(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
+        public.list_models(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
     try:
         http_server.launch_server(arguments, execute_warmup_func=_wait_until_listening)
     finally:

@@ -1,1 +1,176 @@
-"""Problems with their reference answers, from files."""
+"""Problems as the data have them, in columns that the spec names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.rollout.tasks.data.rows import Row, Rows, open_rows
+from fp8rl.rollout.types import Message, Problem
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The path of a data set, and its columns."""
+
+    path: str | Path
+    key: str = "data"
+    """The key in messages."""
+    split: str | None = None
+    """The split of a data set with several."""
+    question: str = "question"
+    """A column; a dot leads into a nested one."""
+    answer: str = "answer"
+    """A column, as `question`."""
+    system_prompt: str = ""
+    """Begins conversations that have none; empty: none."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """See `Problem`."""
+    name: str | None = None
+    """The configuration of a data set with several."""
+
+
+def load_problems(source: Source) -> Problems:
+    """Return the problems of a source in its order, each read when it is asked for.
+
+    Raises:
+        UserError: there is nothing at the path, nothing in it, or no such column. The message names the source's key. A
+            row that is no problem is refused when it is read.
+    """
+    rows = open_rows(Path(source.path), source.split, source.key, source.name, (source.question, source.answer))
+    if not rows:
+        raise user_error(
+            source.key,
+            found=f"{source.path} without a {rows.unit}",
+            expected="at least one problem",
+            remedy='Add lines such as {"question": "2+3=?", "answer": "#### 5"}.',
+        )
+    for what in ("question", "answer"):
+        column = getattr(source, what)
+        if rows.columns is not None and column not in rows.columns and column.partition(".")[0] not in rows.columns:
+            raise user_error(
+                f"{source.key}: keys.{what}",
+                found=column,
+                expected=f"a column of {source.path}, which has {', '.join(rows.columns)}",
+                remedy=f"Set data.keys.{what}, or keys.{what} of the source, to the one that holds it.",
+            )
+    return Problems(rows, source)
+
+
+class Problems(Sequence[Problem]):
+    """The problems of one source."""
+
+    def __init__(self, rows: Rows, source: Source) -> None:
+        self._rows, self.source = rows, source
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._problem(self._rows[index], index)
+
+    def __iter__(self) -> Iterator[Problem]:
+        for index, row in enumerate(self._rows):
+            yield self._problem(row, index)
+
+    def name(self, index: int) -> str:
+        """Return the name of a problem in messages: `line 3`."""
+        return f"{self._rows.unit} {index + 1}"
+
+    def _problem(self, row: Row, index: int) -> Problem:
+        source, name = self.source, self.name(index)
+        where, remedy = f"{source.key}: {name} of {source.path}", f"Correct or remove {name}."
+        values = {}
+        for what in ("question", "answer"):
+            values[what] = _value(row, getattr(source, what))
+            if values[what] is _ABSENT:
+                raise user_error(
+                    where,
+                    found=_names(row),
+                    expected=f"a column {getattr(source, what)!r} for the {what}",
+                    remedy=f"Correct {name}, or set data.keys.{what} (keys.{what} of the source) to the right column.",
+                )
+        question, answer = values["question"], values["answer"]
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            answer = str(answer)
+        if not _is_text(answer):
+            raise user_error(f"{where}: {source.answer}", found=answer, expected="non-empty text", remedy=remedy)
+        system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
+        messages: list[Message] = []
+        if isinstance(question, list):
+            messages = _messages(question, f"{where}: {source.question}", remedy)
+            messages = messages if messages[0]["role"] in ("system", "developer") else [*system, *messages]
+            question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+        elif not _is_text(question):
+            expected = "non-empty text, or a list of chat messages"
+            raise user_error(f"{where}: {source.question}", found=question, expected=expected, remedy=remedy)
+        elif system:
+            messages = [*system, {"role": "user", "content": question}]
+        further = {name: value for name, value in row.items() if name not in (source.question, source.answer)}
+        return Problem(question, answer, tuple(messages), further, source.chat_template)
+
+
+def _value(row: Row, column: str) -> Any:
+    """Look up a column in a row: a key of its own, or keys of nested values; `_ABSENT`."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return _ABSENT
+        value = value[name]
+    return value
+
+
+def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
+    """Return the turns of a conversation for the model to answer, without the keys that a column has for others.
+
+    A turn that calls tools may say nothing, as in OpenAI's API: its content is null, or not there.
+    """
+    turns = [_with_content(turn) for turn in turns]
+    for turn in turns:
+        named = isinstance(turn, dict) and _is_text(turn.get("role")) and isinstance(turn.get("content"), str)
+        if not named or not _encodes(turn["content"]):
+            expected = "chat messages with role and content, which are text"
+            if (kinds := _not_text(turn)) is not None:
+                expected += f"; a part of type {kinds}, as of a picture, is neither trained on nor served"
+            raise user_error(where, found=turn, expected=expected, remedy=remedy)
+    if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
+        raise user_error(
+            where, turns, "chat messages of which the last one says something that the assistant can answer", remedy
+        )
+    return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+
+
+def _with_content(turn: Any) -> Any:
+    silent = isinstance(turn, dict) and turn.get("content") is None and turn.get("tool_calls")
+    return {**turn, "content": ""} if silent else turn
+
+
+def _not_text(turn: object) -> str | None:
+    """Return the type of a message's first part that is no text; None: it has no such part."""
+    content = turn.get("content") if isinstance(turn, dict) else None
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return next((repr(part.get("type")) for part in parts if part.get("type") != "text"), None)
+
+
+def _names(row: Row) -> list[str]:
+    """Return the names of a row's values, with a dot before nested ones."""
+    inner = {name: _names(value) if isinstance(value, dict) else [] for name, value in row.items()}
+    return [path for name, parts in inner.items() for path in ([f"{name}.{part}" for part in parts] or [name])]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and _encodes(value)
+
+
+def _encodes(text: str) -> bool:
+    """Return True if UTF-8 can encode a text; JSON escapes may spell half of a surrogate pair, which it cannot."""
+    return text.encode("utf-8", "replace").decode() == text

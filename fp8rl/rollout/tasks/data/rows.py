@@ -81,7 +81,7 @@ class JsonLines(Sequence[Row]):
 
 
 class TableRows(Sequence[Row]):
-    """The rows of a data set, as they would be in JSON lines: nothing in them is decoded; bytes and maps are left out.
+    """The rows of a data set, as they would be in JSON lines: nothing in them is decoded; bytes are left out.
 
     Arrow gives all structs of a column the same keys, with null for a key that a row lacks. A null of the row's own
     looks the same: both are left out of nested values. A column that is null in a row stays, as `None`.
@@ -141,14 +141,12 @@ def open_rows(path: Path, split: str | None, key: str, name: str | None = None, 
         return TableRows(_split(_directory(path, name, key, texts), split, path, key), path, key)
     for what, value in (("name", name), ("split", split)):
         if value is not None:
-            raise user_error(
-                f"{key}.{what}", found=value, expected=f"none, as {path} is one file", remedy=f"Remove {key}.{what}."
-            )
+            raise user_error(f"{key}.{what}", value, f"none, as {path} is one file", f"Remove {key}.{what}.")
     if path.suffix == ".parquet" and path.is_file():
         datasets = _quiet_datasets()
         try:
             files = {"train": glob.escape(str(path))}
-            found = datasets.load_dataset("parquet", data_files=files, **_known_columns(path))
+            found = datasets.load_dataset("parquet", data_files=files)
         except Exception as error:  # whatever a reader of damaged files raises
             raise _unreadable(path, key, error, "a whole parquet file of one row or more") from error
         return TableRows(found["train"], path, key)
@@ -167,13 +165,9 @@ def _directory(path: Path, name: str | None, key: str, texts: Sequence[str]) -> 
             return datasets.load_from_disk(str(path))
         with _as_it_is_named(datasets.data_files):
             builder = datasets.load_dataset_builder(str(path), name)
-            kind, settings = builder.name, {}
-            if kind == "csv":
-                settings = {"converters": dict.fromkeys(texts, str)}
-            elif kind == "parquet":
-                settings = _known_columns(next(iter(builder.config.data_files.values()))[0])
+            settings = {"converters": dict.fromkeys(texts, str)} if builder.name == "csv" else {}
             found = datasets.load_dataset(str(path), name, **settings)
-        if kind == "json":
+        if builder.name == "json":
             _check_no_dates(found, path, key)
         return found
     except UserError:
@@ -202,23 +196,6 @@ def _as_it_is_named(data_files: Any) -> Iterator[None]:
         yield
     finally:
         data_files.resolve_pattern = resolve
-
-
-def _known_columns(path: str | Path) -> dict[str, Any]:
-    """Return settings by which `datasets` leaves out columns of a parquet file for which it has no type: maps."""
-    import datasets
-    import pyarrow.parquet
-
-    schema = pyarrow.parquet.read_schema(path)
-    for column in (found := list(schema)):
-        try:
-            datasets.Features.from_arrow_schema(pyarrow.schema([column]))
-        except ValueError:
-            schema = schema.remove(schema.get_field_index(column.name))
-    if len(schema) == len(found):
-        return {}
-    features = datasets.Features.from_arrow_schema(schema)
-    return {"features": features, "columns": list(features)}
 
 
 def _check_no_dates(found: DatasetDict, path: Path, key: str) -> None:
@@ -256,10 +233,7 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
     if not isinstance(found, dict):
         if split is not None:
             raise user_error(
-                f"{key}.split",
-                found=split,
-                expected=f"none, as {path} was saved as a single split",
-                remedy=f"Remove {key}.split.",
+                f"{key}.split", split, f"none, as {path} was saved as a single split", f"Remove {key}.split."
             )
         return found
     if split is None and len(found) == 1:

@@ -1,1 +1,85 @@
-"""Environments: the conversation between a prompt and the end of its answer."""
+"""The `environment:` section of an experiment spec."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from fp8rl.numerics.core.reading import at_home
+from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
+
+SINGLE_TURN = "single_turn"
+HARNESS = "harness"
+
+
+class HarnessSection(Section):
+    """The program of `function: harness`; [agents.md](agents.md) says what it is given."""
+
+    # Strictness would refuse the lists that YAML gives.
+    command: tuple[str, ...] = Field(default=(), strict=False)
+    """The program and its arguments, one process for each conversation. A program with a slash is a path like any
+    other in a spec; one without is looked for in PATH. Arguments stay as they are."""
+    program: SpecFunction | None = None
+    """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
+    key and the problem. It runs in the run's own process."""
+    directory: SpecPath | None = None
+    """The working directory of a command. Null: the run's directory."""
+    variables: tuple[str, ...] = Field(default=(), strict=False)
+    """Environment variables of the run that a command gets in addition to the usual ones, by name."""
+    tool_parser: str | None = None
+    """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
+    override: tuple[
+        Literal[
+            "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "tool_choice"
+        ],
+        ...,
+    ] = Field(default=(), strict=False)
+    """Request settings that are ignored; others that differ from the run's are refused. A `tool_choice` that forces a
+    call is treated as `auto`: smolagents sends one in every request."""
+    max_requests: int = Field(default=64, ge=1)
+    """Most turns of the model that a program may request."""
+    deadline_s: float = Field(default=1800.0, gt=0.0)
+    """Seconds that a program may take from its beginning to its end, the engine's time included. `timeout_s` bounds the
+    time between two turns."""
+
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        values = super().located(values, directory)
+        command = values.get("command") if isinstance(values, dict) else None
+        if isinstance(command, list) and command:
+            rest = [at_home(each) if isinstance(each, str) else each for each in command[1:]]
+            return values | {"command": [_program(command[0], directory), *rest]}
+        return values
+
+
+class EnvironmentSection(Section):
+    """The environment that owns the conversation of an answer. A text is the short form of `function`."""
+
+    shorthand: ClassVar[str] = "function"
+
+    function: SpecFunction = SINGLE_TURN
+    """`single_turn`, `harness` for a program that speaks OpenAI's API, `package.module:name` or
+    `path/to/file.py:name`."""
+    harness: HarnessSection | None = None
+    """The program of `function: harness`."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """An environment that takes longer between two turns of the model, or before the first or after the last, has
+    failed."""
+    max_failures: int = Field(default=32, ge=0)
+    """Answers of a run whose environment may raise, take too long or return no number, before the run ends. Nothing is
+    learnt from them."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function."""
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.function.rpartition(":")[2]
+
+
+def _program(name: Any, directory: Path) -> Any:
+    """Return a program as a file in `directory` names it: a path if it has a slash, else a name in PATH."""
+    return located_as(SpecPath, name, directory) if isinstance(name, str) and os.sep in name else name

@@ -106,11 +106,6 @@ class Conversation:
         """The number of the model's turns."""
         return self._main.turns + sum(branch.turns for branch in self._branches)
 
-    @property
-    def longest(self) -> int:
-        """The most tokens that a row of it may have."""
-        return self._longest or len(self._main.prompt_ids) + self._main.limit
-
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Replace the problem's own messages by those that an environment shows at its start.
 

@@ -1,24 +1,31 @@
-"""An environment that is a program of the user's, which speaks OpenAI's API and knows nothing of training."""
+"""An environment that is a program of the user's, which speaks OpenAI's API and knows nothing of training.
+
+The API is at an address of this machine alone, and each conversation has a key of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any
+import secrets
+import tempfile
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from fp8rl.numerics.core.process import LOOPBACK
 from fp8rl.rollout.deadlines import end, end_process
 from fp8rl.rollout.loopback import reach_loopback
-from fp8rl.rollout.tasks.environments import supervisor
+from fp8rl.rollout.tasks.environments import HarnessSection, supervisor
 from fp8rl.rollout.tasks.environments.branch import ConversationOverError
-from fp8rl.rollout.tasks.environments.config import HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
-from fp8rl.rollout.tasks.environments.endpoint import ProgramEndpoint
 from fp8rl.rollout.tasks.environments.recording import Recording
-from fp8rl.rollout.tasks.openai import MODEL
-from fp8rl.rollout.types import Problem
+from fp8rl.rollout.tasks.openai import MODEL, Refusal, read_request
+from fp8rl.rollout.types import Problem, SamplingParams
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
@@ -27,8 +34,11 @@ _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRT
 """Variables of the run that a command is given; keys of other services are not among them."""
 _KEPT_OUTPUT, _KEPT_ERRORS = 1 << 20, 4096
 """Bytes of the end of a command's output, in which its result stands, and of its errors, which a message has."""
-_PIECE = 1 << 16
-"""Bytes that are read at a time."""
+_CHAT = "/v1/chat/completions"
+_MOST_BYTES = 32 << 20
+"""The longest body, unpacked."""
+_HEADERS_S = 60.0
+"""Seconds that a connection may be open without a whole request's headers, the first or a next one."""
 
 
 class ProgramError(Exception):
@@ -86,54 +96,141 @@ class Harness:
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
         environment = {name: os.environ[name] for name in names if name in os.environ} | own
         reach_loopback(environment)
-        process = await asyncio.create_subprocess_exec(
-            *supervisor.COMMAND,
-            *config.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=config.directory,
-            env=environment,
-        )
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
-        try:
-            output, errors = await _communicated(process, json.dumps(given, default=str).encode())
-        finally:
-            await end_process(process)  # which ends what it has started
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # what it says takes no memory
+            process = await asyncio.create_subprocess_exec(
+                *supervisor.COMMAND,
+                *config.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                cwd=config.directory,
+                env=environment,
+            )
+            try:
+                await process.communicate(json.dumps(given, default=str).encode())
+            finally:
+                await end_process(process)  # which ends what it has started
+            printed, said = _end_of(output, _KEPT_OUTPUT), _end_of(errors, _KEPT_ERRORS)
         if process.returncode:
-            said = errors.decode(errors="replace").strip()
             raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
-        lines = output.decode(errors="replace").strip().splitlines()
         try:
-            return json.loads(lines[-1]) if lines else None
+            return json.loads(printed.splitlines()[-1]) if printed else None
         except ValueError:
             return None
 
 
-async def _communicated(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:
-    """Send a command its input and wait for its end; return the ends of its output and of its errors.
-
-    Reading never stops, so that a command that says much goes on, and takes no memory here.
-    """
-
-    async def send(stdin: asyncio.StreamWriter) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it need not read
-            stdin.write(given)
-            await stdin.drain()
-        stdin.close()
-
-    assert process.stdin and process.stdout and process.stderr
-    _, output, errors = await asyncio.gather(
-        send(process.stdin), _last(process.stdout, _KEPT_OUTPUT), _last(process.stderr, _KEPT_ERRORS)
-    )
-    await process.wait()
-    return output, errors
+def _end_of(file: IO[bytes], count: int) -> str:
+    """Return the text of the last `count` bytes of a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - count))
+    return file.read().decode(errors="replace").strip()
 
 
-async def _last(stream: asyncio.StreamReader, count: int) -> bytes:
-    """Read a stream to its end; return its last `count` bytes."""
-    kept = bytearray()
-    while piece := await stream.read(_PIECE):
-        kept += piece
-        del kept[:-count]
-    return bytes(kept)
+# The endpoint of all conversations.
+
+
+class ProgramEndpoint:
+    """The server. Its handlers run in the event loop that opens it, and `url` is its base URL once it is open."""
+
+    def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
+        self._tool_parser, self._override = tool_parser, override
+        self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
+        self._runner: web.AppRunner | None = None
+        self._opening = asyncio.Lock()
+        self.url = ""
+
+    async def open(self) -> None:
+        """Listen, if it does not yet. Conversations begin many at a time, and each waits until it does."""
+        async with self._opening:
+            if self._runner is not None:
+                return
+            reach_loopback()  # a program in this process brings its own client
+            app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_openais_form])
+            app.router.add_get("/v1/models", self._models)
+            for path in (_CHAT, "/v1/completions"):
+                app.router.add_post(path, self._complete)
+            self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=_HEADERS_S)
+            await self._runner.setup()
+            site = web.TCPSite(self._runner, LOOPBACK, 0)
+            await site.start()
+            self.url = f"http://{LOOPBACK}:{self._runner.addresses[0][1]}/v1"
+
+    async def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    @contextmanager
+    def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
+        """Open a key whose requests are answered and recorded in `recording`, as long as the block lasts."""
+        key = secrets.token_urlsafe(24)
+        self._open[key] = recording, sampling, vocabulary
+        try:
+            yield key
+        finally:
+            del self._open[key]
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if _key(request) not in self._open:
+            return _refused(_NO_KEY)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "fp8rl"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if (opened := self._open.get(_key(request))) is None:
+            return _refused(_NO_KEY)
+        recording, sampling, vocabulary = opened
+        chat = request.path == _CHAT
+        try:
+            asked = read_request(await request.read(), chat, sampling, self._override, vocabulary)
+            if asked.may_call and self._tool_parser is None:
+                raise Refusal(
+                    "tools: found some, expected the format of the model's tool calls. Set "
+                    "environment.harness.tool_parser",
+                    "tools",
+                )
+            answer = await recording.answer(asked)
+        except Refusal as refusal:
+            return _refused(refusal)
+        except web.HTTPRequestEntityTooLarge:
+            return _refused(recording.no_room("messages" if chat else "prompt"))
+        if asked.stream:
+            return await _streamed(request, answer.events(chat, asked.include_usage))
+        return web.json_response(answer.completion(chat))
+
+
+def _key(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+
+
+_NO_KEY = Refusal(
+    "found no key of an active conversation, expected the one in OPENAI_API_KEY", status=401, code="invalid_api_key"
+)
+
+
+@web.middleware
+async def _in_openais_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give a refusal of the library OpenAI's form."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _refused(Refusal(f"{request.method} {request.path[:80]}: {error.reason}", status=error.status))
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    """Return an error in OpenAI's form."""
+    error = {"message": str(refusal), "type": "invalid_request_error", "param": refusal.param, "code": refusal.code}
+    return web.json_response({"error": error}, status=refusal.status)
+
+
+async def _streamed(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
+    """Return the turn as events, all at once: it is complete, and a call of a tool can only be read whole."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        await response.prepare(request)
+        for event in events:
+            await response.write(f"data: {event}\n\n".encode())
+        await response.write_eof()
+    except ConnectionError:
+        pass  # abandoned; what was sampled is recorded
+    return response

@@ -24,11 +24,11 @@ from fp8rl.rollout.tasks.chat import RewritingTemplateError, continuation_ids, p
 from fp8rl.rollout.tasks.environments.branch import Branch, ConversationOverError
 from fp8rl.rollout.tasks.environments.conversation import Conversation
 from fp8rl.rollout.tasks.openai import Answer, CompletionRequest, Refusal
-from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of, widest_token
+from fp8rl.rollout.tasks.tokens import behind_ids, text_ids, text_of
 from fp8rl.rollout.tasks.tool_calls import parse_calls
 
 _AT_ONCE = 1 << 16
-"""Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
+"""Bytes of a request that is tokenized where it comes in: it takes less time than it took to arrive."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,6 @@ class Recording:
     def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
         self._conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
         self._most = max_requests
-        self.most_bytes = conversation.longest * widest_token(conversation.tokenizer)
-        """The most text that may find room."""
         self._tokenizing = asyncio.Lock()
         self._points: dict[bytes, _Point] = {}
         self._written: list[tuple[str, _Point]] = []
@@ -77,8 +75,6 @@ class Recording:
             )
         self._left -= 1
         try:
-            if request.size > self.most_bytes:  # not tokenized at all
-                raise ConversationOverError
             begin = self._chat if request.messages else self._text
             async with self._tokenizing:  # a long text in a thread, beside the conversations of others
                 branch = begin(request) if request.size <= _AT_ONCE else await asyncio.to_thread(begin, request)

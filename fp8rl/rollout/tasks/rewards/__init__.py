@@ -1,1 +1,158 @@
-"""Rewards: functions that a spec names, ours in a file each, users' anywhere."""
+"""The `rewards:` section of an experiment spec, and the functions that it names.
+
+A function names what it wants to see as its parameters:
+
+    one answer        question, reference, fields (of the data; the last its further columns), answer (its text),
+                      finished, tokens (the model's, their number), turns ([(model or environment, text)]), outcome
+                      (what the environment returned)
+    a whole group     answers in place of answer; all are lists but what is of the data
+
+and returns a number or named numbers; for a group, a list of these. It may be `async`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from fp8rl.numerics.core.errors import user_error
+from fp8rl.numerics.core.section import Section, SpecFunction, SpecPath, located_as
+from fp8rl.rollout.tasks.named_functions import Numbers, ReturnError, brief, named_numbers, named_object
+from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
+
+
+class RewardSection(Section):
+    """One reward function and its weight."""
+
+    function: SpecFunction
+    """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
+    `path/to/file.py:name`."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
+    """The name in metrics, `rollout/reward/NAME`. Null: the function's name."""
+    weight: float = 1.0
+    """The factor of its number in the reward."""
+    timeout_s: float = Field(default=5.0, gt=0.0)
+    """A call that takes longer has failed."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the function."""
+
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        values = super().located(values, directory)
+        held = values if isinstance(values, dict) else {}
+        name, kwargs = held.get("function"), held.get("kwargs")
+        ours = BUILT_IN.get(name) if isinstance(name, str) else None
+        if ours is not None and ours.tokenizer and isinstance(kwargs, dict) and ours.tokenizer in kwargs:
+            kwargs = kwargs | {ours.tokenizer: located_as(SpecPath, kwargs[ours.tokenizer], directory)}
+            return values | {"kwargs": kwargs}
+        return values
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and messages."""
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RewardsSection(Section):
+    """The reward of an answer: the weighted sum of these functions. A list is the short form of `functions`.
+
+    Evaluation goes by the first one, unweighted.
+    """
+
+    shorthand: ClassVar[str] = "functions"
+
+    functions: Annotated[tuple[RewardSection, ...], Field(min_length=1, strict=False)] = (
+        RewardSection(function="integer"),
+    )
+    """The functions that judge an answer."""
+    max_failures: int = Field(default=32, ge=0)
+    """Calls of a run that may raise, take too long or return no number, before the run ends. Each counts as a reward of
+    0 until then."""
+    workers: int = Field(default=2, ge=1, le=256)
+    """Processes for plain functions. Functions that wait should be `async`: hundreds of them wait at the same time."""
+
+    @model_validator(mode="after")
+    def _labels_differ(self) -> RewardsSection:
+        labels = [function.label for function in self.functions]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(
+                f"found two functions called {', '.join(twice)}, expected different names. Give each a name"
+            )
+        return self
+
+
+EACH = ("finished", "tokens", "turns", "outcome")
+"""The arguments that each answer has of its own, besides its text."""
+OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function with its settings."""
+
+    config: RewardSection
+    call: Callable[..., Any]
+    asks: tuple[str, ...]
+    """Its parameters out of `OFFERED`."""
+
+    @property
+    def of_group(self) -> bool:
+        return "answers" in self.asks
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.call)
+
+    def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Pick the function's arguments from all that are offered."""
+        return {name: offered[name] for name in self.asks}
+
+    def __call__(self, offered: Mapping[str, Any]) -> Any:
+        """Call the function with its part of what is offered."""
+        return self.call(**self.asked(offered), **self.config.kwargs)
+
+    def parts(self, returned: Any, answers: int) -> list[Numbers]:
+        """Return the rewards of each answer of a call. Raises ReturnError."""
+        if not self.of_group:
+            return [named_numbers(returned)]
+        if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != answers:
+            raise ReturnError(f"found {brief(returned)}, expected a list of {answers} rewards, one per answer")
+        return [named_numbers(value) for value in returned]
+
+
+def load_function(config: RewardSection, key: str) -> RewardFunction:
+    """Load the function that `config` names.
+
+    Raises:
+        UserError: naming `key`: there is no such function, its module cannot be imported, or it cannot be called with
+            what is offered and `kwargs`.
+    """
+    call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
+    parameters = inspect.signature(call).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if unknown := [name for name in config.kwargs if (name not in named and not takes_any) or name in OFFERED]:
+        raise user_error(
+            f"{key}.kwargs",
+            found=unknown[0],
+            expected=f"parameters of {config.function} besides {', '.join(OFFERED)}: {', '.join(named)}",
+            remedy="Correct kwargs, or give the function such a parameter.",
+        )
+    asks = tuple(name for name in OFFERED if name in named)
+    missing = [
+        n for n in named if n not in (*OFFERED, *config.kwargs) and parameters[n].default is inspect.Parameter.empty
+    ]
+    if missing or ("answer" in asks) == ("answers" in asks):
+        raise user_error(
+            f"{key}.function",
+            found=f"{config.function}({', '.join(parameters)})",
+            expected=f"a function of answer, or of answers for a whole group, and any of {', '.join(OFFERED)}"
+            + (f"; kwargs give no {', '.join(missing)}" if missing else ""),
+            remedy="Rename its parameters, give them defaults, or set them in kwargs.",
+        )
+    return RewardFunction(config, call, asks)

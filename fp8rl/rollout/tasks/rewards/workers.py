@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fp8rl.rollout.tasks.named_functions import Numbers
-from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
+from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 
 MEMORY_LIMIT = 4 * 2**30
 """Bytes of data that a worker may take: 9^9^9^9 must fail here, not exhaust the machine."""

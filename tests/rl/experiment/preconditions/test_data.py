@@ -9,7 +9,7 @@ from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment, parse_experiment
 from fp8rl.rl.experiment.preconditions import check, data
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import merged, refusal, write_lines
 

@@ -1,4 +1,4 @@
-"""Values of `kwargs` that our own rewards and environments cannot use are refused before anything starts."""
+"""Values of `kwargs` that our own rewards cannot use are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check
-from fp8rl.rollout.tasks.environments.functions import BUILT_IN as ENVIRONMENTS
 from fp8rl.rollout.tasks.named_functions import named_object
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from tests.support.preconditions import merged, refusal
@@ -36,21 +35,6 @@ def test_values_that_a_reward_of_ours_cannot_use(values: Any, function: str, kwa
     assert text.startswith(f"rewards.functions.1.kwargs.{expected}")
 
 
-@pytest.mark.parametrize(
-    ("function", "kwargs", "expected"),
-    [
-        ("guess", {"tries": "many"}, "tries: found 'many', expected a valid integer"),
-        ("guess", {"tries": 0}, "tries: found 0, expected a number greater"),
-        ("python", {"timeout_s": "soon"}, "timeout_s: found 'soon', expected a valid number"),
-        ("python", {"memory_mib": 0}, "memory_mib: found 0, expected a number greater"),
-        ("calculator", {"calls": None}, "calls: found None, expected a valid integer"),
-    ],
-)
-def test_values_that_an_environment_of_ours_cannot_use(values: Any, function: str, kwargs: Any, expected: str) -> None:
-    text = refusal(values, environment={"function": function, "kwargs": kwargs})
-    assert text.startswith(f"environment.kwargs.{expected}")
-
-
 def test_values_that_they_can_use(values: Any) -> None:
     rewards = [
         {"function": "integer"},
@@ -58,12 +42,10 @@ def test_values_that_they_can_use(values: Any) -> None:
         {"function": "format", "kwargs": {"pattern": ".*#### -?[0-9]+"}},
         {"function": "http", "kwargs": {"url": "https://service/judge"}},
     ]
-    environment = {"function": "python", "kwargs": {"calls": 0, "timeout_s": 3, "role": "tool"}}
-    check(parse_experiment(merged(values, rewards={"functions": rewards}, environment=environment)))
+    check(parse_experiment(merged(values, rewards={"functions": rewards})))
 
 
 def test_every_parameter_of_ours_has_a_type() -> None:
     ours = [named_object(name, "", {name: each.function}) for name, each in BUILT_IN.items()]
-    ours += [named_object(name, "", ENVIRONMENTS) for name in ENVIRONMENTS]
     for function in ours:
         assert get_type_hints(function).keys() >= inspect.signature(function).parameters.keys() - {"self"}

@@ -10,7 +10,7 @@ from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check
 from fp8rl.rl.run.evaluation import HeldOut, set_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import Problem, SamplingParams, Trajectory
 from tests.support.preconditions import merged, refusal
 
@@ -34,11 +34,6 @@ def sets(values: Any) -> dict[str, Any]:
         ("rollout/reward/nope", {"rewards": TWO}, "one of rollout/reward/integer, rollout/reward/short"),
         ("rollout/reward/length", {"rewards": TWO}, "one of rollout/reward/integer, rollout/reward/short"),
         ("rollout/reward/integer", {"rewards": ONE}, "another metric: this run has none of that kind"),
-        (
-            "rollout/outcome/nope",
-            {"environment": {"function": "calculator"}},
-            "one of rollout/outcome/calls, rollout/o",
-        ),
         ("eval/nope/accuracy", {}, "one of eval/accuracy, eval/problems"),
     ],
 )
@@ -69,7 +64,6 @@ def test_of_an_own_set_every_metric_may_have_a_gate_and_no_other(values: Any, se
             "rollout/reward/http/style",
             {"rewards": {"functions": [{"function": "http", "kwargs": {"url": "http://a"}}]}},
         ),
-        ("rollout/outcome/unread", {"environment": {"function": "calculator"}}),
         ("eval/accuracy", {}),
     ],
 )

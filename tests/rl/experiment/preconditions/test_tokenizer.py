@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fp8rl.cli import app
 from fp8rl.rl.experiment.preconditions import tokenizer as tokenizer_module
 from fp8rl.rl.experiment.preconditions.tokenizer import template_remarks
-from fp8rl.rollout.tasks.data.sources import Source
+from fp8rl.rollout.tasks.data import Source
 from tests.support.chat_templates import KINDS, with_template
 from tests.support.paths import EXAMPLES
 from tests.support.preconditions import edit_config, refusal

@@ -20,7 +20,7 @@ from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.conversations import BlockedEnvironmentError, Conversations
 from fp8rl.rl.run.sampling import done
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.types import EngineError, Group, Problem, Prompt, SamplingParams, Trajectory
 from tests.support.paths import EXAMPLES
 

@@ -24,7 +24,7 @@ from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.feed.state import FeedState, read_answered
 from fp8rl.rl.run.sampling import Sampling
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of

@@ -18,7 +18,7 @@ from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from fp8rl.rollout import deadlines
-from fp8rl.rollout.tasks.rewards.functions import RewardsSection
+from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
 from tests.rollout.tasks.rewards.test_ours import service
 from tests.support.paths import EXAMPLES

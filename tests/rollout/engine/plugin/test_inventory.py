@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from fp8rl.numerics.core.memory import Holding
 from fp8rl.rollout.engine.plugin.state import inventory
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
-from fp8rl.rollout.engine.protocol import Inventory, from_checksums, to_checksums
+from fp8rl.rollout.engine.protocol import from_checksums, to_checksums
 from tests.support.holdings import total_bytes
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
 
@@ -74,5 +75,5 @@ def test_states_of_linear_attention_are_no_keys_and_values() -> None:
 
 
 def test_an_answer_survives_the_way() -> None:
-    answer = Inventory(held=held(pool(torch.bfloat16)))
-    assert Inventory.model_validate_json(from_checksums(to_checksums(answer))) == answer
+    answer = held(pool(torch.bfloat16))
+    assert TypeAdapter(tuple[Holding, ...]).validate_json(from_checksums(to_checksums(answer))) == answer

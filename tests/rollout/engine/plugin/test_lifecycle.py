@@ -17,16 +17,7 @@ from fp8rl.numerics.core.code import code_digest
 from fp8rl.numerics.delta import as_bytes, encode
 from fp8rl.rollout.engine.plugin import lifecycle, state
 from fp8rl.rollout.engine.plugin.hooks import hooks_for, provided
-from fp8rl.rollout.engine.protocol import (
-    DELTA,
-    Commit,
-    EngineReport,
-    Held,
-    ReadManifest,
-    ReadReport,
-    from_checksums,
-    to_action,
-)
+from fp8rl.rollout.engine.protocol import DELTA, EngineReport, Held, from_checksums, to_action
 from fp8rl.weight_sync.manifest import Manifest, Recorder
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 
@@ -62,16 +53,16 @@ def sglang(action: str) -> Any:
     return lifecycle.check_weights(lambda *args, **kwargs: ("stock", kwargs), runner, action=action)
 
 
-def ask(call: Any) -> str:
+def ask(call: str, **arguments: str) -> str:
     """The JSON of the plugin's answer, after the way that it takes through SGLang."""
     import msgspec
     from sglang.srt.managers.io_struct import ChecksumInfo
 
-    return from_checksums(msgspec.convert(sglang(to_action(call)), ChecksumInfo).checksums)
+    return from_checksums(msgspec.convert(sglang(to_action(call, **arguments)), ChecksumInfo).checksums)
 
 
-def held(call: Commit | ReadManifest) -> dict[str, str]:
-    return Held.model_validate_json(ask(call)).entries
+def held(call: str, **arguments: str) -> dict[str, str]:
+    return Held.model_validate_json(ask(call, **arguments)).entries
 
 
 def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, str]:
@@ -81,14 +72,14 @@ def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, st
 
 
 def test_a_loaded_model_is_committed_under_the_servers_version() -> None:
-    assert held(ReadManifest()) == manifest("3")
+    assert held("manifest") == manifest("3")
     assert state.state().weights.version == "3"
 
 
 def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
     lifecycle.before_update(object(), "any", "arguments")
     assert state.state().weights.version is None
-    assert held(Commit(version="4")) == manifest("4")
+    assert held("commit", version="4") == manifest("4")
     assert state.state().weights.version == "4"
 
 
@@ -106,7 +97,7 @@ def test_an_update_may_be_of_changes() -> None:
     lifecycle.before_update(object(), "any", "arguments")
     model.load_weights(deltas.items())
     expected = {name: changed[name] if DELTA + name in deltas else tensor for name, tensor in TENSORS.items()}
-    assert held(Commit(version="4")) == manifest("4", expected)
+    assert held("commit", version="4") == manifest("4", expected)
 
 
 def test_no_forward_between_an_update_and_its_commit() -> None:
@@ -114,7 +105,7 @@ def test_no_forward_between_an_update_and_its_commit() -> None:
     lifecycle.before_update()
     with pytest.raises(RuntimeError, match="without a version before a forward"):
         lifecycle.before_forward(object(), "batch")
-    held(Commit(version="4"))
+    held("commit", version="4")
     lifecycle.before_forward(object(), "batch")
 
 
@@ -125,14 +116,14 @@ def test_sglangs_own_actions_stay_its_own() -> None:
 @pytest.mark.slow
 def test_the_report_says_what_runs() -> None:
     torch.set_num_threads(1)
-    report = EngineReport.model_validate_json(ask(ReadReport()))
+    report = EngineReport.model_validate_json(ask("report"))
     assert (report.spec_digest, report.weight_version, report.threads) == (SPEC.digest(), "3", 1)
     assert report.implementation == "torch"
     assert report.numerics == NumericsConfig(spec=SPEC).to_dict()
     assert (report.dtype, report.kv_cache_dtype, report.row_variant_ops) == ("bfloat16", "bfloat16", ())
     assert report.code == code_digest(("fp8rl.rollout", "fp8rl.models", "fp8rl.numerics"))
     lifecycle.before_update()
-    assert EngineReport.model_validate_json(ask(ReadReport())).weight_version is None
+    assert EngineReport.model_validate_json(ask("report")).weight_version is None
 
 
 @pytest.mark.parametrize("fails", [False, True])

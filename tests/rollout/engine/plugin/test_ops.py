@@ -27,7 +27,7 @@ from fp8rl.rollout.engine.plugin.families.attention import (
 )
 from fp8rl.rollout.engine.plugin.families.mlp import fused_topk
 from fp8rl.rollout.engine.plugin.hooks import hooks_for
-from fp8rl.rollout.engine.plugin.normed import Normed
+from fp8rl.rollout.engine.plugin.state import Normed
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
 LENGTHS = (1, 7, 64, 129, 300, 301)

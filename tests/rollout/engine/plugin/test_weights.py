@@ -18,7 +18,7 @@ from fp8rl.models.tensors import EngineRank, TensorRow, TensorTable
 from fp8rl.numerics.core.memory import ZEROS, placeholders
 from fp8rl.numerics.frozen import Frozen
 from fp8rl.numerics.quantize import QuantizedTensor
-from fp8rl.rollout.engine.plugin import sleeping
+from fp8rl.rollout.engine.plugin import lifecycle
 from fp8rl.rollout.engine.plugin import weights as plugin_weights
 from fp8rl.rollout.engine.plugin.parameters import hf_tensors
 from fp8rl.rollout.engine.plugin.weights import ServedWeights
@@ -328,18 +328,18 @@ def test_cuda_graphs_are_captured_again_once_the_weights_of_a_base_are_committed
         captured.append(served.version)
 
     runner, released = SimpleNamespace(init_decode_cuda_graph=capture), {}
-    monkeypatch.setattr(sleeping, "state", lambda: SimpleNamespace(weights=served, released=released))
+    monkeypatch.setattr(lifecycle, "state", lambda: SimpleNamespace(weights=served, released=released))
     monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
     served.map_base(base_of(NEW))
-    sleeping.capture_again(runner)
+    lifecycle.capture_again(runner)
     assert captured == [], "nothing is committed"
     released["kv_cache"] = []
     served.commit("3")
-    sleeping.capture_again(runner)
+    lifecycle.capture_again(runner)
     assert captured == [], "the cache is not there"
     released.clear()
     for _ in range(2):
-        sleeping.capture_again(runner)
+        lifecycle.capture_again(runner)
     assert captured == ["3"] and quantized
 
 
@@ -459,8 +459,8 @@ def test_memory_in_use_of_a_gpu_is_what_it_says_is_not_free(
 ) -> None:
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in served.everything()}
     everything = sum(storages.values())
-    monkeypatch.setattr(sleeping, "state", lambda: SimpleNamespace(weights=served, released={sleeping.CACHE: []}))
+    monkeypatch.setattr(lifecycle, "state", lambda: SimpleNamespace(weights=served, released={lifecycle.CACHE: []}))
     monkeypatch.setattr(ServedWeights, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
-    found = sleeping.memory(None)
+    found = lifecycle.memory(None)
     assert (found.in_use, found.weights, found.kv_cache) == (70, everything, 0) and everything > 0

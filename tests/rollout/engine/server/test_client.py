@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from fp8rl.rollout.engine.server import SGLangServer
 from fp8rl.rollout.engine.server.client import EngineClient
-from fp8rl.rollout.engine.server.server import SGLangServer
 from fp8rl.rollout.types import Completion, Endpoint, EngineError, SamplingParams
 from fp8rl_certify.server import certify_server
 from tests.support.planted_server import ask_little

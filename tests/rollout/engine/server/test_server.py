@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
+from fp8rl.rollout.engine import server as server_module
+from fp8rl.rollout.engine.server import SGLangServer, log_tail
 from fp8rl.rollout.engine.server import scratch as scratch_module
-from fp8rl.rollout.engine.server import server as server_module
 from fp8rl.rollout.engine.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
-from fp8rl.rollout.engine.server.server import SGLangServer, log_tail
 from fp8rl.rollout.types import EngineDiedError, EngineError
 from tests.support.paths import ROOT
 from tests.support.servers import group_members, shared_memory, small_config, wait_until
@@ -29,7 +29,7 @@ import sys, threading, time
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.engine.plugin import CONFIG_VARIABLE
 from fp8rl.rollout.engine.server.scratch import make_scratch, note_shared_memory, sweep
-from fp8rl.rollout.engine.server.server import SGLangServer
+from fp8rl.rollout.engine.server import SGLangServer
 config = RolloutSection(context_length=512, max_total_tokens=8192)
 servers = []
 thread = threading.Thread(

@@ -14,8 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.tasks.data import rows
-from fp8rl.rollout.tasks.data.sources import Source, load_problems
+from fp8rl.rollout.tasks.data import Source, load_problems, rows
 from fp8rl.rollout.types import Problem
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
@@ -127,24 +126,6 @@ def test_a_directory_whose_name_is_a_pattern_gives_its_own_rows(tmp_path, data_c
             write = pyarrow.parquet.write_table if kind == "parquet" else pyarrow.csv.write_csv
             write(table, file.with_suffix(f".{kind}"))
     assert [problem.answer for problem in load_problems(Source(tmp_path / name))] == ["own"]
-
-
-def test_a_parquet_column_of_a_type_that_datasets_lacks_is_left_out(tmp_path, data_cache):
-    maps = pyarrow.map_(pyarrow.string(), pyarrow.int64())
-    columns = {
-        "question": ["q"],
-        "map": pyarrow.array([[("a", 1)]], maps),
-        "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(maps)),
-        "answer": ["a"],
-        "level": [3],
-    }
-    for path in (tmp_path / "p.parquet", tmp_path / "folder/train.parquet"):
-        path.parent.mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    for path in (tmp_path / "p.parquet", tmp_path / "folder"):
-        assert list(load_problems(Source(path))) == [Problem("q", "a", fields={"level": 3})]
-        with pytest.raises(UserError, match="found 'map', expected a column of .*, which has question, answer, level"):
-            load_problems(Source(path, answer="map"))
 
 
 def call(name, **arguments):

@@ -1,70 +1,21 @@
-"""Our environments, with a model whose lines are given."""
+"""Environments by their names."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rollout.tasks.environments.builtin import calculator, guess, worked_out
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection
-from fp8rl.rollout.tasks.environments.conversation import transcript
+from fp8rl.rollout.tasks.environments import EnvironmentSection
 from fp8rl.rollout.tasks.environments.functions import load_environment
-from fp8rl.rollout.tasks.environments.sandbox import last_block, python
-from tests.support.conversations import EOS, Stage
-
-
-def text(play: Stage, tokenizer: Any, *arguments: Any, **settings: Any) -> tuple[str, dict[str, float]]:
-    answer = play(*arguments, **settings)
-    return "".join(said for _, said in transcript(answer, tokenizer)), answer.outcome
-
-
-def test_the_calculator_works_out_what_the_model_writes_before_an_equals_sign(play: Stage, tokenizer: Any) -> None:
-    said, outcome = text(play, tokenizer, calculator, "(9+4=", ",(what=", ",(3*-2=", "\n#### 7" + EOS)
-    assert said == "(9+4=13),(what=?),(3*-2=-6)\n#### 7"
-    assert outcome == {"calls": 3.0, "unread": 1.0}
-    said, outcome = text(play, tokenizer, partial(calculator, calls=1), "(9+4=", ",(1+1=2" + EOS)
-    assert said == "(9+4=13),(1+1=2" and outcome["calls"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [("9+4", 13), ("13 - 18", -5), ("-3*4", -12), ("9", None), ("9+", None), ("1/2", None), ("9" * 10 + "+1", None)],
-)
-def test_what_the_calculator_can_read(written: str, value: int | None) -> None:
-    assert worked_out(written) == value
-
-
-def test_a_guess_is_answered_by_which_way_the_number_is(play: Stage, tokenizer: Any) -> None:
-    said, outcome = text(play, tokenizer, guess, "9", "2", "5", answer="#### 5")
-    assert said == "9<,2>,5" and outcome == {"reward": 1.0, "guesses": 3.0}
-    said, outcome = text(play, tokenizer, guess, "x", "4", "6", answer="#### 5")
-    assert said == "x?,4>,6" and outcome == {"reward": 0.0, "guesses": 3.0}
-    said, outcome = text(play, tokenizer, partial(guess, tries=1), "5", answer="#### 5")
-    assert said == "5" and outcome == {"reward": 1.0, "guesses": 1.0}
-
-
-@pytest.mark.slow
-def test_python_code_is_run_and_its_output_comes_back_as_a_message(play: Stage, tokenizer: Any) -> None:
-    lines = ["try ```python\nprint(6*7)\n```" + EOS, "```python\n1/0\n```" + EOS, "#### 42" + EOS]
-    answer = play(python, *lines, max_new_tokens=400)
-    assert answer.outcome == {"calls": 2.0, "errors": 1.0}
-    said = [words for by, words in transcript(answer, tokenizer) if by == "environment"]
-    assert said[0] == "<|user|>42\n<|assistant|>" and "ZeroDivisionError" in said[1]
-
-
-def test_the_last_whole_block_counts() -> None:
-    assert last_block("a ```python\nx=1\n``` b ```python\nx=2\n``` c") == "x=2"
-    assert last_block("none, or ```python\n not ended") is None
 
 
 @pytest.mark.parametrize(
     ("function", "kwargs", "expected"),
     [
-        ("chess", {}, "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness"),
+        ("chess", {}, "environment.function: found 'chess', expected single_turn, harness, package.module:name"),
         (
             "openenv",
             {},
@@ -72,12 +23,8 @@ def test_the_last_whole_block_counts() -> None:
         ),
         ("{}:plain", {}, ":plain', expected an async function"),
         ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
-        (
-            "guess",
-            {"tires": 3},
-            "found 'guess(conversation, tries, tokens)', expected a function of a conversation, tires",
-        ),
-        ("{}:missing", {}, "which has plain, nothing"),
+        ("{}:tells", {"tires": 3}, "found 'tells(conversation, tries)', expected a function of a conversation, tires"),
+        ("{}:missing", {}, "which has plain, nothing, tells"),
         ("no.such:thing", {}, "expected a module that can be imported; this one ends in ModuleNotFoundError"),
     ],
 )
@@ -85,7 +32,9 @@ def test_what_cannot_be_an_environment_is_refused(
     tmp_path: Path, function: str, kwargs: dict[str, Any], expected: str
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("def plain(conversation): ...\nasync def nothing(): ...\n")
+    file.write_text(
+        "def plain(conversation): ...\nasync def nothing(): ...\nasync def tells(conversation, tries): ...\n"
+    )
     with pytest.raises(UserError) as error:
         load_environment(EnvironmentSection(function=function.replace("{}", str(file)), kwargs=kwargs))
     assert expected in str(error.value)

@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 import tracemalloc
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -24,16 +23,14 @@ import openai
 import psutil
 import pytest
 
-import fp8rl.rollout.tasks.environments.endpoint as endpoint_module
 import fp8rl.rollout.tasks.environments.harness as harness_module
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rl.experiment import load_experiment
 from fp8rl.rollout.deadlines import end
-from fp8rl.rollout.tasks.environments.config import EnvironmentSection, HarnessSection
+from fp8rl.rollout.tasks.environments import EnvironmentSection, HarnessSection
 from fp8rl.rollout.tasks.environments.conversation import Conversation
-from fp8rl.rollout.tasks.environments.endpoint import ProgramEndpoint
 from fp8rl.rollout.tasks.environments.functions import load_environment
-from fp8rl.rollout.tasks.environments.harness import Harness, ProgramError
+from fp8rl.rollout.tasks.environments.harness import Harness, ProgramEndpoint, ProgramError
 from fp8rl.rollout.tasks.openai import Refusal, read_request
 from fp8rl.rollout.types import Problem, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
@@ -236,22 +233,18 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
             "messages.0.content: found 'image_url', expected text alone",
         ),
         ({"n": 2}, 400, "n: found 2, expected 1"),
-        ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1, that of the run"),
+        ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1.0, as in the run"),
         ({"seed": 3}, 400, "seed: found 3, expected none"),
-        ({"max_tokens": 0}, 400, "max_tokens: found 0, expected a whole number from 1"),
+        ({"max_tokens": 0}, 400, "max_tokens: found 0. Input should be greater than or equal to 1"),
         ({"tools": [TOOL]}, 400, "Set environment.harness.tool_parser"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools.0: found {'type': 'web_search'}, expected a function with a"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type: found 'web_search'. Input should be 'function'"),
         (
             {"tools": [{"type": "function", "function": {"name": "add", "parameters": "a, b"}}]},
             400,
-            "tools.0.function.parameters: found 'a, b', expected an object",
+            "tools.0.function.parameters: found 'a, b'. Input should be a valid dictionary",
         ),
         ({"tool_choice": "required"}, 400, "tool_choice: found 'required'"),
-        (
-            {"tool_choice": {"type": "function"}},
-            400,
-            "or write tool_choice into environment.harness.override, and it is",
-        ),
+        ({"tool_choice": {"type": "function"}}, 400, "or write tool_choice into environment.harness.override, and the"),
         ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
     ],
 )
@@ -297,15 +290,7 @@ SHORT_OF_ROOM = "no room is left for an answer"
     ("body", "encoding", "message"),
     [
         (gzip.compress(ASKED, mtime=0), "gzip", ""),
-        (zlib.compress(ASKED), "deflate", ""),
-        (gzip.compress(ASKED, mtime=0), "identity", "body: found 'utf-8' codec"),
-        (gzip.compress(ASKED, mtime=0), "deflate", "body: found broken deflate"),
-        (gzip.compress(ASKED, mtime=0)[:-9], "gzip", "body: found broken gzip without its end"),
-        (ASKED, "gzip", "body: found broken gzip"),
-        (ASKED, "br", "Content-Encoding: found 'br', expected gzip or deflate, or none"),
-        (ASKED, "gzip, gzip", "Content-Encoding: found 'gzip, gzip'"),
         (gzip.compress(b" " * (40 << 20), mtime=0), "gzip", SHORT_OF_ROOM),
-        (b"[" * (2 << 20), "identity", SHORT_OF_ROOM),
         (b" " * (33 << 20), "identity", SHORT_OF_ROOM),
         (b'{"model": "policy", "messages": [{"role": "user", "content": "%s"}]}' % (b"1" * 100_000), "", SHORT_OF_ROOM),
     ],
@@ -571,7 +556,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(
             {"function": "harness", "harness": {"program": "json:dumps"}},
             "program: found 'json:dumps', expected an async",
         ),
-        ({"function": "guess", "harness": {"command": ["ls"]}}, "a program beside function=guess"),
+        ({"function": "mine:play", "harness": {"command": ["ls"]}}, "a program beside function=mine:play"),
     ],
 )
 def test_a_program_that_cannot_be_run_is_refused_before_anything_starts(settings: Any, message: str) -> None:
@@ -596,14 +581,14 @@ def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_i
 
     agent = tmp_path / "specs/bin/agent"
     assert loaded().harness.command == (str(agent), "a/b.py")  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=f"command: found '?{agent}.*without leave to run"):
+    with pytest.raises(UserError, match=f"command: found '?{agent}.*expected a program that can be run"):
         load_environment(loaded())
     agent.chmod(0o700)
     assert isinstance(load_environment(loaded()), Harness)
     for command, said in (
-        ("bin/agent", f"found '{tmp_path}/bin/agent', expected a program that can be run; nothing is there"),
-        ("./specs/bin", f"found '{tmp_path}/specs/bin', expected a program that can be run; a folder is there"),
-        ("no_such_agent", "found 'no_such_agent', expected a program in PATH, which is "),
+        ("bin/agent", f"found '{tmp_path}/bin/agent', expected a program that can be run"),
+        ("./specs/bin", f"found '{tmp_path}/specs/bin', expected a program that can be run"),
+        ("no_such_agent", "found 'no_such_agent', expected a program that can be run, by its path or in PATH"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             load_environment(loaded(f"environment.harness.command=[{command}]"))
@@ -612,7 +597,7 @@ def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_i
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [b"", b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_headers_that_drip_end_the_connection(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "_HEADERS_S", 0.3)
+    monkeypatch.setattr(harness_module, "_HEADERS_S", 0.3)
 
     async def dripped() -> float:
         endpoint = ProgramEndpoint(None, ())

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from fp8rl.numerics.core.errors import UserError
 from fp8rl.rollout.tasks.named_functions import ReturnError
+from fp8rl.rollout.tasks.rewards import RewardFunction, RewardSection, RewardsSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
-from fp8rl.rollout.tasks.rewards.functions import RewardFunction, RewardSection, RewardsSection, load_function
 
 ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
 MODULE = """

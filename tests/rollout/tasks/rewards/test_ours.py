@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
+from fp8rl.rollout.engine.server import _claim_port
 from fp8rl.rollout.engine.server.launcher import _import_one_model_only
-from fp8rl.rollout.engine.server.server import _claim_port
+from fp8rl.rollout.tasks.rewards import RewardSection, load_function
 from fp8rl.rollout.tasks.rewards.builtin import format, integer, length
-from fp8rl.rollout.tasks.rewards.functions import RewardSection, load_function
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 

@@ -21,8 +21,7 @@ from fp8rl.numerics.ops import LowRank
 from fp8rl.numerics.quantize import QuantizedTensor, quantize
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.rollout.engine.plugin.families import EngineFamily, EngineSide, Hook, Probed
-from fp8rl.rollout.engine.plugin.normed import Normed, whole_product
-from fp8rl.rollout.engine.plugin.state import state
+from fp8rl.rollout.engine.plugin.state import Normed, state
 
 _PLAIN = "layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _FP8 = "layers.quantization.fp8.Fp8LinearMethod.apply"
@@ -131,11 +130,16 @@ def linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 def fp8_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     current = state()
     operand, spec = current.weights.operand(layer.weight), current.numerics.rollout_spec
+    rows = current.rows_of(x)
 
     def product(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return partial(of, x, layer.weight, operand, spec, "bf16")
 
-    whole = whole_product(x, current.rows_of(x), operand, product(ops.fp8_linear))
+    def whole(splits: int, plus: Tensor | None) -> Tensor:
+        if rows is None or splits > 1:
+            return product(ops.fp8_linear)(splits, plus)
+        return ops.rows_linear(rows, operand, x.dtype, plus)
+
     return _product(layer, x, bias, product(ops.fp8_linear_partial), whole)
 
 

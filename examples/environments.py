@@ -1,27 +1,16 @@
-"""Short environments of ours: `single_turn`, the default, `guess` and `calculator`."""
+"""Environments of arithmetic.yaml's model: `guess`, a game of several turns, and `calculator`, a tool in an answer."""
 
 from __future__ import annotations
 
 import re
 from operator import add, mul, sub
-from typing import Annotated
 
-from pydantic import Field
-
-from fp8rl.rollout.tasks.environments.conversation import Conversation
-
-Count = Annotated[int, Field(ge=1)]
-
-
-async def single_turn(conversation: Conversation) -> None:
-    """Let the model answer the question."""
-    await conversation.sample()
-
+from fp8rl import Conversation
 
 HIGHER, LOWER, UNREAD = ">,", "<,", "?,"
 
 
-async def guess(conversation: Conversation, tries: Count = 3, tokens: Count = 1) -> dict[str, float]:
+async def guess(conversation: Conversation, tries: int = 3, tokens: int = 1) -> dict[str, float]:
     """Hide the data's answer, a number, and answer each guess with `>,` if it is higher, `<,` if lower, `?,` if unread.
 
     A guess is a turn of at most `tokens` tokens. Returns `reward` (1 if the number was found), and `guesses`, the
@@ -46,7 +35,7 @@ _SUM = re.compile(r"(-?\d{1,9})([-+*])(-?\d{1,9})")
 _WORK_OUT = {"+": add, "-": sub, "*": mul}
 
 
-async def calculator(conversation: Conversation, calls: Annotated[int, Field(ge=0)] = 16) -> dict[str, float]:
+async def calculator(conversation: Conversation, calls: int = 16) -> dict[str, float]:
     """Continue the model's `(9+4=` with `13)`, and with `?)` if it is no sum, difference or product of two integers.
 
     calls: the most calculations; a further `=` calls nobody. Returns `calls`, and `unread`, the calls that it could not
