@@ -72,6 +72,8 @@ def _problems(serving: Any, request: Any, sent: dict[str, Any]) -> Iterator[tupl
         found = getattr(request, parameter, None)
         if found is not None and not least <= found <= most:
             yield parameter, f"found {found}, expected {least} to {most}"
+    if sent.get("echo") and sent.get("logprobs") == 0:  # SGLang fails
+        yield "logprobs", "found 0 with echo, expected 1 to 20"
     if chat and request.tools and serving.tool_call_parser is None:
         yield "tools", "found some, expected a server that knows the model's format of calls: --tool-parser"
     if chat and request.continue_final_message and len(chat[-1]) > 2:
