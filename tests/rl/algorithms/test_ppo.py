@@ -185,7 +185,6 @@ def test_the_policy_waits_for_the_critic() -> None:
 @pytest.mark.parametrize("warmup", [0, 4, 20, 30])
 def test_the_policy_s_rate_decays_over_the_updates_that_it_takes(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8rl.rl.run import stack
-    from fp8rl.trainer.distributed.optimizer import schedule
 
     values = {"model": {"path": "/m"}, "data": {"train": "/t"}, "run": {"steps": 20}}
     chosen = {"name": "ppo", "critic_warmup": warmup, "updates_per_batch": 2}
@@ -195,11 +194,3 @@ def test_the_policy_s_rate_decays_over_the_updates_that_it_takes(warmup: int, mo
     stack._start_trainer(experiment, experiment.numerics, SimpleNamespace(trainer=list))  # type: ignore[arg-type]
     taken = 2 * sum(experiment.algorithm.learns(step) for step in range(1, 21))
     assert [(spec.total_steps, spec.critic_steps) for spec in given] == [(taken, 40)]
-
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
-    config = TrainerSection(lr=1.0, warmup_steps=2, decay="linear", decay_steps=4)
-    timetable = schedule(optimizer, config, given[0].total_steps)  # type: ignore[arg-type]
-    for _ in range(taken):
-        timetable.step(1)
-    if taken:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / 4), "that of the last step without a warm-up"
