@@ -136,17 +136,6 @@ def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(
     assert apart and alone.kv_tokens > job.kv_tokens
 
 
-def test_offloading_takes_memory_of_the_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bytes a parameter: masters, moments and gradients."""
-    machine(H100, 1)
-    needed = 16 * 4_022_468_096 + resources.RANK_BYTES + resources.ENGINE_BYTES
-    monkeypatch.setattr(resources, "available_memory", lambda: needed)
-    checked("qwen3_4b_one_gpu")
-    monkeypatch.setattr(resources, "available_memory", lambda: needed - 1)
-    with pytest.raises(UserError, match="trainer.dp: found 1, expected processes that fit the free memory"):
-        checked("qwen3_4b_one_gpu")
-
-
 ASLEEP = ("rollout.sleep=true", "trainer.optimizer.offload=false")
 
 
@@ -162,15 +151,22 @@ def test_turns_let_a_spec_fit_whose_sides_do_not_fit_beside_each_other(machine: 
         checked("qwen3_30b_a3b", *ASLEEP)
 
 
-def test_turns_take_memory_of_the_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 bytes a parameter: masters and moments."""
-    machine(H200, 1)
-    needed = 12 * 4_022_468_096 + resources.RANK_BYTES + resources.ENGINE_BYTES
+@pytest.mark.parametrize(("kind", "overrides", "bytes_each"), [(H100, (), 16), (H200, ASLEEP, 12)])
+def test_offloading_and_turns_take_memory_of_the_host(
+    kind: tuple[str, int],
+    overrides: tuple[str, ...],
+    bytes_each: int,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Masters and moments are 12 bytes a parameter, gradients 4."""
+    machine(kind, 1)
+    needed = bytes_each * 4_022_468_096 + resources.RANK_BYTES + resources.ENGINE_BYTES
     monkeypatch.setattr(resources, "available_memory", lambda: needed)
-    checked("qwen3_4b_one_gpu", *ASLEEP)
+    checked("qwen3_4b_one_gpu", *overrides)
     monkeypatch.setattr(resources, "available_memory", lambda: needed - 1)
     with pytest.raises(UserError, match="trainer.dp: found 1, expected processes that fit the free memory"):
-        checked("qwen3_4b_one_gpu", *ASLEEP)
+        checked("qwen3_4b_one_gpu", *overrides)
 
 
 TAUGHT = ("algorithm.name=opd", "rollout.temperature=1", "eval.problems=0", "model.path=m", "teacher.path=t")

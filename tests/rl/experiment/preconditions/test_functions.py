@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check
-from fp8rl.rollout.tasks.environments.functions import BUILT_IN as ENVIRONMENTS
-from fp8rl.rollout.tasks.named_functions import named_object
-from fp8rl.rollout.tasks.rewards.builtin import BUILT_IN
 from tests.support.preconditions import merged, refusal
 
 
@@ -19,12 +15,8 @@ from tests.support.preconditions import merged, refusal
     ("function", "kwargs", "expected"),
     [
         ("length", {"free": 0}, "free: found 0, expected a number greater than or equal to 1"),
-        ("length", {"free": "many"}, "free: found 'many', expected a valid integer"),
         ("length", {"free": None}, "free: found None, expected a valid integer"),
         ("format", {"pattern": "("}, "pattern: found '(', expected a regular expression; this one has missing ), unt"),
-        ("format", {"pattern": 12}, "pattern: found 12, expected a valid string"),
-        ("format", {"pattern": None}, "pattern: found None, expected a valid string"),
-        ("http", {"url": 5}, "url: found 5, expected a valid string"),
         ("http", {"url": "localhost:80"}, "url: found 'localhost:80', expected text that matches ^https?://"),
         ("model", {"url": "http://a", "tokenizer": 3}, "tokenizer: found 3, expected a valid string"),
         ("model", {"url": "http://a", "tokenizer": "t", "label": -1}, "label: found -1, expected a number greater"),
@@ -40,10 +32,7 @@ def test_values_that_a_reward_of_ours_cannot_use(values: Any, function: str, kwa
     ("function", "kwargs", "expected"),
     [
         ("guess", {"tries": "many"}, "tries: found 'many', expected a valid integer"),
-        ("guess", {"tries": 0}, "tries: found 0, expected a number greater"),
         ("python", {"timeout_s": "soon"}, "timeout_s: found 'soon', expected a valid number"),
-        ("python", {"memory_mib": 0}, "memory_mib: found 0, expected a number greater"),
-        ("calculator", {"calls": None}, "calls: found None, expected a valid integer"),
     ],
 )
 def test_values_that_an_environment_of_ours_cannot_use(values: Any, function: str, kwargs: Any, expected: str) -> None:
@@ -60,10 +49,3 @@ def test_values_that_they_can_use(values: Any) -> None:
     ]
     environment = {"function": "python", "kwargs": {"calls": 0, "timeout_s": 3, "role": "tool"}}
     check(parse_experiment(merged(values, rewards={"functions": rewards}, environment=environment)))
-
-
-def test_every_parameter_of_ours_has_a_type() -> None:
-    ours = [named_object(name, "", {name: each.function}) for name, each in BUILT_IN.items()]
-    ours += [named_object(name, "", ENVIRONMENTS) for name in ENVIRONMENTS]
-    for function in ours:
-        assert get_type_hints(function).keys() >= inspect.signature(function).parameters.keys() - {"self"}
