@@ -36,12 +36,6 @@ def test_by_hand() -> None:
     }
 
 
-def test_very_old_tokens_share_one_name() -> None:
-    found = drift([1.0, 3.0, 4.0], [92, 3, 99], 100)
-    assert found["drift/tokens_age_8"] == 2 and found["drift/abs_diff_mean_age_8"] == 2.0
-    assert found["drift/tokens_age_1"] == 1
-
-
 def test_without_older_tokens_there_is_no_drift() -> None:
     assert drift([1.0, math.nan], [7, 6], 7) == {}
 

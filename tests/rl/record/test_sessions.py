@@ -16,15 +16,6 @@ def test_a_session_knows_machine_versions_and_code() -> None:
     assert f"{psutil.virtual_memory().total / 2**30:.0f} GiB" in session.machine and "cores of" in session.machine
 
 
-def test_a_line_that_a_power_cut_tore_spoils_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "sessions.jsonl"
-    path.write_text('{"started": 1')
-    session = this_session()
-    append_session(path, session)
-    found, bad = sessions_found(path)
-    assert found == [session] and [line.number for line in bad] == [1]
-
-
 def test_the_last_line_of_a_session_counts_and_a_killed_one_has_no_end(tmp_path: Path) -> None:
     path = tmp_path / "sessions.jsonl"
     killed = this_session()
