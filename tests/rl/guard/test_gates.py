@@ -75,13 +75,6 @@ def test_what_a_cooldown_has_silenced_fires_when_it_is_over() -> None:
     assert fired(Gates([gate(cooldown_steps=2)]), [0.06, 0.0, 0.06, 0.06, 0.06]) == [1, 4]
 
 
-def test_only_actions_that_withhold_do() -> None:
-    for action in SEVERITY:
-        gates = Gates([gate(action=action)])
-        gates.check(1, {METRIC: 1.0})
-        assert bool(gates.withholding()) == (action in ("skip_step", "resync", "bf16_both"))
-
-
 def test_a_stop_is_judged_anew_by_the_run_that_resumes() -> None:
     gates = Gates([gate(action="checkpoint_and_stop", for_steps=2)])
     assert fired(gates, [1.0, 1.0]) == [2]
@@ -113,12 +106,6 @@ def test_firings_come_in_the_order_of_severity() -> None:
     rules = [gate(action=action) for action in reversed(SEVERITY)]
     assert [f.rule.action for f in Gates(rules).check(1, {METRIC: 1.0})] == list(SEVERITY)
     assert SEVERITY[0] == "warn" and SEVERITY[-1] == "checkpoint_and_stop"
-
-
-def test_gates_count_on_their_own() -> None:
-    gates = Gates([gate(above=0.1), gate(above=0.5)])
-    assert [firing.rule.above for firing in gates.check(1, {METRIC: 0.2})] == [0.1]
-    assert [firing.rule.above for firing in gates.check(2, {METRIC: 0.6})] == [0.5]
 
 
 VALUES = st.lists(st.sampled_from([0.0, 0.04, 0.06, math.nan]), max_size=30)

@@ -96,11 +96,6 @@ def test_several_firings_share_a_capsule_and_come_mildest_first(guard: Guard) ->
     assert verdict.events[0].said == f"tighten_tis: {TIS} = 0.9 is above 0.1 ({CAPSULE})"
 
 
-def test_where_nothing_is_kept_no_capsule_is_named(guard: Guard) -> None:
-    verdict = guard.judge(1, FINE | {NORM: 10.0}, None, None)
-    assert verdict.stop == "checkpoint_and_stop: train/grad_norm = 10 is above 9.0"
-
-
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_loss_that_is_not_finite_is_never_trained_on(policy: str) -> None:
     verdict = judge(a_guard(nonfinite_loss=policy), 3, NORM_FAULT)
