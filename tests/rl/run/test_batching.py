@@ -40,18 +40,11 @@ def test_what_an_environment_says_is_context() -> None:
     assert batch.fields["rollout_logprobs"].tolist() == [[0, -0.5, 0, 0, -0.25, -2.0]]
 
 
-def test_logprobs_arrive_bit_for_bit() -> None:
-    values = torch.tensor([-0.1, -1.2345678, -17.25], dtype=torch.float32)
-    batch = batch_from_trajectories([trajectory([1], [2, 3, 4], values.tolist())], 1.0)
-    assert torch.equal(batch.fields["rollout_logprobs"][0, 1:], values)
-
-
-def test_nonfinite_logprobs_and_empty_generations_are_kept_as_they_are() -> None:
-    rows = [trajectory([1, 2], [], []), trajectory([3], [4, 5], [math.nan, -math.inf])]
-    batch = batch_from_trajectories(rows, 1.0)
-    assert batch.lengths.tolist() == [2, 3]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 0], [0, 1, 1]]
-    assert batch.fields["rollout_logprobs"][1, 1].isnan() and batch.fields["rollout_logprobs"][1, 2] == -math.inf
+def test_logprobs_arrive_bit_for_bit_and_nonfinite_ones_and_empty_generations_too() -> None:
+    values = torch.tensor([-0.1, -1.2345678, -math.inf], dtype=torch.float32)
+    batch = batch_from_trajectories([trajectory([1, 2], [], []), trajectory([1], [2, 3, 4], values.tolist())], 1.0)
+    assert torch.equal(batch.fields["rollout_logprobs"][1, 1:], values)
+    assert batch.lengths.tolist() == [2, 4] and batch.loss_mask.int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]
 
 
 def test_examples_become_rows_without_fields() -> None:

@@ -249,9 +249,3 @@ except KeyboardInterrupt:
 def test_an_interrupt_in_a_finalizer_is_raised_again() -> None:
     done = subprocess.run([sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_a_moved_closing_is_as_deaf() -> None:
-    with ShutdownStack() as closing:
-        moved = closing.pop_all()
-    assert type(moved) is ShutdownStack

@@ -25,47 +25,40 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     files = new_run(tmp_path / "it")
     events: list[str] = []
 
-    class Cluster:
-        def __init__(self, logs: Path, lost: object) -> None: ...
+    def part(name: str) -> type:
+        """A part whose start and end are noted."""
 
-        def __enter__(self) -> None:
-            events.append("ray")
+        class Part:
+            nodes: ClassVar[dict[object, None]] = {}
 
-        def __exit__(self, *_: object) -> None:
-            events.append("ray ended")
+            def __init__(self, *_: object, awake: bool = True) -> None:
+                events.append(name)
 
-    class Engines:
-        def __init__(self, *_: object, awake: bool) -> None:
-            events.append("engines")
+            def __enter__(self) -> None: ...
 
-        @staticmethod
-        def none() -> None: ...
+            def trainer(self) -> None: ...
 
-        def stop(self) -> None:
-            events.append("engines ended")
+            @staticmethod
+            def none() -> None: ...
+
+            def close(self, *_: object) -> None:
+                events.append(f"{name} ended")
+
+            stop = __exit__ = close
+
+        return Part
 
     def refuse(*_: object, **__: object) -> None:
         raise UserError("trainer: found no room")
 
-    class Reservations:
-        nodes: ClassVar[dict[object, None]] = {}
-
-        def __init__(self, *_: object) -> None:
-            events.append("reserved")
-
-        def trainer(self) -> None: ...
-
-        def close(self) -> None:
-            events.append("given back")
-
-    monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
-    monkeypatch.setattr(stack_module, "Reservations", Reservations)
+    for name in ("ray_cluster", "Reservations", "Engines"):
+        monkeypatch.setattr(stack_module, name, part(name))
     monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
-    monkeypatch.setattr(stack_module, "Engines", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         LiveRun.open(experiment(run={"steps": 3}), files)
-    assert events == ["ray", "reserved", "engines", "engines ended", "given back", "ray ended"]
+    begun = ["ray_cluster", "Reservations", "Engines"]
+    assert events == [*begun, *(f"{name} ended" for name in reversed(begun))]
     assert not (files.path / "served").exists(), "the description is only for the start"
     assert "found no room" in files.log.read_text()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from fp8rl.rl.algorithms import Algorithm
@@ -22,7 +22,7 @@ from fp8rl.rl.record.rollouts import shown
 from fp8rl.rl.run.batching import batch_from_trajectories
 from fp8rl.rl.run.feed.feed import RolloutBatch, rollout_metrics
 from fp8rl.rl.run.feed.judging import JudgedAnswer
-from fp8rl.rl.run.step import explained_variance, plan_updates, throughput, train_metrics
+from fp8rl.rl.run.step import explained_variance, plan_updates, train_metrics
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.rollout.types import Problem, Trajectory
 from fp8rl.trainer.distributed.layout import Layout
@@ -117,19 +117,6 @@ def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Pat
         result = plan.forward_backward(group, number)
         assert torch.equal(result.logprobs, batch.fields["rollout_logprobs"])
         plan.update(group, step=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ratio", ["recompute", "bypass"])
-def test_the_clip_acts_whatever_the_ratio_is_to(ratio: str, path: Path, layout: Layout) -> None:
-    group = opened(path, layout)
-    batch, outcomes = sampled(group)
-    metrics = step(group, algorithm(ratio=ratio, updates_per_batch=2, clip_low=1e-3, clip_high=1e-3), batch, outcomes)
-    assert metrics["train/clip_fraction"] > 0
-    with pytest.raises(
-        ValidationError, match="found updates_per_batch=2 and epochs=1 with ratio=on_policy, expected 1"
-    ):
-        algorithm(ratio="on_policy", updates_per_batch=2)
 
 
 def test_more_updates_than_groups_and_groups_without_a_token_make_fewer(path: Path, layout: Layout) -> None:
@@ -288,15 +275,6 @@ def test_train_metrics_count_the_target_tokens(batch: TokenBatch) -> None:
     metrics = {"train/loss": 0.25, "train/grad_norm": 2.0, "train/tokens": 24.0, "train/entropy": 0.5}
     assert train_metrics(result(torch.zeros(6, 8)), batch) == metrics | {"train/dropped_tokens": 1.0}
     assert train_metrics(result(torch.zeros(6, 8)), replace(batch, fields={})) == metrics, "of examples"
-
-
-def test_throughput_counts_prompts_for_training_and_answers_for_sampling(batch: TokenBatch) -> None:
-    metrics = {"perf/train_seconds": 2.0, "perf/sampling_seconds": 4.0, "rollout/tokens": 24.0}
-    assert throughput(metrics, batch) == {
-        "perf/train_tokens_per_second": (24 + 6 * 2) / 2.0,
-        "perf/rollout_tokens_per_second": 6.0,
-    }
-    assert list(throughput({"perf/train_seconds": 2.0}, batch)) == ["perf/train_tokens_per_second"]
 
 
 def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
