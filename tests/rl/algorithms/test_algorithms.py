@@ -343,24 +343,18 @@ def test_the_dual_clip_bounds_what_a_negative_advantage_can_do_and_nothing_else(
     assert loss.item() == pytest.approx(50.0, rel=1e-5) and grad[0, 1].item() == pytest.approx(50.0, rel=1e-5)
 
 
-def test_a_clip_says_on_which_side_it_acted() -> None:
-    metrics = {}
-    for advantage in (1.0, -1.0):
-        batch, logprobs = one_row(advantage, [math.log(0.5), math.log(2.0), 0.0, 0.1])
-        metrics[advantage] = algorithm("grpo").objective(batch)(logprobs, torch.zeros_like(logprobs), batch).metrics
-    low, high = "train/clip_fraction_low", "train/clip_fraction_high"
-    assert (metrics[1.0][low].item(), metrics[1.0][high].item()) == (0.0, 0.25)
-    assert (metrics[-1.0][low].item(), metrics[-1.0][high].item()) == (0.25, 0.0)
+@pytest.mark.parametrize(("advantage", "low", "high"), [(1.0, 0.0, 0.25), (-1.0, 0.25, 0.0)])
+def test_a_clip_says_on_which_side_it_acted(advantage: float, low: float, high: float) -> None:
+    batch, logprobs = one_row(advantage, [math.log(0.5), math.log(2.0), 0.0, 0.1])
+    metrics = algorithm("grpo").objective(batch)(logprobs, torch.zeros_like(logprobs), batch).metrics
+    assert (metrics["train/clip_fraction_low"], metrics["train/clip_fraction_high"]) == (low, high)
 
 
-@pytest.mark.parametrize(
-    ("length", "lost"), [(8, 0.0), (16, 0.0), (17, 0.25), (18, 0.5), (20, 1.0)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("length", "lost"), [(8, 0.0), (16, 0.0), (17, 0.25), (18, 0.5), (20, 1.0)])
 def test_an_overlong_answer_loses_reward_with_each_token_of_the_buffer(length: int, lost: float) -> None:
-    shaped = algorithm("dapo").overlong.shaped(  # type: ignore[union-attr]
-        Outcomes(torch.tensor([1.0]), torch.tensor([0]), torch.tensor([length < 20])), torch.tensor([length])
-    )
-    assert shaped.rewards.tolist() == [1.0 - lost]
+    outcome = Outcomes(torch.tensor([1.0]), torch.tensor([0]), torch.tensor([length < 20]))
+    overlong = algorithm("dapo").overlong
+    assert overlong is not None and overlong.shaped(outcome, torch.tensor([length])).rewards.tolist() == [1.0 - lost]
 
 
 def test_the_length_penalty_counts_an_environment_s_tokens_as_the_limit_does() -> None:
@@ -399,14 +393,6 @@ def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_eith
     assert torch.equal(gradients[0][1][others], gradients[1][1][others]), "the denominators stay"
 
 
-def test_a_filtered_answer_hides_no_logprob_that_is_not_finite() -> None:
-    batch, logprobs = sampled(fresh=True)
-    chosen = algorithm("grpo", overlong={"filter": True, "penalty": 0.0})
-    batch = batch.with_fields(**chosen.training_fields(outcomes(), batch))
-    logprobs[1, PROMPT + 2] = math.nan
-    assert computed(chosen, batch, logprobs)[0].isnan()
-
-
 def test_maxrl_refuses_rewards_below_zero() -> None:
     batch, _ = sampled(fresh=True)
     with pytest.raises(ValueError, match=r"rewards: found -1.0, expected none below 0, as maxrl divides"):
@@ -424,35 +410,23 @@ def test_equal_rewards_give_no_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "unsaid"),
+    ("settings", "said"),
     [
-        (
-            {"name": "grpo"},
-            ["clip to [0.8, 1.28]", "w = the token's ratio trainer / rollout, at most 2", "token_mean"],
-            ["whitened", "KL"],
-        ),
-        ({"name": "reinforce++", "whiten_advantages": False}, ["A = R;"], ["whiten", "KL"]),
-        ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"], []),
-        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "length penalty"], ["left out"]),
+        ({"name": "grpo"}, ["clip to [0.8, 1.28]", "w = the token's ratio trainer / rollout, at most 2", "token_mean"]),
+        ({"name": "reinforce++", "kl": {"reward": {"coefficient": 0.1}}}, ["R less 0.1 KL", "A whitened"]),
+        ({"name": "dapo", "clip_dual": 3.0}, ["at most 3 |A| where A < 0", "length penalty"]),
         (
             {"name": "grpo", "rejection": {"name": "icepop"}, "kl": {"loss": {"coefficient": 0.01}}, "veto": 1e-4},
             ["w = the token's ratio trainer / rollout;", "icepop rejects outside [0.5, 5]", "0.01 k2", "below 0.0001"],
-            ["at most"],
         ),
     ],
     ids=str,
 )
-def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said: list[str], unsaid: list[str]) -> None:
-    spec = {"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": settings}
-    line = parse_experiment(spec).formula
+def test_the_printed_loss_is_that_of_the_settings(settings: dict[str, Any], said: list[str]) -> None:
+    line = parse_experiment({"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": settings}).formula
     assert "\n" not in line and not [each for each in said if each not in line]
-    assert not [each for each in unsaid if each in line]
-
-
-def test_a_wide_clip_of_a_sequence_ratio_is_noted() -> None:
-    (note,) = [line for line in algorithm("gspo", clip_high=0.2).notes() if "clip_high" in line]
-    assert note.startswith("algorithm.clip_high: found 0.2, expected about 0.0004 with gspo")
-    assert not any("expected about" in line for line in algorithm("gspo").notes())
+    plain = parse_experiment({"model": {"path": "/m"}, "data": {"train": "/t"}, "algorithm": {"name": "gspo"}}).formula
+    assert not [word for word in ("KL", "whiten", "rejects", "|A|", "penalty") if word in plain]
 
 
 @pytest.mark.parametrize(

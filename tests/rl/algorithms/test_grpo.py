@@ -62,13 +62,6 @@ def test_clipped_and_weighted_loss_by_hand() -> None:
     assert torch.allclose(grad, expected, atol=1e-7)
 
 
-def test_importance_weight_carries_no_gradient() -> None:
-    # rho = e^(-1 + 1.5) = 1.6487; with A = 1, r = 1 the gradient is -rho, and would be -2 rho if rho were not detached.
-    batch = rows_batch([2], [[0, 1]], advantages=[[0, 1]], rollout_logprobs=[[0, -1.5]])
-    _, _, grad = run(batch, [[0, -1.0]], algorithm())
-    assert grad[0, 1].item() == pytest.approx(-math.exp(0.5), rel=1e-6)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_nonfinite_rollout_logprob_drops_its_token(bad: float) -> None:
     batch = hand_batch()

@@ -178,27 +178,13 @@ def test_values_typed_on_the_command_line_by_the_type_of_their_field(write, over
 )
 @pytest.mark.parametrize("key", ["run.steps", "trainer.lr", "data.chat_template.x"])
 def test_numbers_that_yaml_reads_otherwise_than_anybody_are_refused(write, number, read, key):
-    expected = (
-        f"{re.escape(number)} in line .*which YAML reads as {read}: write {read}, or '{re.escape(number)}' as text"
-    )
-    base = write("s.yaml", BASE)
-    child = write("child.yaml", "defaults: own.yaml\n")
+    text = re.escape(number)
     *above, last = key.split(".")
-    own = write(
-        "own.yaml",
-        f"defaults: s.yaml\n{''.join(f'{name}: {{' for name in above)}{last}: [{number}]{'}' * len(above)}\n",
-    )
-    for path, overrides in ((base, [f"{key}={number}"]), (base, [f"{key}=[1, {number}]"]), (own, []), (child, [])):
-        with pytest.raises(UserError, match=expected):
+    base, child = write("s.yaml", BASE), write("child.yaml", "defaults: own.yaml\n")
+    write("own.yaml", f"{''.join(f'{name}: {{' for name in above)}{last}: [{number}]{'}' * len(above)}\n")
+    for path, overrides in ((base, [f"{key}={number}"]), (base, [f"{key}=[1, {number}]"]), (child, [])):
+        with pytest.raises(UserError, match=f"{text} in line .*which YAML reads as {read}: write {read}, or '{text}'"):
             load_experiment(path, overrides)
-
-
-def test_a_text_in_a_file_that_yaml_reads_as_another_value_is_told_to_be_quoted(write):
-    for name in ("no", "12345", "1e5"):
-        path = write("own.yaml", f"defaults: s.yaml\nrun: {{name: {name}}}\n")
-        write("s.yaml", BASE)
-        with pytest.raises(UserError, match=r"run.name: found .*, expected text. Write it in quotes"):
-            load_experiment(path)
 
 
 def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):
@@ -300,7 +286,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"train": []}}, "data.train: found []"),
     ({"data": {"train": ["/t", {"path": "/u", "weight": 0.0}]}}, "data.train.1.weight: found 0.0"),
     ({"data": {"train": {"path": ""}}}, "data.train.0.path: found '', expected at least 1 character. Correct it"),
-    ({"data": {"train": {"path": "/t", "weigth": 2.0}}}, "Did you mean data.train.weight?"),
     ({"data": {"train": "/t", "keys": {"anser": "gold"}}}, "Did you mean data.keys.answer?"),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4}]}}, "a temperature above 0"),
     (
@@ -309,14 +294,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "min_p": 0.1}]}}, "found min_p=0.1 with temperature=0"),
     ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
-    ({"rewards": []}, "expected a list of at least 1. "),
     ({"trainr": {}}, "trainr: found an unknown key with value {}, expected one of run, "),
     ({"trainer": {"learning_rate": 1}}, "Did you mean trainer.lr? "),
-    ({"trainer": {"tensor_parallel": 1}}, "Did you mean trainer.tp? "),
     ({"rollout": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),
     ({"steps": 3}, "Did you mean run.steps? "),
     ({"algorithm": {"name": "sft", "batchsize": 1}}, "Did you mean algorithm.batch_size? "),
-    ({"numerics": {"weight": {"scales": "fp32"}}}, "Did you mean numerics.weight.scale? "),
     ({"gates": [{"metric": "train/loss", "above": 1.0, "abov": 1.0}]}, "Did you mean gates.above? "),
     ({"trainer": {"fnord": 1}}, "hung_after_s. Correct or remove trainer.fnord."),
     (
@@ -325,7 +307,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"run": {"steps": 0}}, "run.steps: found 0, expected a number greater than or equal to 1"),
     ({"run": {"steps": True}}, "run.steps: found True, expected a valid integer"),
-    ({"run": {"steps": "3"}}, "valid integer"),
     ({"run": {"name": "../x"}}, "text that matches"),
     ({"trainer": {"lr": float("nan")}}, "finite number"),
     ({"trainer": {"lr": 1e-5, "min_lr": 1e-4}}, "trainer: found min_lr=0.0001, expected at most lr=1e-05"),
@@ -334,7 +315,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"numerics": {"mode": "fast"}}, "'exact' or 'native'"),
     ({"numerics": {"preset": "mxfp8", "mode": "native"}}, "set numerics.rollout to bf16"),
     ({"numerics": {"weight": {"format": "bf16"}}}, "quantize both or neither"),
-    ({"numerics": {"weight": {"format": "e5m2"}}}, "e4m3 in block"),
     ({"numerics": {"activation": {"granularity": "tensor"}}}, "token_group or channel"),
     ({"numerics": {"scope": ["q_proj", "k_proj", "v_proj"]}}, "the engine quantizes"),
     ({"numerics": {"scope": ["q_proj"], "rollout": "bf16"}}, "name all of them or none"),
@@ -350,7 +330,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm": {"name": "rloo", "kl": {"reward": {"coefficient": 0.1}}}},
         "algorithm: found kl.reward.coefficient=0.1 with rloo, expected 0",
     ),
-    ({"checkpoint": None}, "a mapping"),
     ({"gates": {}}, "a list"),
     ({"gates": [{"metric": "mismatch/k3_kl", "above": 1.0, "below": 0.0}]}, "exactly one of above and below"),
     ({"gates": [{"metric": "mismatch/tis_clipfraq", "above": 1.0}]}, "Did you mean mismatch/tis_clipfrac?"),

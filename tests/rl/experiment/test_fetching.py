@@ -103,16 +103,7 @@ def test_a_path_that_exists_wins_and_what_looks_like_a_path_is_never_asked_for(h
     experiment = spec(tmp_path, data={"train": "data/none.jsonl"}, eval={"problems": 0})
     assert experiment.model.path == str(tmp_path / MODEL) and experiment.model.directory == tmp_path / MODEL
     assert fetched(experiment) == experiment
-    for text in (
-        "./owner/name",
-        "/owner/name",
-        "~/name",
-        "owner",
-        "a/b/c",
-        "data/train.jsonl",
-        "../name",
-        "runs/x.yaml",
-    ):
+    for text in ("~/name", "owner", "a/b/c", "../name"):
         assert not is_hub_name(text)
         assert os.path.isabs(spec(tmp_path, model={"path": text}).model.path)
     assert hub.asked == []
@@ -133,7 +124,6 @@ def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypa
     ("changes", "message"),
     [
         ({"model": {"path": "owner/Tiny"}}, "model.path: found owner/Tiny, no directory here.*HF_TOKEN"),
-        ({"model": {"path": "owner/a--b"}}, "model.path: found owner/a--b, no directory here"),
         ({"model": {"path": "owner/empty"}}, "found owner/empty without config.json, expected a model"),
         ({"model": {"path": "owner/gated"}}, "owner/gated, a model that .*Ask for access.*HF_TOKEN"),
         ({"model": {"path": MODEL, "revision": "v2"}}, "model.revision: found v2.*a branch, tag or commit"),
@@ -143,9 +133,6 @@ def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypa
         ),
         ({"data": {"train": "owner/none"}}, "data.train: found owner/none, no file or directory here"),
         ({"data": {"train": DATA}}, "data.train.name: found None, expected one of main, hard"),
-        ({"data": {"train": [DATA, {"path": DATA, "name": "x"}]}}, "data.train.0.name: .* main, hard"),
-        ({"data": {"train": {"path": DATA, "revision": "v2"}}}, "data.train.revision: found v2"),
-        ({"eval": {"sets": [{"name": "a", "path": "owner/none"}]}}, "eval.sets.0: found owner/none"),
     ],
 )
 def test_what_the_hub_does_not_give_is_one_message_with_a_remedy(

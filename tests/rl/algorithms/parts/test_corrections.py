@@ -101,17 +101,6 @@ def test_bounds_that_are_not_given_are_filled_in_and_kept_with_the_run(
     assert spec.algorithm.correction == Correction(tis_cap, "token", rejection["name"], low, high)
 
 
-def test_published_weights_are_uncapped_unless_a_cap_is_asked_for() -> None:
-    """IcePop (Ring-1T) weighs by ratios of up to 5, MIS by those up to its bound."""
-    for name in ("icepop", "mis"):
-        rejection = {"name": name, "high": 5.0}
-        assert parsed({"rejection": rejection}).algorithm.tis_cap is None
-        assert parsed({"rejection": rejection, "tis_cap": 3.0}).algorithm.tis_cap == 3.0
-    d = torch.tensor([[math.log(0.4), math.log(4.0), math.log(5.1)]])
-    weights, kept = parsed({"rejection": {"name": "icepop"}}).algorithm.correction(d, d * 0, d < 9)
-    assert weights[0, 1].item() == pytest.approx(4.0) and kept.tolist() == [[False, True, False]]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [

@@ -39,12 +39,6 @@ def test_a_line_of_megabytes_is_refused_untokenized(values, tmp_path, monkeypatc
     assert max(tokenized) < 100
 
 
-def test_a_reference_that_math_verify_cannot_read_is_named_by_its_line(values, tmp_path):
-    write_lines(tmp_path / "train.jsonl", [("q", "#### 3"), ("q", r"#### \frac{1}{2}"), ("q", "so #### $$ ")])
-    text = refusal(values, rewards={"functions": [{"function": "math"}]})
-    assert text.startswith("data.train: line 3: answer") and "math-verify" in text
-
-
 def test_evaluation_needs_enough_held_out_problems(values):
     assert "at most the 2 problems" in refusal(values, eval={"problems": 3})
     assert refusal(values, data={"eval": None}).startswith("data.eval")
@@ -266,14 +260,7 @@ def entry(**kwargs):
 
 
 def test_a_reward_models_tokenizer_is_read_at_the_start(values, model, tmp_path):
+    assert "kwargs give no tokenizer" in refusal({**values, "rewards": entry()})
     found = {**values, "rewards": entry(tokenizer=str(tmp_path))}
     assert refusal(found).startswith(f"rewards.functions.1.kwargs.tokenizer: found '{tmp_path} without tokenizer.json'")
     check(parse_experiment(merged(values) | {"rewards": entry(tokenizer=str(model))}))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "said"),
-    [({}, "kwargs give no tokenizer"), ({"tokenizer": "x", "urls": 1}, "rewards.functions.1.kwargs: found 'urls'")],
-)
-def test_its_arguments_are_checked(values, kwargs, said):
-    assert said in refusal({**values, "rewards": entry(**kwargs)})
