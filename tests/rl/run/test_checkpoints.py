@@ -9,15 +9,7 @@ from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import RuleState
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.checkpoints import (
-    Checkpoints,
-    begins_anew,
-    changes,
-    check_contents,
-    check_resumable,
-    is_due,
-    with_older,
-)
+from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, changes, check_contents, check_resumable, with_older
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
@@ -27,11 +19,6 @@ from tests.support.experiments import experiment
 
 def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
-
-
-def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
-    settings = experiment(run={"steps": 7}, checkpoint={"every": 3})
-    assert [step for step in range(1, 8) if is_due(settings, step)] == [3, 6, 7]
 
 
 def test_a_checkpoint_counts_once_it_is_written_and_recorded_and_the_newest_stay(tmp_path: Path) -> None:
@@ -78,14 +65,6 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
             trainer.may_write.set()
         raise error
     assert run.checkpoint_steps() == kept
-
-
-def test_a_checkpoint_of_weights_alone_says_what_begins_anew(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    save(run, experiment(), 2)
-    save(run, experiment(checkpoint={"content": "weights"}), 4)
-    assert begins_anew(run, 2) == ""
-    assert "weights alone (checkpoint.content): Adam and the FP32 master weights begin anew" in begins_anew(run, 4)
 
 
 def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
@@ -138,7 +117,9 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
     run, settings = RunDir(tmp_path), experiment(run={"steps": 6})
     with pytest.raises(UserError, match="--resume: found 'no checkpoint.*--overwrite"):
         check_resumable(run, settings)
+    save(run, experiment(checkpoint={"content": "weights"}), 4)
     save(run, settings, 6)
+    assert begins_anew(run, 6) == "" and "weights alone (checkpoint.content): Adam and" in begins_anew(run, 4)
     check_resumable(run, settings)
     with pytest.raises(UserError, match=r"run\.steps: found 5, expected at least 6"):
         check_resumable(run, experiment(run={"steps": 5}))

@@ -148,19 +148,14 @@ def test_it_is_due_at_intervals_and_at_the_end(data: dict[str, str]) -> None:
     assert steps(2, staleness=2) == ([2, 4, 7], [2, 4])
 
 
-def test_an_answer_of_two_versions_is_no_evaluation(data: dict[str, str]) -> None:
+def test_a_row_says_which_step_its_evaluation_is_of_and_other_versions_are_none(data: dict[str, str]) -> None:
     engines = Engines(right=set())
-    evaluation = engines.evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 2}), version=4)
+    settings = experiment(data=data, eval={"problems": 2}, rollout={"staleness": 1})
+    evaluation = engines.evaluation(settings)
     evaluation.begin(4)
+    assert evaluation.finish()[0] == {"eval/accuracy": 1.0, "eval/problems": 2.0, "eval/at_step": 4.0}
+    newer = engines.evaluation(settings, version=4)
+    newer.begin(4)
     engines.judge.close()
     with pytest.raises(StaleWeightsError, match="at version 3, expected all at version 4"):
-        evaluation.finish()
-
-
-def test_a_row_that_has_the_evaluation_of_another_step_says_so(data: dict[str, str]) -> None:
-    engines = Engines(right=set())
-    evaluation = engines.evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 1}))
-    evaluation.begin(4)
-    metrics, _ = evaluation.finish()
-    engines.judge.close()
-    assert metrics == {"eval/accuracy": 1.0, "eval/problems": 2.0, "eval/at_step": 4.0}
+        newer.finish()

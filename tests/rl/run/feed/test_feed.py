@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -277,13 +276,18 @@ def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_pa
     assert prompts(others.asked[-PROMPTS:]) == prompts(engines.asked[-PROMPTS:]), "and the next ones after them"
 
 
-def test_answers_to_other_questions_are_not_restored(data: Path, tmp_path: Path) -> None:
+def test_answers_to_other_questions_are_not_restored_and_those_of_other_numerics_asked_again(
+    data: Path, tmp_path: Path
+) -> None:
     feed, engines = open_feed(data, staleness=1)
     take(feed, 1)
     engines.answer()
     other, others = open_feed(data, staleness=1, group_size=3)
     other.restore(kept(feed, tmp_path))
     assert len(others.asked) == PROMPTS
+    feed.renew()
+    assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
+    assert not engines.asked[-1].answers.done() and feed.state().answered == []
 
 
 def answer_and_judge(feed: SampledFeed, engines: Engines, *numbers: int) -> None:
@@ -322,20 +326,6 @@ def test_a_step_takes_judged_groups_and_does_not_wait_for_a_slow_judge(data: Pat
     engines.trainer.weight_version = 1
     work = take(feed, 2)
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[1], first[4], first[5]]
-    slow.close()
-
-
-def test_without_oversampling_a_step_waits_for_its_own_judge(data: Path) -> None:
-    feed, engines = open_feed(data, staleness=1, in_flight=True)
-    engines.sampling.judge = slow = SlowJudge(RewardsSection(), cast(Any, Letters()))
-    slow.slow = (feed._group(1).prompt.problem.question,)
-    feed._fill(1)
-    engines.answer(engines.asked)
-    verdict = judge().begin(feed._group(1).prompt, engines.said(feed._group(1))).result()
-    threading.Timer(0.3, lambda: slow.held.set_result(verdict)).start()
-    work = take(feed, 1)
-    first = prompts(engines.asked)
-    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == first[:3]
     slow.close()
 
 
@@ -402,15 +392,6 @@ def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_group
     ):
         take(feed, 1)
     assert len(engines.asked) == 12
-
-
-def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
-    feed, engines = open_feed(data, staleness=1)
-    take(feed, 1)
-    engines.answer()
-    feed.renew()
-    assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
-    assert not engines.asked[-1].answers.done() and feed.state().answered == []
 
 
 class Taught(Judge):

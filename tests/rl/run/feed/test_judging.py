@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -178,10 +178,10 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_see
 
 
 class Pool:
-    """Scores sequences after 0.2 s: the n-th token of one is as likely as e^-n."""
+    """Scores sequences after 0.2 s: the n-th token of one is as likely as e^-n, if no value is given."""
 
-    def __init__(self, value: float | None = None) -> None:
-        self.value, self.asked, self.began = value, [0], 0.0
+    def __init__(self) -> None:
+        self.value, self.asked, self.began = cast(float | None, None), [0], 0.0
 
     def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
         self.asked, self.began = [*self.asked, *map(len, sequences)], time.monotonic()
@@ -202,15 +202,9 @@ def test_a_teacher_is_asked_beside_the_rewards_about_what_is_trained_on(make: Ma
     assert pool.began - began < 0.2 <= time.monotonic() - began, "asked before the rewards are there"
     assert (first.teacher_logprobs, second.teacher_logprobs) == ([-3.0, -4.0, -5.0], [-3.0, -4.0])
     assert first.reward == 1.0
-
-
-def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
-    judge = make("integer")
-    judge._teacher = Teacher(Pool(math.nan))  # type: ignore[arg-type]
-    with pytest.raises(
-        EngineError, match=r"found 2 log-probabilities of the teacher that are not finite.*teacher.path"
-    ):
-        judge.wait(judge.begin(*group(tokenizer, "1"), taught=True))
+    pool.value = math.nan
+    with pytest.raises(EngineError, match="found 5 log-probabilities of the teacher that are not finite.*teacher.path"):
+        judge.wait(judge.begin(prompt, answers, taught=True))
 
 
 @pytest.mark.slow
