@@ -75,10 +75,7 @@ def expected_advantages(name: str, batch: TokenBatch) -> list[list[float]]:
         return advantages_over_a_critic()
     if name == "opd":
         teacher, engine = (batch.fields[field].double() for field in ("teacher_logprobs", "rollout_logprobs"))
-        return [
-            [float(teacher[row, i] - engine[row, i]) for i in range(PROMPT, PROMPT + length)]
-            for row, length in enumerate(LENGTHS)
-        ]
+        return [(teacher - engine)[row, PROMPT : PROMPT + length].tolist() for row, length in enumerate(LENGTHS)]
     rewards, groups, lengths = REWARDS.double().numpy(), GROUPS.numpy(), np.array(LENGTHS)
     if name == "dapo":  # a fifth of 20 tokens
         rewards = rewards + np.minimum(-(lengths - 16) / 4, 0)
@@ -106,10 +103,7 @@ def expected_advantages(name: str, batch: TokenBatch) -> list[list[float]]:
 
 def advantages_over_a_critic() -> list[list[float]]:
     """What came less what was expected, with gamma and lambda 1, whitened; the fifth token of row 1 is not used."""
-    rows = [
-        [float(reward) - float(VALUES[row, PROMPT + i]) for i in range(length)]
-        for row, (reward, length) in enumerate(zip(REWARDS, LENGTHS))
-    ]
+    rows = [(REWARDS[row] - VALUES[row, PROMPT : PROMPT + length]).tolist() for row, length in enumerate(LENGTHS)]
     used = np.array([value for row, values in enumerate(rows) for i, value in enumerate(values) if (row, i) != (1, 4)])
     return [[(value - used.mean()) / math.sqrt(used.var() + 1e-8) for value in values] for values in rows]
 
@@ -185,10 +179,9 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
 def test_an_answer_alone_is_compared_with_zero_only_if_groups_are_of_one(name: str) -> None:
     rewards, groups = torch.tensor([0.5, 0.25]), torch.tensor([3, 1])
     found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name})
-    advantages = [
-        found.resolved(RolloutSection(group_size=size)).trajectory_advantages(rewards, groups) for size in (1, 4)
-    ]
-    assert torch.allclose(advantages[0], rewards, atol=1e-6) and not advantages[1].any()
+    sized = [found.resolved(RolloutSection(group_size=size)) for size in (1, 4)]
+    alone, left = (chosen.trajectory_advantages(rewards, groups) for chosen in sized)
+    assert torch.allclose(alone, rewards, atol=1e-6) and not left.any()
 
 
 CASES: list[tuple[str, AggregationMode, dict[str, Any]]] = [
@@ -269,9 +262,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda settings: "-".join(map(str, settings)))
 @pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
-def test_on_fresh_tokens_with_equal_logprobs_every_correction_is_the_identity_bit_for_bit(
-    name: str, correction: dict[str, Any]
-) -> None:
+def test_on_fresh_tokens_every_correction_is_the_identity_bit_for_bit(name: str, correction: dict[str, Any]) -> None:
     batch, logprobs = sampled(fresh=True)
     plain, corrected = algorithm(name, tis_cap=None), algorithm(name, **correction)
     assert corrected.correction.corrects and not plain.correction.corrects
@@ -370,9 +361,7 @@ def test_the_length_penalty_counts_an_environment_s_tokens_as_the_limit_does() -
 
 @pytest.mark.parametrize("left_out", [{"veto": 1e-4}, {"overlong": {"filter": True, "penalty": 0.0}}], ids=str)
 @pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
-def test_what_is_not_trained_on_has_no_gradient_from_the_kl_and_the_entropy_either(
-    name: str, left_out: dict[str, Any]
-) -> None:
+def test_what_is_not_trained_on_has_no_gradient_from_kl_and_entropy_either(name: str, left_out: dict[str, Any]) -> None:
     """Row 1 alone is cut by the length, and has the token that the trainer would hardly have sampled."""
     batch, logprobs = sampled(fresh=True)
     batch.fields["rollout_logprobs"][1, PROMPT + 2] -= math.log(1e-5)

@@ -140,9 +140,7 @@ def test_on_fresh_tokens_with_equal_logprobs_the_three_sources_of_the_ratio_are_
         (2, {"rejection": {"name": "icepop"}}, "recompute"),
     ],
 )
-def test_the_ratio_of_older_tokens_is_taken_from_the_engine_unless_asked_otherwise(
-    staleness: int, settings: dict[str, Any], expected: str
-) -> None:
+def test_the_ratio_of_older_tokens_is_to_the_engines_by_default(staleness: int, settings: Any, expected: str) -> None:
     resolved = Grpo(**settings).resolved(RolloutSection(staleness=staleness))
     assert resolved.ratio == expected
     assert (resolved.correction.tis_cap is None) == (expected == "bypass" or "rejection" in settings)

@@ -65,10 +65,8 @@ def test_the_gradient_is_that_of_the_divergence_from_the_teacher(ratio: str, ste
     found = torch.zeros_like(logits)
     for token, probability in enumerate(sampler.exp()):
         row = torch.stack([torch.zeros(()), policy[token].float()])[None]
-        fields = {
-            "rollout_logprobs": torch.tensor([[0.0, float(sampler[token])]]),
-            "teacher_logprobs": torch.tensor([[0.0, float(teacher[token])]]),
-        }
+        said = {"rollout_logprobs": sampler, "teacher_logprobs": teacher}
+        fields = {name: torch.tensor([[0.0, float(x[token])]]) for name, x in said.items()}
         mask = torch.tensor([[False, True]])
         one = TokenBatch(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]), mask, 1.0, fields)
         outcome = Outcomes(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))

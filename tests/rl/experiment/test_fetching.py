@@ -127,17 +127,12 @@ def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypa
         ({"model": {"path": "owner/empty"}}, "found owner/empty without config.json, expected a model"),
         ({"model": {"path": "owner/gated"}}, "owner/gated, a model that .*Ask for access.*HF_TOKEN"),
         ({"model": {"path": MODEL, "revision": "v2"}}, "model.revision: found v2.*a branch, tag or commit"),
-        (
-            {"model": {"path": "./here", "revision": "v2"}},
-            "model.revision: found 'v2', expected none, as .*here is a path",
-        ),
+        ({"model": {"path": "./here", "revision": "v2"}}, "model.revision: found 'v2', expected none, as .*here is"),
         ({"data": {"train": "owner/none"}}, "data.train: found owner/none, no file or directory here"),
         ({"data": {"train": DATA}}, "data.train.name: found None, expected one of main, hard"),
     ],
 )
-def test_what_the_hub_does_not_give_is_one_message_with_a_remedy(
-    changes: dict[str, object], message: str, hub: Hub, tmp_path: Path
-) -> None:
+def test_what_the_hub_does_not_give_is_one_message(changes: dict, message: str, hub: Hub, tmp_path: Path) -> None:
     gated = hub.repositories["models/owner/gated"] = Repository(gated=True)
     gated.commit({"config.json": b"{}", "model.safetensors": b""})
     (empty := Repository()).commit({"README.md": b""})
@@ -166,7 +161,5 @@ def test_without_a_network_the_cache_serves_and_what_it_lacks_is_said(
     assert fetched(spec(tmp_path)) == experiment
     why = "HF_HUB_OFFLINE is set" if offline else "not available from http://127.0.0.1:9"
     for changes in ({"model": {"path": "owner/Other"}}, {"data": {"train": "owner/other"}}):
-        with pytest.raises(
-            UserError, match=f"found owner/[Oo]ther.*no path.*{why}.* to the spec's folder.*hf download owner/[Oo]t"
-        ):
+        with pytest.raises(UserError, match=f"found owner/[Oo]ther.*no path.*{why}.* to the spec's folder.*hf down"):
             fetched(spec(tmp_path, **changes))

@@ -55,9 +55,7 @@ def test_the_schema_marks_what_a_start_would_refuse(validator: jsonschema.Draft2
     assert not validator.is_valid(wrong)
 
 
-def test_the_schema_takes_what_may_be_written_shorter_and_a_users_own(
-    validator: jsonschema.Draft202012Validator,
-) -> None:
+def test_the_schema_takes_what_may_be_shorter_and_a_users_own(validator: jsonschema.Draft202012Validator) -> None:
     for short in (
         {"environment": "guess"},
         {"rewards": [{"function": "integer"}]},

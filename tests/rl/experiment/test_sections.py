@@ -51,9 +51,7 @@ def test_a_section_that_cannot_be_meant_is_refused(changes: Any, message: str) -
         ({"staleness": 0, "in_flight": False}, False, "recompute"),
     ],
 )
-def test_updates_land_in_flight_where_asked_and_always_beyond_one_step(
-    rollout: Any, in_flight: bool, ratio: str
-) -> None:
+def test_updates_land_in_flight_where_asked_and_beyond_one_step(rollout: Any, in_flight: bool, ratio: str) -> None:
     """The resolved spec says where the ratio of older tokens comes from."""
     spec = experiment(rollout=rollout)
     assert spec.rollout.updates_in_flight is in_flight and spec.to_dict()["algorithm"]["ratio"] == ratio

@@ -57,9 +57,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "start"), [("separate", "adapter"), ("merged", None)])
-def test_adapters_begin_where_a_capsule_has_them_unless_its_weights_have_them_in(
-    mode: str, start: str | None, capsule: Path, tmp_path: Path
-) -> None:
+def test_adapters_begin_where_a_capsule_has_them(mode: str, start: str | None, capsule: Path, tmp_path: Path) -> None:
     read = read_capsule(capsule)
     assert read.beginning(tmp_path).model.path == str(tmp_path) and read.beginning(tmp_path).adapter is None
     adapted = read.experiment.model_copy(update={"adapter": AdapterSection(mode=mode)})
@@ -159,9 +157,7 @@ FORGED: list[tuple[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "value"), FORGED, ids=str)
-def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
-    capsule: Path, key: str, value: Any
-) -> None:
+def test_a_capsule_of_right_digests_and_wrong_values_is_refused(capsule: Path, key: str, value: Any) -> None:
     about = json.loads((capsule / "capsule.json").read_text())
     (capsule / "capsule.json").write_text(json.dumps(about | {key: value}))
     with pytest.raises(UserError, match="capsule.json"):

@@ -8,9 +8,7 @@ from fp8rl.rl.record.console import StepConsole
 from fp8rl.rl.record.log import run_log
 
 
-def test_it_has_the_console_s_lines_warnings_and_the_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_has_the_console_s_lines_warnings_and_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.txt"
     with pytest.raises(RuntimeError), run_log(path), StepConsole(2) as console:
         console.note("engine [up]")

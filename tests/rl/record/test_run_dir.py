@@ -82,9 +82,7 @@ def test_what_a_resumed_run_repeats_is_removed_and_nothing_else(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
-def test_a_start_that_reached_no_step_leaves_its_logs_and_the_next_one_goes_on_there(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
+def test_a_start_that_reached_no_step_leaves_its_logs_for_the_next(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), open_run_dir(tmp_path / "runs", "demo") as run:
         run.experiment.write_text("{}")
         raise error

@@ -14,9 +14,7 @@ from fp8rl.rl.run.background import Background
 from fp8rl.rollout.deadlines import end
 
 
-def test_what_goes_on_in_spite_of_its_cancellation_does_not_keep_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stubborn_coroutine_keeps_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(background_module, "end", partial(end, seconds=0.2))
     free = threading.Event()
 
@@ -33,9 +31,7 @@ def test_what_goes_on_in_spite_of_its_cancellation_does_not_keep_the_end(
     free.set()
 
 
-def test_a_loop_that_is_held_up_keeps_neither_a_wait_nor_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_is_held_up_keeps_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(background_module, "_TURN_SECONDS", 0.2)
     free = threading.Event()
 

@@ -63,9 +63,7 @@ def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_th
 @pytest.mark.parametrize(
     ("done", "lost"), [(4, ""), (5, "; 1 later step is lost"), (7, "; 3 later steps are lost")]
 )  # fmt: skip
-def test_an_interrupt_says_from_which_step_a_resume_continues_and_what_is_lost(
-    done: int, lost: str, tmp_path: Path
-) -> None:
+def test_an_interrupt_says_where_a_resume_continues_and_what_is_lost(done: int, lost: str, tmp_path: Path) -> None:
     files = new_run(tmp_path / "it")
     assert "had not begun" in how_to_go_on(files)
     files.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(done + 1)))
@@ -78,9 +76,7 @@ def test_an_interrupt_says_from_which_step_a_resume_continues_and_what_is_lost(
 
 
 @pytest.mark.parametrize(("error", "attempts"), [(TrainerDiedError("rank 1"), 2), (EngineError("no GPU"), 1)])
-def test_once_too_often_and_other_losses_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int
-) -> None:
+def test_other_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int) -> None:
     opened = Opened(monkeypatch)
     with pytest.raises(type(error), match=str(error)):
         run_with_restarts(experiment(run={"restarts": 1}), new_run(tmp_path / "it"), dying(5, error))

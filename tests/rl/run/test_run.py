@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import pytest
 
-import fp8rl.rl.run.run as run_module
 import fp8rl.rl.run.stack as stack_module
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.record.events import Event, append_event, read_events
 from fp8rl.rl.run.run import LiveRun, check_directory
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
 
 
 @pytest.mark.slow
-def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_started_is_ended_when_a_later_part_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = new_run(tmp_path / "it")
     events: list[str] = []
 
@@ -76,19 +71,3 @@ def test_a_directory_that_goes_away_under_a_run_is_said_before_the_next_step(tmp
         path.mkdir()
     with pytest.raises(FileNotFoundError, match=r"run\.dir: found .*/it deleted or renamed before step 2"):
         check_directory(path, made, 2)
-
-
-def test_a_run_that_goes_on_forgets_the_records_of_the_steps_that_it_repeats(tmp_path: Path) -> None:
-    files = new_run(tmp_path / "it")
-    for step in (4, 5):
-        for path in (files.rollouts(step), files.manifest(step), files.capsule(step) / "capsule.json"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("{}")
-        append_event(files.events, Event(step, "a", 0.0, "b", "resync", None, "c"))
-    loaded: list[Path] = []
-    stack = SimpleNamespace(trainer=SimpleNamespace(load=loaded.append), engines=())
-    run_module._load(cast(Any, stack), cast(Any, None), files, 4)
-    assert loaded == [files.checkpoint(4)]
-    assert (files.rollout_steps(), files.capsule_steps()) == ([4], [4])
-    assert [path.name for path in (files.path / "manifests").iterdir()] == ["step_4.json"]
-    assert [event.step for event in read_events(files.events)] == [4]

@@ -89,9 +89,8 @@ def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(p
     chosen = algorithm(updates_per_batch=2, epochs=epochs, clip_low=1e-3, clip_high=1e-3)
     metrics = step(group, chosen, batch, outcomes)
 
-    whole = batch.with_fields(
-        advantages=chosen.advantages(outcomes, batch), old_logprobs=batch.fields["rollout_logprobs"]
-    )
+    advantages, old = chosen.advantages(outcomes, batch), batch.fields["rollout_logprobs"]
+    whole = batch.with_fields(advantages=advantages, old_logprobs=old)
     results = []
     for rows in [[0, 1, 2, 4, 6], [3, 5, 7]] * epochs:  # the groups 4 and 9, then 1 and 7
         part = whole.select(rows)
@@ -245,9 +244,7 @@ def test_rollout_metrics_against_hand_counts(trajectories: list[Trajectory]) -> 
     }
 
 
-def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
-    trajectories: list[Trajectory], batch: TokenBatch
-) -> None:
+def test_records_keep_a_trajectory_with_both_logprobs(trajectories: list[Trajectory], batch: TokenBatch) -> None:
     problems = [Problem(f"question {group}", "#### 1") for group in range(3)]
     answers = tuple(
         JudgedAnswer(problems[t.group], t, [("model", f"text {row}")], float(row == 4), {})

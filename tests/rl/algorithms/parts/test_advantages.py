@@ -6,9 +6,7 @@ from fp8rl.rl.algorithms.parts.advantages import group_advantages
 
 
 def advantages(rewards: list[float], groups: list[int], normalize_std: bool, group_size: int = 1) -> list[float]:
-    found = group_advantages(
-        torch.tensor(rewards), torch.tensor(groups), normalize_std=normalize_std, group_size=group_size
-    )
+    found = group_advantages(*map(torch.tensor, (rewards, groups)), normalize_std=normalize_std, group_size=group_size)
     return found.tolist()
 
 

@@ -15,6 +15,7 @@ from fp8rl.rl.experiment.experiment import Experiment
 from fp8rl.rl.experiment.validation import parse_experiment
 from fp8rl.rollout.config import RolloutSection
 from fp8rl.trainer.step.batch import TokenBatch
+from tests.support.experiments import experiment
 
 LN2 = math.log(2.0)
 
@@ -76,9 +77,7 @@ def test_a_trainer_logprob_that_is_not_finite_is_not_swept_away(rejection: Any, 
 
 
 def parsed(algorithm: dict[str, Any]) -> Experiment:
-    return parse_experiment(
-        {"model": {"path": "/m"}, "data": {"train": "/t", "eval": "/e"}, "algorithm": {"name": "grpo", **algorithm}}
-    )
+    return experiment(algorithm={"name": "grpo", **algorithm})
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,7 @@ def parsed(algorithm: dict[str, Any]) -> Experiment:
         ({"name": "geometric", "low": 0.0}, 0.0, 1.01),
     ],
 )
-def test_bounds_that_are_not_given_are_filled_in_and_kept_with_the_run(
-    rejection: dict[str, Any], low: float | None, high: float
-) -> None:
+def test_bounds_that_are_not_given_are_filled_in(rejection: dict[str, Any], low: float | None, high: float) -> None:
     spec = parsed({"rejection": rejection})
     assert (spec.algorithm.rejection.low, spec.algorithm.rejection.high) == (low, high)
     resolved = yaml.safe_load(spec.to_yaml())

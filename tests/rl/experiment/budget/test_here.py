@@ -103,9 +103,7 @@ def test_what_does_not_fit_is_refused_by_its_class_and_key(
         checked(example, override)
 
 
-def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(machine: Machine) -> None:
     experiment = load_experiment(EXAMPLES / "arithmetic.yaml")
     assert with_own_cache(experiment) is experiment and experiment.rollout.cache_tokens == 32768, "on a CPU"
     machine(H100, 1)

@@ -70,12 +70,9 @@ def test_what_a_template_writes_beside_the_content_counts_as_length(values, mode
     )
     (model / "chat_template.jinja").write_text(template)
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "1" * 900}}}
+    roles = ("user", "assistant", "tool")
     for beside in ({"tool_calls": [call]}, {"reasoning_content": "1" * 900}):
-        turns = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", **beside},
-            {"role": "tool", "content": "3"},
-        ]
+        turns = [{"role": role, "content": "q", **(beside if role == "assistant" else {})} for role in roles]
         (tmp_path / "train.jsonl").write_text(json.dumps({"question": turns, "answer": "#### 1"}))
         check(parse_experiment(merged(values, rollout={"context_length": 1024})))
         assert refusal(values, rollout={"context_length": 800}).startswith("data.train: line 1: found 'a prompt of ")
@@ -174,16 +171,6 @@ def test_arguments_that_the_chat_template_does_not_take_are_refused(values, mode
         assert expected in refusal(values, eval={"problems": 0}, data=section)
 
 
-def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path):
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    turns = [{"role": "user", "content": "q"}, {"role": "tool", "content": "3"}]
-    lines = [{"question": "q", "answer": "#### 1"}, {"question": turns, "answer": "#### 1"}]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert refusal(values).startswith(
-        "data.train: line 2: found 'turns of user, tool, at which the chat template fails"
-    )
-
-
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
@@ -220,9 +207,7 @@ def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_eq
     ]
     lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in calls]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    assert refusal(values).startswith(
-        'data.train: line 3: found "turns of user, assistant, tool, at which the chat template fails'
-    )
+    assert refusal(values).startswith('data.train: line 3: found "turns of user, assistant, tool, at which the')
 
 
 def test_a_tokenizer_that_loses_text_is_said(tmp_path):

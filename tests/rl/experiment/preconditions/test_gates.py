@@ -34,11 +34,7 @@ def sets(values: Any) -> dict[str, Any]:
         ("rollout/reward/nope", {"rewards": TWO}, "one of rollout/reward/integer, rollout/reward/short"),
         ("rollout/reward/length", {"rewards": TWO}, "one of rollout/reward/integer, rollout/reward/short"),
         ("rollout/reward/integer", {"rewards": ONE}, "another metric: this run has none of that kind"),
-        (
-            "rollout/outcome/nope",
-            {"environment": {"function": "calculator"}},
-            "one of rollout/outcome/calls, rollout/o",
-        ),
+        ("rollout/outcome/nope", {"environment": {"function": "calculator"}}, "one of rollout/outcome/calls, roll"),
         ("eval/nope/accuracy", {}, "one of eval/accuracy, eval/problems"),
     ],
 )

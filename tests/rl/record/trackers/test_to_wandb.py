@@ -171,9 +171,7 @@ def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: Wand
     assert uploaded(run, online) == [1, 2, 3], "rows of before stay"
 
 
-def test_a_server_that_stalls_costs_no_step_and_no_row(
-    run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 5.0)
     said: list[str] = []
     steps = list(range(1, 22))

@@ -118,9 +118,7 @@ def prompts(items: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(item.group.prompt.token_ids) for item in items]
 
 
-def test_what_can_be_done_while_engines_sample_waits_until_all_groups_are_asked_for(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_done_beside_sampling_waits_for_all_groups(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, engines = open_feed(data)
     asked: list[int] = []
     rendered: list[int] = []
@@ -138,9 +136,7 @@ def test_what_can_be_done_while_engines_sample_waits_until_all_groups_are_asked_
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_never_more_groups_are_admitted_than_staleness_allows_and_all_are_trained_on_in_order(
-    data: Path, staleness: int
-) -> None:
+def test_no_more_groups_than_staleness_allows_are_admitted_and_all_are_trained_on(data: Path, staleness: int) -> None:
     feed, engines = open_feed(data, staleness=staleness)
     trained: list[tuple[int, ...]] = []
     for step in range(1, 10):
@@ -194,9 +190,7 @@ def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path)
     assert (metric, count) == ("rollout/environment_failures", 1) and "KeyError" in text
 
 
-def test_the_first_answers_ahead_are_scored_while_the_others_are_sampled_and_all_are_there_before_the_update(
-    data: Path,
-) -> None:
+def test_the_first_answers_ahead_are_scored_while_the_others_are_sampled(data: Path) -> None:
     feed, engines = open_feed(data, staleness=1)
     take(feed, 1)
     assert not engines.asked[-1].answers.done()
@@ -230,9 +224,7 @@ def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path
     engines.trainer.weight_version = 1
     take(feed, 2)
     ahead = feed.ahead(StepClock())
-    assert ahead is not None and ahead.versions is not None and (ahead.versions == 1).any(), (
-        "the older ones are there, and say nothing"
-    )
+    assert ahead is not None and ahead.versions is not None and (ahead.versions == 1).any(), "older ones say nothing"
     assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True, False, False]
 
 
@@ -276,9 +268,7 @@ def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_pa
     assert prompts(others.asked[-PROMPTS:]) == prompts(engines.asked[-PROMPTS:]), "and the next ones after them"
 
 
-def test_answers_to_other_questions_are_not_restored_and_those_of_other_numerics_asked_again(
-    data: Path, tmp_path: Path
-) -> None:
+def test_answers_to_other_questions_or_of_other_numerics_are_asked_for_again(data: Path, tmp_path: Path) -> None:
     feed, engines = open_feed(data, staleness=1)
     take(feed, 1)
     engines.answer()
@@ -387,9 +377,7 @@ def test_groups_of_equal_rewards_are_replaced_by_further_ones(data: Path) -> Non
 def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_groups(data: Path) -> None:
     feed, engines = open_feed(data, filter_patience=4, algorithm={"dynamic_sampling": True})
     engines.solved = set()
-    with pytest.raises(
-        FilterError, match=r"found 12 groups that the grpo algorithm does not train on, of mean reward 0,"
-    ):
+    with pytest.raises(FilterError, match=r"found 12 groups that the grpo algorithm does not train on, of mean rewa"):
         take(feed, 1)
     assert len(engines.asked) == 12
 

@@ -149,10 +149,7 @@ def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: An
     (answer,) = judged(judge, tokenizer, "3")
     assert answer.reward == 0.0 and answer.parts == {"large": 3e38, "again": 3e38}
     (message,) = judge.failures.new_messages()
-    assert (
-        "the reward sum has failed, which counts as 0: found 4.5" in message
-        and "expected a finite number in FP32" in message
-    )
+    assert "the reward sum has failed, which counts as 0: found 4.5" in message and "finite number in FP32" in message
 
 
 def test_what_a_function_does_to_its_arguments_reaches_nobody(make: Make, tokenizer: Any) -> None:
@@ -166,9 +163,7 @@ def test_what_a_function_does_to_its_arguments_reaches_nobody(make: Make, tokeni
     assert prompt.problem.fields == {"level": 1.0}
 
 
-def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_sees_it(
-    make: Make, tokenizer: Any
-) -> None:
+def test_an_answer_whose_environment_failed_is_worth_nothing_and_not_judged(make: Make, tokenizer: Any) -> None:
     prompt, answers = group(tokenizer, "3\n#### 3", "1", "2")
     judge = make("mine:ranked", "integer")
     verdicts = judge.begin(prompt, [answers[0], replace(answers[1], failed=True), answers[2]]).result(timeout=60)
@@ -219,9 +214,7 @@ def test_a_teacher_is_asked_beside_the_rewards_about_what_is_trained_on(make: Ma
         ("whole", "expected a list of 2 rewards, one per answer"),
     ],
 )
-def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
-    make: Make, tokenizer: Any, function: str, expected: str
-) -> None:
+def test_a_function_that_fails_is_explained_once(make: Make, tokenizer: Any, function: str, expected: str) -> None:
     seconds = 1.0 if function == "stuck" else 30.0
     judge = make({"function": f"mine:{function}", "timeout_s": seconds}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
