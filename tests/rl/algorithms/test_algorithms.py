@@ -121,7 +121,8 @@ def expected_loss(
         if not finite:
             continue
         new = [logprobs[row, i] for i in finite]
-        old = [batch.fields["old_logprobs"][row, i].double() for i in finite]
+        source = "rollout_logprobs" if chosen.ratio == "bypass" else "old_logprobs"
+        old = [batch.fields[source][row, i].double() for i in finite]
         d = [float(o - batch.fields["rollout_logprobs"][row, i].double()) for o, i in zip(old, finite)]
         token, sequence = [math.exp(x) for x in d], [math.exp(sum(d))] * len(d)
         judged = {
@@ -201,6 +202,7 @@ CASES: list[tuple[str, AggregationMode, dict[str, Any]]] = [
             {"rejection": {"name": "mis"}, "tis_cap": 2.0},
             {"rejection": {"name": "mis", "high": 4.0}},
             {"veto": 0.5},
+            {"ratio": "bypass"},
         )
     ),
 ]
@@ -303,6 +305,77 @@ def one_row(advantage: float, log_ratios: list[float]) -> tuple[TokenBatch, torc
     fields = {"advantages": mask * advantage, "old_logprobs": old, "rollout_logprobs": old.clone()}
     batch = TokenBatch(torch.ones(1, width, dtype=torch.int64), torch.tensor([width]), mask, 1.0, fields)
     return batch, old + torch.tensor([[0.0, *log_ratios]])
+
+
+def test_a_clipped_and_weighted_loss_by_hand() -> None:
+    # Ratios 1, 2 (cut to 1.28), 0.5 (kept: A > 0 is clipped above only); rho 1, 4 (cut to 2), 0.5; A = 1; of 3 tokens.
+    batch, logprobs = one_row(1.0, [0.0, math.log(2.0), -math.log(2.0)])
+    batch.fields["rollout_logprobs"][0, 2:] += torch.tensor([-math.log(4.0), math.log(2.0)])
+    loss, grad = computed(algorithm("grpo"), batch, logprobs)
+    assert loss.item() == pytest.approx(-(1 + 1.28 * 2 + 0.5 * 0.5) / 3, abs=1e-6)
+    assert grad[0].tolist() == pytest.approx([0, -1 / 3, 0, -0.25 / 3], abs=1e-6)
+    metrics = algorithm("grpo").objective(batch)(logprobs, torch.full_like(logprobs, 0.5), batch).metrics
+    expected = {"ratio_mean": 3.5 / 3, "clip_fraction": 1 / 3, "tis_weight_mean": 3.5 / 3, "entropy": 0.5}
+    assert {name: metrics[f"train/{name}"].item() for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_extreme_differences_stay_finite_and_nothing_outside_the_mask_matters() -> None:
+    batch, logprobs = one_row(1.0, [0.0, -899.0, 0.5])
+    batch.fields["rollout_logprobs"][0, 1:3] -= 899.0
+    batch.fields["old_logprobs"][0, 1] = -900.0
+    loss, grad = computed(algorithm("grpo"), batch, logprobs)
+    assert loss.isfinite() and grad.isfinite().all()
+    batch, logprobs = sampled()
+    batch = with_advantages(batch, algorithm("grpo"))
+    before = computed(algorithm("grpo"), batch, logprobs)
+    for values in (logprobs, *batch.fields.values()):
+        values[~batch.loss_mask] = math.nan
+    for one, other in zip(before, computed(algorithm("grpo"), batch, logprobs)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tis_cap", "said"),
+    [
+        ({"rollout_logprobs": None}, 2.0, "rollout_logprobs"),
+        ({"advantages": None}, None, "advantages"),
+        ({"rollout_logprobs": math.nan}, 2.0, "no usable token among 1"),
+        ({"advantages": math.nan}, None, "advantages: found non-finite"),
+    ],
+)
+def test_missing_fields_and_unusable_batches_are_refused(changes: Any, tis_cap: float | None, said: str) -> None:
+    batch, _ = one_row(1.0, [0.0])
+    ((name, value),) = changes.items()
+    given = batch.fields.pop(name)
+    if value is not None:
+        batch.fields[name] = torch.full_like(given, value)
+    with pytest.raises(ValueError, match=said):
+        algorithm("grpo", tis_cap=tis_cap).objective(batch)
+
+
+def test_on_fresh_tokens_the_three_sources_of_the_ratio_are_one_bit_for_bit() -> None:
+    batch, logprobs = sampled(fresh=True)
+    batch = with_advantages(batch.with_fields(rollout_logprobs=logprobs.clone()), algorithm("grpo"))
+    first, *others = (
+        computed(algorithm("grpo", ratio=s), batch, logprobs) for s in ("recompute", "bypass", "on_policy")
+    )
+    assert all(torch.equal(*pair) for other in others for pair in zip(first, other)) and first[1].any()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "settings", "expected"),
+    [
+        (0, {}, "recompute"),
+        (1, {}, "bypass"),
+        (3, {"ratio": "on_policy"}, "on_policy"),
+        (2, {"veto": 0.1}, "recompute"),
+    ],
+)
+def test_the_ratio_of_older_tokens_is_to_the_engines_by_default(staleness: int, settings: Any, expected: str) -> None:
+    chosen = (
+        algorithm("grpo").model_validate({"name": "grpo", **settings}).resolved(RolloutSection(staleness=staleness))
+    )
+    assert chosen.ratio == expected and (chosen.correction.tis_cap is None) == (expected == "bypass")
 
 
 def test_cispo_keeps_the_gradient_outside_its_clip_where_ppo_has_none() -> None:

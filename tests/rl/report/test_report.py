@@ -14,7 +14,7 @@ from fp8rl.rl.record.events import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session
-from fp8rl.rl.report.charts import overlaid, sections
+from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.report import write_report
 from tests.support.paths import new_run
@@ -223,15 +223,6 @@ def test_a_slow_first_sync_leaves_the_others_readable() -> None:
     rows = [{"step": step, "sync/seconds": 9.0 if step == 0 else 0.5} for step in range(4)]
     charts = {chart["title"]: chart for chart in drawn(sections(rows))}
     assert charts["Duration"]["traces"][0]["x"] == [1, 2, 3] and "The first took 9.00 s" in charts["Duration"]["note"]
-
-
-def test_curves_of_two_runs_lie_over_each_other() -> None:
-    runs = {"a": [{"step": 1, **step_metrics(1)}], "b": [{"step": 1, **step_metrics(1, 0.5)}]}
-    charts = {chart["title"]: chart for chart in drawn(overlaid(runs))}
-    assert [(t["name"], t["y"]) for t in charts["Time per step"]["traces"]] == [("a", [3.0]), ("b", [3.0])]
-    largest = [(t["name"], t["color"], t["dash"]) for t in charts["Mismatch |d|"]["traces"]]
-    assert len(largest) == 6 and {name.partition(", ")[2] for name, _, _ in largest} == {"a", "b"}
-    assert len({(color, dash) for _, color, dash in largest}) == 6, "a colour for the curve, a dash for the run"
 
 
 def test_samples_stand_beside_their_reference_and_the_parts_of_their_reward(tmp_path: Path) -> None:

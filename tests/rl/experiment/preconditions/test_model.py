@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8rl.rl.experiment import parse_experiment
-from fp8rl.rl.experiment.preconditions import check, read_model
+from fp8rl.rl.experiment.preconditions import check
 from tests.support.preconditions import edit_config, merged, refusal
 from tests.support.tiny_model import TinyModel, write_tiny_model
 
@@ -25,13 +25,6 @@ def test_keys_of_a_rate_that_does_not_decay_are_said(values, sections, expected)
     said = []
     check(parse_experiment(merged(values, **sections)), said.append)
     assert [text.partition(" changes nothing")[0] for text in said if "changes nothing" in text] == expected
-
-
-def test_either_spelling_of_the_expert_count_is_read(values, model):
-    edit_config(model, num_experts=None)
-    assert check(parse_experiment(values)).sizes.experts == 8
-    edit_config(model, num_experts=4, num_local_experts=None)
-    assert read_model(model).sizes.experts == 4
 
 
 def test_a_gate_on_a_layer_that_the_model_has_not_is_refused(values):

@@ -214,22 +214,7 @@ def numbers(actor: Actor) -> list[int]:
     return [group.prompt.token_ids[0] - 10 for group in actor.got]
 
 
-def test_groups_go_whole_to_the_engine_with_the_least_to_do(stage: Stage) -> None:
-    engines = stage.open(2)
-    stage.serve()
-    for actor in stage.made:
-        actor.finish.clear()
-    answers = stage.admit(4)
-    assert wait_until(lambda: len(stage.made[0].got + stage.made[1].got) == 4, 5)
-    assert [numbers(actor) for actor in stage.made] == [[0, 2], [1, 3]]
-    stage.made[1].finish.set()
-    assert wait_until(lambda: answers[1].done() and answers[3].done(), 5)
-    answers += [engines.admit(groups(5, 2)[4], SAMPLING, 3)]
-    assert [t.seed for t in answers[4].result(5)] == [8, 9]
-    assert numbers(stage.made[1]) == [1, 3, 4]
-
-
-def test_what_no_engine_has_room_for_waits_for_the_first_that_is_free(stage: Stage) -> None:
+def test_groups_go_whole_to_the_engine_with_the_least_to_do_and_wait_for_room(stage: Stage) -> None:
     stage.open(2, replace_config(max_total_tokens=20))  # twice that is room for two groups of two answers of ten tokens
     stage.serve()
     for actor in stage.made:
@@ -397,22 +382,6 @@ def test_tokens_of_other_weights_than_expected_are_refused(stage: Stage) -> None
         stage.admit(1, oldest=2)[0].result(5)
     engines.expect(5)
     assert len(stage.admit(1, oldest=2)[0].result(5)) == 2
-
-
-def test_a_switch_replaces_all_engines_and_nothing_under_way_is_lost(stage: Stage) -> None:
-    engines = stage.open(2, replace_config(restarts_per_hour=0))
-    stage.serve()
-    for actor in stage.made:
-        actor.finish.clear()
-    answers = stage.admit(2)
-    assert wait_until(lambda: all(actor.got for actor in stage.made), 5)
-    stage.next = {"version": 7}
-    engines.switch(Serving(stage.make, Path("other"), 7))
-    assert all(actor.ended for actor in stage.made[:2]) and len(stage.made) == 4
-    engines.expect(7)
-    stage.serve()
-    assert [answer.result(5)[0].weight_versions for answer in answers] == [[7], [7]]
-    assert stage.news() == []
 
 
 MANIFEST = Manifest("3", "spec", {"a": "1@3"})

@@ -18,13 +18,12 @@ import torch
 import fp8rl.rl.run.sampling as sampling_module
 from fp8rl.rl.loop import rollout_records
 from fp8rl.rl.record.metrics_log import StepClock
-from fp8rl.rl.run.failures import Failures
 from fp8rl.rl.run.feed.feed import FilterError, RolloutBatch, SampledFeed
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer
 from fp8rl.rl.run.feed.state import FeedState, read_answered
 from fp8rl.rl.run.sampling import Sampling
 from fp8rl.rollout.tasks.rewards.functions import RewardsSection
-from fp8rl.rollout.types import EngineError, Group, SamplingParams, StaleWeightsError, Trajectory
+from fp8rl.rollout.types import EngineError, Group, StaleWeightsError, Trajectory
 from tests.support.experiments import experiment
 from tests.support.pools import Pool, sampling_of
 
@@ -162,32 +161,6 @@ def test_an_answer_whose_environment_failed_leaves_its_group_and_a_group_of_none
     assert work.outcomes is not None and work.outcomes.groups.tolist() == [0, *[1] * SIZE, *[2] * SIZE]
     assert not any(answer.trajectory.failed for answer in work.answers)
     assert work.metrics["rollout/dropped_groups"] == 1.0
-
-
-class Failing:
-    """Conversations whose environment fails."""
-
-    def __init__(self, failures: Failures, engines: Engines) -> None:
-        self.failures, self._engines = failures, engines
-
-    def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
-        return self._engines.admit(group, sampling, oldest)
-
-    def check(self) -> None: ...
-
-
-def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path) -> None:
-    feed, engines = open_feed(data)
-    engines.failed = {str(number): set(range(SIZE)) for number in range(60)}
-    failures = Failures("environment", "so that nothing is learnt", "rollout/environment_failures", "limit", 1000)
-    failures.add("mine", "KeyError: 'no such thing'")
-    engines.sampling.conversations = cast(Any, Failing(failures, engines))
-    told: list[tuple[str, int, str]] = []
-    engines.sampling.events.subscribe(lambda metric, count, text: told.append((metric, count, text)))
-    with pytest.raises(FilterError, match=r"groups of which every answer's environment \(single_turn\) failed"):
-        take(feed, 1)
-    ((metric, count, text),) = told
-    assert (metric, count) == ("rollout/environment_failures", 1) and "KeyError" in text
 
 
 def test_the_first_answers_ahead_are_scored_while_the_others_are_sampled(data: Path) -> None:
