@@ -60,21 +60,9 @@ def make_run(
 
 
 def sample(text: str, group: int = 0) -> dict[str, Any]:
-    return {
-        "prompt": "2+2=?",
-        "text": text,
-        "reward": 1.0,
-        "abs_diff_mean": 0.0,
-        "group": group,
-        "seed": 1,
-        "finished": True,
-        "prompt_ids": [1],
-        "token_ids": [2],
-        "weight_versions": [0],
-        "advantage": 0.0,
-        "rollout_logprobs": [-1.0],
-        "train_logprobs": [-1.0],
-    }
+    record = {"prompt": "2+2=?", "text": text, "reward": 1.0, "abs_diff_mean": 0.0, "group": group, "seed": 1}
+    tokens = {"prompt_ids": [1], "token_ids": [2], "weight_versions": [0], "rollout_logprobs": [-1.0]}
+    return record | tokens | {"finished": True, "advantage": 0.0, "train_logprobs": [-1.0]}
 
 
 def page_of(run: RunDir) -> str:
@@ -217,12 +205,6 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
     _, *others = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(["junk\n", *others]))
     assert "It ended" not in write_report(run.path)[0].read_text(), "a damaged line is no missing step"
-
-
-def test_a_slow_first_sync_leaves_the_others_readable() -> None:
-    rows = [{"step": step, "sync/seconds": 9.0 if step == 0 else 0.5} for step in range(4)]
-    charts = {chart["title"]: chart for chart in drawn(sections(rows))}
-    assert charts["Duration"]["traces"][0]["x"] == [1, 2, 3] and "The first took 9.00 s" in charts["Duration"]["note"]
 
 
 def test_samples_stand_beside_their_reference_and_the_parts_of_their_reward(tmp_path: Path) -> None:
