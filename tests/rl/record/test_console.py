@@ -93,6 +93,7 @@ def test_a_terminal_shows_how_many_groups_of_the_step_are_answered() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
     bars = [line for line in text.splitlines() if line.startswith("groups")]
     assert list(dict.fromkeys(bar.split()[-2] for bar in bars)) == ["3/32", "32/32", "1/16"]
+    assert step_line(1, 4, METRICS).plain in text and "1/4" in text.replace(step_line(1, 4, METRICS).plain, "")
 
 
 def test_the_table_has_the_first_step_and_the_newest() -> None:
@@ -105,16 +106,6 @@ def test_the_table_has_the_first_step_and_the_newest() -> None:
     assert ["reward", "0.110", "0.120", "0.130", "0.140", "0.150"] in lines
     assert ["accuracy", "0.387"] in lines
     assert not any("loss" in line for line in lines[2:3]), "reward comes first"
-
-
-def test_a_terminal_gets_lines_and_a_bar() -> None:
-    output = io.StringIO()
-    terminal = Console(file=output, force_terminal=True, width=160, color_system=None)
-    with StepConsole(4, done=1, console=terminal) as console:
-        console.step(2, METRICS)
-        console.step(3, METRICS)
-    assert step_line(3, 4, METRICS).plain in output.getvalue()
-    assert "3/4" in output.getvalue().replace(step_line(3, 4, METRICS).plain, "")
 
 
 HOSTILE = "[/b] [link=file:///x]here[/link] [red]x :smile: {\x1b[31m\x1b]8;;http://x} \x9b2J"

@@ -9,15 +9,7 @@ from fp8rl.rollout.types import Trajectory
 
 
 def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -> Trajectory:
-    return Trajectory(
-        prompt_ids=prompt,
-        token_ids=generated,
-        logprobs=logprobs,
-        finished=True,
-        weight_versions=[0] * len(generated),
-        group=0,
-        seed=5,
-    )
+    return Trajectory(prompt, generated, logprobs, True, [0] * len(generated), 0, 5)
 
 
 def test_trajectories_become_rows_of_prompt_and_generation() -> None:
@@ -56,13 +48,18 @@ def test_examples_become_rows_without_fields() -> None:
 
 
 def test_input_that_does_not_fit_is_refused() -> None:
-    good = trajectory([1], [2], [-1.0])
-    with pytest.raises(ValueError, match="trajectory 1: found 1 logprobs, expected 2"):
-        batch_from_trajectories([good, trajectory([1], [2, 3], [-1.0])], 1.0)
-    with pytest.raises(ValueError, match="sequence 0: found an empty prompt"):
-        batch_from_trajectories([trajectory([], [2], [-1.0])], 1.0)
-    with pytest.raises(ValueError, match="empty batch"):
-        batch_from_trajectories([], 1.0)
+    good, routed = trajectory([1], [2], [-1.0]), trajectory([11, 12], [13, 14], [-0.5, -0.25])
+    known, cut = (replace(routed, routed_experts=torch.zeros(n, 1, 2, dtype=torch.int16)) for n in (3, 2))
+    for rows, replay, said in (
+        ([good, trajectory([1], [2, 3], [-1.0])], False, "trajectory 1: found 1 logprobs, expected 2"),
+        ([trajectory([], [2], [-1.0])], False, "sequence 0: found an empty prompt"),
+        ([], False, "empty batch"),
+        ([known, routed], False, "trajectory 1: found none for its routes, expected those of 3 tokens"),
+        ([cut], False, "trajectory 0: found those of 2 tokens for its routes"),
+        ([good], True, "replay: found True without routes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            batch_from_trajectories(rows, 1.0, replay=replay)
     with pytest.raises(ValueError, match="example 0: found no target"):
         batch_from_examples([SftExample([1], [])])
 
@@ -79,16 +76,3 @@ def test_routes_end_before_the_last_token() -> None:
     assert batch.routes.tolist() == [[[[0, 1]], [[2, 3]], [[4, 5]], none], [[[6, 7]], none, none, none]]
     assert not batch.replay
     assert batch_from_trajectories([long, short], 1.0, replay=True).replay
-
-
-def test_routes_of_other_tokens_are_refused() -> None:
-    plain = trajectory([11, 12], [13, 14], [-0.5, -0.25])
-    routed = replace(plain, routed_experts=torch.zeros(3, 1, 2, dtype=torch.int16))
-    assert batch_from_trajectories([plain], 1.0).routes is None
-    with pytest.raises(ValueError, match="trajectory 1: found none for its routes, expected those of 3 tokens"):
-        batch_from_trajectories([routed, plain], 1.0)
-    cut = replace(plain, routed_experts=torch.zeros(2, 1, 2, dtype=torch.int16))
-    with pytest.raises(ValueError, match="trajectory 0: found those of 2 tokens for its routes"):
-        batch_from_trajectories([cut], 1.0)
-    with pytest.raises(ValueError, match="replay: found True without routes"):
-        batch_from_trajectories([plain], 1.0, replay=True)

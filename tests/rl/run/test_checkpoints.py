@@ -151,11 +151,6 @@ def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
     said = changes(run, after)
     assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
     assert said[2] == "trainer.lr=0.001 (was 0.0001)"
-
-
-def test_another_layout_is_said_with_what_it_means(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.experiment.write_text(experiment().to_yaml())
     changed, meaning = changes(run, experiment(trainer={"dp": 2, "tp": 2}))[-2:]
     assert changed.startswith("trainer.") and "bits may differ from here on" in meaning
 

@@ -46,11 +46,6 @@ def dying(times: int, error: Exception) -> Any:
     return loop
 
 
-def train(folder: Path) -> tuple[int, str]:
-    result = result_of("train", EXAMPLES / "arithmetic.yaml", f"run.dir={folder}")
-    return result.exit_code, result.output
-
-
 def test_a_run_that_has_stopped_names_the_capsule_of_its_step_and_the_command_that_resumes(tmp_path: Path) -> None:
     files = new_run(tmp_path / "it")
     files.capsule(3).mkdir(parents=True)
@@ -83,21 +78,18 @@ def test_other_losses_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, er
     assert opened.attempts == [(False, ""), (True, "rank 1")][:attempts] and opened.finished == []
 
 
-@pytest.mark.parametrize(("reason", "code"), [("", 0), ("checkpoint_and_stop: because", 3)])
-def test_a_run_that_was_stopped_has_an_exit_code_of_its_own(
-    reason: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("reason", "code"), [("", 0), ("checkpoint_and_stop: because", 3), (None, 3)])
+def test_a_run_that_was_stopped_or_lost_has_an_exit_code(
+    reason: str | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
-    monkeypatch.setattr(restarts_module, "run_with_restarts", lambda *_: reason)
-    assert train(tmp_path)[0] == code
-
-
-def test_a_loss_is_one_sentence_with_the_logs_and_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(*_: Any) -> str:
-        raise TrainerDiedError("trainer rank 0: found its process ended, expected it to answer")
+    def ended(*_: Any) -> str:
+        if reason is None:
+            raise TrainerDiedError("trainer rank 0: found its process ended, expected it to answer")
+        return reason
 
     monkeypatch.setattr(fp8rl.rl.experiment.preconditions, "check", lambda experiment, say: None)
-    monkeypatch.setattr(restarts_module, "run_with_restarts", lose)
-    code, said = train(tmp_path)
-    assert code == 3 and "error: trainer rank 0: found its process ended" in said and "log.txt" in said
-    assert "Traceback" not in said
+    monkeypatch.setattr(restarts_module, "run_with_restarts", ended)
+    result = result_of("train", EXAMPLES / "arithmetic.yaml", f"run.dir={tmp_path}")
+    assert result.exit_code == code and "Traceback" not in result.output
+    lost = "error: trainer rank 0: found its process ended" in result.output and "log.txt" in result.output
+    assert lost is (reason is None)

@@ -48,11 +48,6 @@ def large(answer):
 async def blocks(answer):
     time.sleep(1000)
 
-def hangs(answer):
-    if "7" in answer:
-        time.sleep(1000)
-    return 1.0
-
 def stuck(answer):
     import re
     return float(bool(re.fullmatch(r"(a+)+b", "a" * 40)) or 1)
