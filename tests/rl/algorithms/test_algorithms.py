@@ -378,24 +378,6 @@ def test_the_ratio_of_older_tokens_is_to_the_engines_by_default(staleness: int, 
     assert chosen.ratio == expected and (chosen.correction.tis_cap is None) == (expected == "bypass")
 
 
-def test_cispo_keeps_the_gradient_outside_its_clip_where_ppo_has_none() -> None:
-    batch, logprobs = one_row(1.0, [math.log(8.0), 0.0])
-    _, kept = computed(algorithm("cispo"), batch, logprobs)
-    _, cut = computed(algorithm("grpo"), batch, logprobs)
-    # The weight 8 is cut to 5; two tokens.
-    assert kept[0, 1:].tolist() == pytest.approx([-2.5, -0.5])
-    assert cut[0, 1:].tolist() == pytest.approx([0.0, -0.5])
-
-
-def test_gspo_clips_all_tokens_of_a_sequence_at_once() -> None:
-    batch, logprobs = one_row(1.0, [0.5, -0.5 + 1e-3])  # a mean of 5e-4, above 4e-4
-    _, grad = computed(algorithm("gspo"), batch, logprobs)
-    assert grad.count_nonzero() == 0
-    inside, logprobs = one_row(1.0, [0.5, -0.5])
-    _, grad = computed(algorithm("gspo"), inside, logprobs)
-    assert grad[0, 1:].tolist() == pytest.approx([-0.5, -0.5])  # the ratio is 1 for both, whatever their own
-
-
 def test_the_dual_clip_bounds_what_a_negative_advantage_can_do_and_nothing_else() -> None:
     runaway = [math.log(50.0)]
     for advantage, expected in ((-1.0, 3.0), (1.0, -1.28)):

@@ -32,7 +32,6 @@ def loaded(folder: Path, sections: dict[str, Any], *overrides: str) -> tuple[Exp
             {"algorithm": {"name": "rloo", "updates_per_batch": 2}},
             ["algorithm: settings of grpo are left out: clip_high, kl"],
         ),
-        ({"algorithm": GRPO}, ["algorithm={name: grpo}"], {"algorithm": GRPO}, []),
         (
             {"algorithm": {"name": "/gone.py:Class", "own": 1}},
             ["algorithm.name=sft"],
@@ -79,12 +78,6 @@ def test_another_member_replaces_the_section_and_the_settings_that_go_are_said(
     tmp_path: Path, sections: dict[str, Any], overrides: list[str], same: dict[str, Any], said: list[str]
 ) -> None:
     assert loaded(tmp_path, sections, *overrides) == (loaded(tmp_path, same)[0], said)
-
-
-def test_an_inherited_section_is_replaced_likewise(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"algorithm": GRPO}))
-    spec, said = loaded(tmp_path, {"defaults": "base.yaml", "algorithm": {"name": "cispo"}})
-    assert spec.algorithm == loaded(tmp_path, {"algorithm": {"name": "cispo"}})[0].algorithm and len(said) == 1
 
 
 @pytest.mark.parametrize("name", ["grp", "absent.py:Class", "3"])

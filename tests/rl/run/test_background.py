@@ -4,31 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
-from functools import partial
 
 import pytest
 
 import fp8rl.rl.run.background as background_module
 from fp8rl.rl.run.background import Background
-from fp8rl.rollout.deadlines import end
-
-
-def test_a_stubborn_coroutine_keeps_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(background_module, "end", partial(end, seconds=0.2))
-    free = threading.Event()
-
-    async def stubborn() -> None:
-        while not free.is_set():
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.05)
-
-    background = Background("test")
-    background.begin(stubborn())
-    background.close()
-    assert background.closed and "stubborn" in caplog.text
-    background.close()
-    free.set()
 
 
 def test_a_loop_that_is_held_up_keeps_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

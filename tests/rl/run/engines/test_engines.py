@@ -99,27 +99,24 @@ class Actor:
 
     async def _generate(self, asked: list[Group], sampling: SamplingParams) -> list[Trajectory]:
         self.got += asked
-        while not self.finish.is_set() and not self.dead and not self.ended and not self.broken:
+        await self._answer(lambda: self.finish.is_set() or self.ended)
+        if self.ended:
+            raise EngineError("broke the connection")
+        each = [(group.prompt.token_ids, seed) for group in asked for seed in group.seeds]
+        return [Trajectory(ids, [1], [self.logprob], True, [self.version], 0, seed) for ids, seed in each]
+
+    async def _answer(self, ready: Callable[[], bool]) -> None:
+        while not (ready() or self.dead or self.broken):
             await asyncio.sleep(0.01)
         if self.broken is not None:
             raise self.broken
         if self.dead:
             raise EngineDiedError("it was killed\nand more")
-        if self.ended:
-            raise EngineError("broke the connection")
-        return [
-            Trajectory(group.prompt.token_ids, [1], [self.logprob], True, [self.version], 0, seed)
-            for group in asked
-            for seed in group.seeds
-        ]
 
     async def _score(self, sequences: list[list[int]]) -> list[list[float]]:
         self.scored += sequences
         await asyncio.sleep(0.05)
-        while not self.finish.is_set() and not self.dead:
-            await asyncio.sleep(0.01)
-        if self.dead:
-            raise EngineDiedError("it was killed\nand more")
+        await self._answer(self.finish.is_set)
         return [[-float(token) for token in sequence[1:]] for sequence in sequences]
 
     async def _held(self) -> dict[str, str]:
@@ -131,10 +128,7 @@ class Actor:
         self.pulses += 1
         while self.hangs:
             await asyncio.sleep(0.01)
-        if self.broken is not None:
-            raise self.broken
-        if self.dead:
-            raise EngineDiedError("it was killed\nand more")
+        await self._answer(lambda: True)
         return Load(0, 0, 0)
 
     async def _cpu_seconds(self) -> float:
@@ -144,8 +138,7 @@ class Actor:
         return Health(not self.dead, 1)
 
     async def _sleep(self) -> Slept:
-        if self.dead:
-            raise EngineDiedError("it was killed")
+        await self._answer(lambda: True)
         await asyncio.sleep(self.rests)
         self.asleep = True
         return Slept(7, 5)
@@ -421,16 +414,6 @@ def test_an_engine_that_does_not_go_to_sleep_is_lost_before_its_memory_is_used(s
     assert stage.made[1].ended and len(engines.waiting()) == 1
 
 
-def test_engines_of_a_pool_that_begins_asleep_start_once_it_wakes(stage: Stage) -> None:
-    engines = stage.engines = Engines(1, Serving(stage.make, Path("served"), 3), CONFIG, stage.events, awake=False)
-    assert engines.sleep() == []
-    time.sleep(0.2)
-    assert not any(actor.started for actor in stage.made)
-    engines.wake()
-    engines.wait()
-    assert stage.made[0].started
-
-
 def check(exact: bool = True, version: int = 3, scored: Callable[[], torch.Tensor] | None = None) -> CanaryCheck:
     """A canary of one token, of which the trainer says -1."""
     canary = Canary([5], [1], seed=-7, exact=exact)
@@ -499,16 +482,16 @@ def test_the_canary_of_native_mode_or_of_an_earlier_sync_replaces_no_engine(
 
 
 def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(stage: Stage) -> None:
-    def raises(error: Exception) -> Callable[[], torch.Tensor]:
-        def scored() -> torch.Tensor:
-            raise error
+    error: Exception = TrainerDiedError("gone")
 
-        return scored
+    def raises() -> torch.Tensor:
+        raise error
 
     engines = stage.open(1)
-    engines.run_canaries(engines.up(), check(scored=raises(TrainerDiedError("gone"))))
+    engines.run_canaries(engines.up(), check(scored=raises))
     stage.serve()
     assert len(stage.admit(1)[0].result(5)) == 2 and stage.news() == []
-    engines.run_canaries(engines.up(), check(scored=raises(ZeroDivisionError("a bug"))))
+    error = ZeroDivisionError("a bug")
+    engines.run_canaries(engines.up(), check(scored=raises))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         stage.admit(1)[0].result(5)

@@ -117,23 +117,6 @@ def prompts(items: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(item.group.prompt.token_ids) for item in items]
 
 
-def test_what_is_done_beside_sampling_waits_for_all_groups(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    feed, engines = open_feed(data)
-    asked: list[int] = []
-    rendered: list[int] = []
-    render = Letters.apply_chat_template
-
-    def counted(letters: Letters, messages: list[dict[str, str]], **options: Any) -> str:
-        rendered.append(len(asked))
-        return render(letters, messages, **options)
-
-    monkeypatch.setattr(Letters, "apply_chat_template", counted)
-    for step in (1, 2):
-        feed.take(step, step - 1, StepClock(), lambda: asked.append(len(engines.asked)))
-    assert asked == [PROMPTS, 2 * PROMPTS]
-    assert rendered == [*[0] * PROMPTS, *[1] * PROMPTS, *[2] * PROMPTS], "the next step's prompts are made meanwhile"
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_more_groups_than_staleness_allows_are_admitted_and_all_are_trained_on(data: Path, staleness: int) -> None:
     feed, engines = open_feed(data, staleness=staleness)
