@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,23 @@ def core() -> psutil.Process:
         if each.status() != psutil.STATUS_ZOMBIE and "wandb-core" in " ".join(each.cmdline())
     ]
     return found
+
+
+def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
+    said: list[str] = []
+    with tracking(run, "wandb", lost=said.append) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+        assert wait_until(lambda: list(run.path.glob("wandb/offline-run-*/run-*.wandb")) != [], 60)
+        core().kill()
+        steps = itertools.count(2)
+        assert wait_until(lambda: bool(tracker.log(next(steps), {}, lambda: (RECORDS, []))) and bool(said), 60)
+        last = next(steps)
+        tracker.log(last, {})
+    (sentence,) = said
+    assert sentence.startswith("wandb is lost: ") and "metrics.jsonl" in sentence
+    assert [row["step"] for row in read_metrics(run.metrics)] == [*range(1, last + 1)]
+    with suppress(Exception):
+        wandb.teardown()
 
 
 def test_a_wandb_that_hangs_is_given_up_at_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

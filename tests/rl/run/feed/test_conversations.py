@@ -139,10 +139,16 @@ def test_an_environment_that_fails_is_counted_and_explained_once(make: Make, fun
     assert second == ""
 
 
-def test_a_run_whose_first_conversations_all_fail_alike_ends_at_once(make: Make) -> None:
-    conversations = make("raises", max_failures=1000)
-    with pytest.raises(TooManyFailuresError, match=r"(?s)the first 8 calls of the environment raises have all.*Key"):
-        begun(conversations, *range(1, 33)).result(timeout=20)
+@pytest.mark.parametrize(
+    ("most", "seeds", "said"),
+    [
+        (1, 2, r"(?s)found 2 failures of environments, expected at most 1 \(env.*Key"),
+        (1000, 32, "(?s)the first 8 calls of the environment raises have all.*Key"),
+    ],
+)
+def test_too_many_failures_or_the_first_ones_alike_end_the_run(make: Make, most: int, seeds: int, said: str) -> None:
+    with pytest.raises(TooManyFailuresError, match=said):
+        begun(make("raises", max_failures=most), *range(1, seeds + 1)).result(timeout=20)
 
 
 def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: Make) -> None:
