@@ -110,17 +110,14 @@ def test_a_damaged_or_missing_file_is_named(capsule: Path, name: str) -> None:
         read_capsule(capsule)
 
 
-def test_a_file_without_a_checksum_is_refused(capsule: Path) -> None:
+def test_what_is_no_capsule_or_lacks_a_checksum_is_refused(capsule: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UserError, match="capsule: found .* expected a capsule, .* capsules/step_N"):
+            read_capsule(path)
     sums = capsule / "SHA256SUMS"
     sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "tensors" not in line))
     with pytest.raises(UserError, match="capsule file .*tensors.safetensors: .* it lists none of this name"):
         read_capsule(capsule)
-
-
-def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(UserError, match="capsule: found .* expected a capsule, .* capsules/step_N"):
-            read_capsule(path)
 
 
 def resealed(capsule: Path) -> Path:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp8rl.rl.mismatch.drift import drift_metrics
-from fp8rl.rl.mismatch.logprobs import logprob_metrics, row_abs_diff_means, token_versions
+from fp8rl.rl.mismatch.logprobs import logprob_metrics, token_versions
 from fp8rl.rl.record.metrics import METRICS, describe
 from fp8rl.rollout.types import Trajectory
 
@@ -174,16 +174,10 @@ def test_huge_differences_stay_finite(size: float) -> None:
 
 
 def test_equal_probabilities_correlate_perfectly_and_constant_ones_not_at_all() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for size in (2, 3, 100, 4097):
-        logprobs = -torch.rand(1, size, generator=generator) * 10
-        everything = torch.ones(1, size, dtype=torch.bool)
-        assert logprob_metrics(logprobs, logprobs.clone(), everything)["mismatch/pearson"] == 1.0
-        constant = torch.full_like(logprobs, -0.1)
-        assert "mismatch/pearson" not in logprob_metrics(logprobs, constant, everything)
-    p = torch.tensor([[0.1, 0.5, 0.9]], dtype=torch.float64)
-    opposite = logprob_metrics(p.log(), (1 - p).log(), torch.ones(1, 3, dtype=torch.bool))
-    assert opposite["mismatch/pearson"] == pytest.approx(-1.0)
+    logprobs = -torch.rand(1, 4097, generator=torch.Generator().manual_seed(0)) * 10
+    everything = torch.ones_like(logprobs, dtype=torch.bool)
+    assert logprob_metrics(logprobs, logprobs.clone(), everything)["mismatch/pearson"] == 1.0
+    assert "mismatch/pearson" not in logprob_metrics(logprobs, torch.full_like(logprobs, -0.1), everything)
 
 
 def test_small_divergences_keep_their_digits() -> None:
@@ -199,13 +193,6 @@ def test_every_metric_is_described() -> None:
     mask, versions = torch.ones_like(d, dtype=torch.bool), torch.arange(2000)[None] // 10
     metrics = logprob_metrics(d, torch.zeros_like(d), mask) | drift_metrics(d, torch.zeros_like(d), mask, versions, 199)
     assert [name for name in metrics if describe(name) is None] == []
-
-
-def test_row_means_skip_masked_and_nonfinite_tokens() -> None:
-    train = torch.tensor([[-9.0, -1.0, -2.0], [-9.0, math.nan, -1.0], [-9.0, -9.0, -9.0]])
-    rollout = torch.tensor([[0.0, -1.5, -1.0], [0.0, -1.0, -1.25], [0.0, 0.0, 0.0]])
-    mask = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 0, 0]], dtype=torch.bool)
-    assert row_abs_diff_means(train, rollout, mask) == [0.75, 0.25, None]
 
 
 def test_bad_arguments_are_refused() -> None:

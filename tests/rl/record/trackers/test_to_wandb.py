@@ -161,16 +161,6 @@ def uploaded(run: RunDir, server: WandbServer) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: WandbServer) -> None:
-    with tracking(run, "wandb", online=True, last_step=2) as tracker:
-        tracker.log(1, {"train/loss": 0.5})
-        tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
-    assert uploaded(run, online) == [1, 2] and "CreateArtifact" in online.calls, "the table too"
-    with tracking(run, "wandb", online=True, resume_step=2) as tracker:
-        tracker.log(3, {"train/loss": 0.125})
-    assert uploaded(run, online) == [1, 2, 3], "rows of before stay"
-
-
 def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 5.0)
     said: list[str] = []

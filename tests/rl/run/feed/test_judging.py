@@ -1,13 +1,13 @@
 """Rewards beside the loop: ours and users', plain and async, of answers and of groups, and those that misbehave."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -36,10 +36,6 @@ def levelled(answer, fields):
 async def changes(answer, turns, outcome, fields):
     turns.append(("model", "#### 3"))
     outcome["won"] = fields["level"] = 100.0
-    return 1.0
-
-async def sleeps(answer):
-    await asyncio.sleep(0.2)
     return 1.0
 
 def large(answer):
@@ -167,34 +163,12 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_not_judged(make
     ]  # fmt: skip
 
 
-class Pool:
-    """Scores sequences after 0.2 s: the n-th token of one is as likely as e^-n, if no value is given."""
-
-    def __init__(self) -> None:
-        self.value, self.asked, self.began = cast(float | None, None), [0], 0.0
-
-    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
-        self.asked, self.began = [*self.asked, *map(len, sequences)], time.monotonic()
-        scores: Future[list[list[float]]] = Future()
-        found = [[-float(n) if self.value is None else self.value for n in range(1, len(s))] for s in sequences]
-        threading.Timer(0.2, scores.set_result, [found]).start()
-        return scores
-
-
-def test_a_teacher_is_asked_beside_the_rewards_about_what_is_trained_on(make: Make, tokenizer: Any) -> None:
-    judge, pool = make("mine:sleeps"), Pool()
-    judge._teacher = Teacher(pool)  # type: ignore[arg-type]
-    assert [each.teacher_logprobs for each in judged(judge, tokenizer, "1", "2")] == [None] * 2 and pool.asked == [0]
-    prompt, answers = group(tokenizer, "12", "3")
-    prompt, answers = Prompt(prompt.problem, [1, 1, 1]), [replace(a, prompt_ids=[1, 1, 1]) for a in answers]
-    began = time.monotonic()
-    first, second = judge.wait(judge.begin(prompt, answers, taught=True))
-    assert pool.began - began < 0.2 <= time.monotonic() - began, "asked before the rewards are there"
-    assert (first.teacher_logprobs, second.teacher_logprobs) == ([-3.0, -4.0, -5.0], [-3.0, -4.0])
-    assert first.reward == 1.0
-    pool.value = math.nan
-    with pytest.raises(EngineError, match="found 5 log-probabilities of the teacher that are not finite.*teacher.path"):
-        judge.wait(judge.begin(prompt, answers, taught=True))
+def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
+    judge, scores = make("integer"), Future[list[list[float]]]()
+    scores.set_result([[math.nan, math.nan]])
+    judge._teacher = Teacher(SimpleNamespace(score=lambda sequences: scores))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="found 2 log-probabilities of the teacher that are not finite.*teacher.path"):
+        judge.wait(judge.begin(*group(tokenizer, "1"), taught=True))
 
 
 @pytest.mark.slow
