@@ -98,25 +98,12 @@ def test_each_set_has_its_own_sampling_rewards_and_metrics(data: dict[str, str],
     assert engines.asked[2].sampling == SamplingParams(7, 0.7, stop, top_p=0.9)
     assert engines.asked[0].sampling == SamplingParams(20, 0.0, stop) == engines.asked[4].sampling
     length = len(TOKENIZER("#### 1", add_special_tokens=False).input_ids) + 1
-    assert metrics == pytest.approx(
-        {
-            "eval/accuracy": 1.0,
-            "eval/problems": 2.0,
-            "eval/hard/accuracy": 3 / 8,
-            "eval/hard/avg@4": 3 / 8,
-            "eval/hard/problems": 2.0,
-            "eval/hard/finished_fraction": 1.0,
-            "eval/hard/response_tokens_mean": length,
-            "eval/hard/pass@1": 3 / 8,
-            "eval/hard/pass@2": (5 / 6 + 3 / 6) / 2,
-            "eval/hard/pass@4": 1.0,
-            "eval/own/accuracy": 0.5 + 0.25 * 6,
-            "eval/own/problems": 1.0,
-            "eval/own/graded": 1.0,
-            "eval/own/finished_fraction": 1.0,
-            "eval/own/response_tokens_mean": length,
-        }
-    )
+    ended = {"finished_fraction": 1.0, "response_tokens_mean": length}
+    passed = {"accuracy": 3 / 8, "avg@4": 3 / 8, "pass@1": 3 / 8, "pass@2": (5 / 6 + 3 / 6) / 2, "pass@4": 1.0}
+    of_hard = {"problems": 2.0, **ended, **passed}
+    of_own = {"accuracy": 0.5 + 0.25 * 6, "problems": 1.0, "graded": 1.0, **ended}
+    expected = {"eval/accuracy": 1.0, "eval/problems": 2.0, **{f"eval/hard/{name}": x for name, x in of_hard.items()}}
+    assert metrics == pytest.approx(expected | {f"eval/own/{name}": x for name, x in of_own.items()})
     assert all(describe(name) for name in metrics)
     assert [answer.trajectory.group for answer in greedy] == [0, 1], "of the first greedy set"
 
