@@ -78,7 +78,6 @@ def test_names_are_fetched_and_pinned_and_a_run_goes_on_with_its_commits(hub: Hu
     assert ours == {file.name for file in (EXAMPLES / "models/tiny_qwen2").iterdir()} - {"README.md"}
     sources = [*experiment.data.training, experiment.data.source(experiment.eval.sets[0], "eval.sets.0")]
     assert [len(load_problems(each)) for each in sources] == [3, 2]
-    assert experiment.data.eval is not None
     assert len(load_problems(experiment.data.source(experiment.data.eval, "data.eval"))) == 5
 
     (tmp_path / "resolved.yaml").write_text(experiment.to_yaml())

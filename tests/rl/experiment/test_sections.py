@@ -62,7 +62,6 @@ def test_updates_land_in_flight_where_asked_and_beyond_one_step(rollout: Any, in
 
 def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> None:
     spec = experiment(**TAUGHT | {"rollout": {"engines": 3, "context_length": 100, "hung_after_s": 7.0, "port": 2000}})
-    assert spec.teacher is not None
     engine = spec.teacher.engine(spec.rollout)
     assert (engine.engines, engine.context_length, engine.hung_after_s, engine.port) == (1, 106, 7.0, None)
     assert spec.engine_ranks == (1, 1, 1, 1)
@@ -80,7 +79,6 @@ def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> N
 )
 def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, k_splits: int) -> None:
     spec = experiment(**TAUGHT | sections)
-    assert spec.teacher is not None
     numerics = spec.teacher.numerics(spec.numerics, spec.numerics_config().k_splits)
     assert (numerics.rollout, numerics.k_splits, numerics.router_replay) == (rollout, k_splits, "off")
     assert numerics.mode == spec.numerics.mode and numerics.spec == spec.numerics.quant_spec()

@@ -78,7 +78,6 @@ def page_of(run: RunDir) -> str:
 
 def charts_of(page: str) -> dict[str, dict[str, Any]]:
     data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)
-    assert data is not None
     assert "<" not in data[1], "a script element must not see markup in its JSON"
     charts = json.loads(data[1])
     assert len(charts) == len(re.findall(r'id="chart-\d+"', page))

@@ -155,7 +155,6 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not() -> None:
     signum = signal.SIGTERM
     with stuck("100", "wait") as process:
         process.send_signal(signum)
-        assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         for _ in range(3):
             process.send_signal(signum)
@@ -176,7 +175,6 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not() -> None:
 def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
     """No handler of Python's has its turn there."""
     with stuck("100", "library") as process:
-        assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         time.sleep(0.5)  # until it stands there
         for _ in range(2):
@@ -193,7 +191,6 @@ def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
 @pytest.mark.slow
 def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -> None:
     with stuck("3", "end") as process:
-        assert process.stdout is not None
         child = int(process.stdout.readline())  # communicate() does not see what was read ahead with the line before
         _, wrong = process.communicate(timeout=20)
     assert process.returncode == 3 and not psutil.pid_exists(child)

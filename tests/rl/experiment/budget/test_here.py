@@ -64,7 +64,6 @@ def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -
 def test_a_base_that_is_read_by_both_sides_is_counted_once_and_before_it_two_placeholders(machine: Machine) -> None:
     machine(H100, 1)
     gpu, experiment = own_gpu(), load_experiment(EXAMPLES / "planned/qwen3_4b_lora_one_gpu.yaml")
-    assert gpu is not None
     shared = experiment.model_copy(update={"sync": experiment.sync.model_copy(update={"shared_base": True})})
     shape = read_shape(CONFIGS / "qwen3_4b", adapter=experiment.adapter)
     one, two = (colocated_memory(planned_here(shape, each, gpu)[0]).held for each in (shared, experiment))
@@ -110,12 +109,10 @@ def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(machine
     rows = experiment.rollout.prompts_per_step * experiment.rollout.group_size
     assert with_own_cache(experiment).rollout.max_total_tokens == rows * experiment.rollout.context_length
     gpu, large = own_gpu(), load_experiment(EXAMPLES / "planned/qwen3_4b_one_gpu.yaml")
-    assert gpu is not None
     job, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert not apart and large.rollout.context_length < job.kv_tokens < 256 * large.rollout.context_length
     machine(H100, 2)
     gpu = own_gpu()
-    assert gpu is not None
     alone, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
     assert apart and alone.kv_tokens > job.kv_tokens
 
@@ -164,7 +161,6 @@ def test_a_teacher_on_the_one_gpu_is_counted_or_refused(machine: Machine, monkey
     machine(H100, 1)
     alone, taught = checked("qwen3_4b_one_gpu"), checked("qwen3_4b_one_gpu", *TAUGHT)
     gpu, policy = own_gpu(), read_shape(CONFIGS / "qwen3_4b")
-    assert gpu is not None
     (less, _), (job, _) = planned_here(policy, alone, gpu), planned_here(policy, taught, gpu)
     held = colocated_memory(replace(job, kv_tokens=less.kv_tokens)).in_phase("train")
     assert job.teacher is not None and taught.teacher is not None

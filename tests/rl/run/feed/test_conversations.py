@@ -26,10 +26,6 @@ async def talks(conversation):
         conversation.tell("+")
     return {"turns": conversation.turns}
 
-async def number(conversation):
-    await conversation.sample()
-    return 0.5
-
 async def raises(conversation):
     await conversation.sample()
     raise KeyError("no such thing")
@@ -53,7 +49,6 @@ async def tokens(conversation):
 
 async def silent(conversation):
     return 1.0
-
 """
 SAMPLING = SamplingParams(16, stop_token_ids=(2,))
 

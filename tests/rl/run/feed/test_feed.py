@@ -355,7 +355,6 @@ def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(da
     work = take(feed, 1)
     batch, mask = work.batch, work.batch.loss_mask
     assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE
-    assert work.outcomes is not None
     advantages = feed._experiment.algorithm.advantages(work.outcomes, batch)
     assert advantages[mask].tolist() == [-0.5, -1.5] * PROMPTS * SIZE, "the engine says -0.5"
     assert (batch.fields["teacher_logprobs"][~mask] == 0).all()

@@ -202,7 +202,6 @@ def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenize
         rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "2")]
         assert rewards == [0.0 if function == "reads" else 1.0] * 2
     (worker,) = judge._workers._all
-    assert worker._process is not None
     left = 5 if function == "leaves_children" else 1
     assert wait_until(lambda: len(group_members(worker._process.pid)) == left, 10)  # type: ignore[union-attr]
     processes = group_members(worker._process.pid)
