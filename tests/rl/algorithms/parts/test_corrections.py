@@ -42,7 +42,7 @@ USED = [[1, 1, 1], [1, 0, 0]]
         (Correction(3.0, rejection="icepop", low=0.2, high=5.0), [[2, 0.25, 3], [3, 1, 1]], [[1, 1, 1], [0, 0, 0]]),
         (Correction(rejection="mis", high=2.5), [[2, 2, 2], [8, 1, 1]], [[1, 1, 1], [0, 0, 0]]),
         (Correction(1.5, rejection="mis", high=1.9), [[1.5] * 3, [1.5, 1, 1]], [[0, 0, 0], [0, 0, 0]]),
-        (Correction(rejection="geometric", low=0.7, high=1.3), [[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [0, 0, 0]]),
+        (Correction(rejection="geometric", low=0.7, high=3.0), [[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [0, 0, 0]]),
         (Correction(3.0, rejection="geometric", low=0.7, high=1.2), [[2, 0.25, 3], [3, 1, 1]], [[0] * 3, [0] * 3]),
         (Correction(3.0, "sequence", "geometric", 0.7, 9.0), [[2, 2, 2], [3, 1, 1]], USED),
     ],
