@@ -61,14 +61,11 @@ HARNESS = {
 @pytest.mark.parametrize(
     ("file", "key"),
     [
-        ("train.jsonl", "data.train.0"),
         ("table/part-0.parquet", "data.train.1"),
         ("eval/held_out.jsonl", "data.eval"),
         ("eval/extra.jsonl", "eval.sets.0"),
-        ("strict.py", "eval.sets.0.rewards.functions.0.function"),
         ("reward.py", "rewards.functions.0.function"),
         ("package/play.py", "environment.function"),
-        ("model/config.json", "model.path"),
         ("model/chat_template.jinja", "model.path"),
         ("model/model.safetensors", "model.path"),
     ],

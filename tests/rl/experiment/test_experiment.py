@@ -41,9 +41,6 @@ BASE = """
 """
 
 
-BF16 = "{preset: bf16, trainer: bf16, rollout: bf16}"
-
-
 def message(values: dict) -> str:
     with pytest.raises(UserError) as error:
         parse_experiment({**MINIMAL, **values})
@@ -71,29 +68,23 @@ def test_a_removed_key_is_refused_in_a_sentence_and_left_out_of_an_old_run(write
 
 def test_file_inherits_merges_and_overrides_win(write):
     write("base.yaml", BASE)
-    write("more.yaml", "run: {steps: 20}\nrollout: {engines: 2}")
-    path = write(
-        "sub/child.yaml", "defaults: [../base.yaml, ../more.yaml]\nrun: {name: child}\ngates: []\ntrainer: {tp: 2}"
-    )
-    spec = load_experiment(path, ["run.seed=7", "trainer.lr=2e-5", "algorithm.name=sft", "algorithm.batch_size=4"])
+    write("more.yaml", "defaults: base.yaml\nrun: {steps: 20}\nrollout: {engines: 2}")
+    child = "defaults: [../base.yaml, ../more.yaml]\nrun: {name: child}\ngates: []\ntrainer: {tp: 2}"
+    path = write("sub/child.yaml", child)
+    gates = "gates=[{metric: eval/accuracy, below: 0.5}]"
+    spec = load_experiment(path, ["run.seed=7", "trainer.lr=2e-5", "algorithm={name: sft, batch_size: 4}", gates])
     assert (spec.run.name, spec.run.steps, spec.run.seed) == ("child", 20, 7)
     assert (spec.trainer.lr, spec.trainer.tp, spec.rollout.engines) == (2e-5, 2, 2)
-    assert spec.gates == () and spec.algorithm.name == "sft" and spec.algorithm.batch_size == 4
+    assert [gate.below for gate in spec.gates] == [0.5] and spec.algorithm.batch_size == 4
+    assert load_experiment(path).gates == ()
 
 
-def test_a_single_default_may_be_a_plain_string_and_inherit_itself(write):
-    write("a.yaml", BASE)
-    write("b.yaml", "defaults: a.yaml\nrun: {steps: 11}")
-    spec = load_experiment(write("c.yaml", "defaults: b.yaml\nrun: {seed: 4}"))
-    assert (spec.run.name, spec.run.steps, spec.run.seed) == ("base", 11, 4)
-    assert spec.gates[0].metric == "mismatch/k3_kl" and spec.gates[0].for_steps == 1
-
-
-def test_defaults_that_form_a_cycle_are_refused(write):
+def test_defaults_that_form_a_cycle_and_missing_files_are_refused(write):
     write("a.yaml", "defaults: b.yaml")
     write("b.yaml", "defaults: a.yaml")
-    with pytest.raises(UserError, match="cycle"):
-        load_experiment("a.yaml")
+    for name, said in (("a.yaml", "cycle"), ("absent.yaml", "absent.yaml")):
+        with pytest.raises(UserError, match=said):
+            load_experiment(name)
 
 
 @pytest.mark.parametrize(
@@ -115,31 +106,13 @@ def test_broken_files_are_refused(write, text, expected):
         load_experiment(write("s.yaml", text))
 
 
-def test_a_missing_spec_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match="absent.yaml"):
-        load_experiment(tmp_path / "absent.yaml")
-
-
-@pytest.mark.parametrize("override", ["run.steps", "=3", "run..steps=3", "--run.steps=3", "gates.0.above=1"])
-def test_malformed_overrides_are_refused(write, override):
-    with pytest.raises(UserError, match="key.sub=value"):
-        load_experiment(write("s.yaml", BASE), [override])
-
-
 @pytest.mark.parametrize(
     "override",
     [
-        "run.seed=" + "9" * 5000,
-        "run.seed=0x" + "f" * 5000,
-        "data.system_prompt=\udc80",
-        'data.system_prompt="\\udc80"',
-        "environment.kwargs={a: [0x" + "f" * 5000 + "]}",
-        "data.train=" + "x" * 300,
-        "trainer=3",
-        "gates=3",
-        "run.name.x=3",
-        "run.name=[a",
-        "trainer.lr.x=1",
+        *("run.seed=" + "9" * 5000, "environment.kwargs={a: [0x" + "f" * 5000 + "]}"),
+        *("data.system_prompt=\udc80", 'data.system_prompt="\\udc80"', "data.train=" + "x" * 300),
+        *("trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"),
+        *("run.steps", "=3", "run..steps=3", "--run.steps=3", "gates.0.above=1"),
     ],
     ids=lambda text: text[:20].encode("ascii", "replace").decode(),
 )
@@ -149,14 +122,7 @@ def test_what_no_key_can_mean_is_the_users_error(write, override):
 
 
 @pytest.mark.parametrize(
-    ("value", "comment"),
-    [
-        ("End with #### and the number", "#### and the number"),
-        ("#1", "#1"),
-        ("Schließe mit 😀 #x", "#x"),
-        ("'a' # b", "# b"),
-        ("it's #1", "#1"),
-    ],
+    ("value", "comment"), [("#1", "#1"), ("Schließe mit 😀 #x", "#x"), ("'a' # b", "# b"), ("it's #1", "#1")]
 )
 def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(write, value, comment):
     with pytest.raises(UserError) as error:
@@ -167,18 +133,10 @@ def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(write, value, comme
     assert load_experiment(write("s.yaml", BASE), [override]).data.system_prompt == value
 
 
-@pytest.mark.parametrize("value", ["a#b", "'a # b'", "|\n  a # b", "\n  a\n  b"])
-def test_values_of_overrides_that_yaml_reads_to_their_end(write, value):
-    expected = yaml.safe_load(value)
-    assert load_experiment(write("s.yaml", BASE), [f"data.system_prompt={value}"]).data.system_prompt == expected
-
-
 @pytest.mark.parametrize("text", ["12345", "1e5", "no", "on", "010", "0x10", "1_000", "2024-01-02", "true", "null"])
 def test_a_field_that_is_a_text_takes_the_text_as_typed(write, text):
-    spec = load_experiment(
-        write("s.yaml", BASE), [f"run.name={text}", f"data.keys.answer={text}", f"model.path=/{text}"]
-    )
-    assert (spec.run.name, spec.model.path) == (text, f"/{text}")
+    spec = load_experiment(write("s.yaml", BASE), [f"{key}={text}" for key in ("run.name", "data.keys.answer")])
+    assert spec.run.name == text
     assert spec.data.keys.answer == (None if text == "null" else text)
 
 
@@ -186,12 +144,14 @@ def test_a_field_that_is_a_text_takes_the_text_as_typed(write, text):
     ("override", "value"),
     [
         ("data.system_prompt=Answer: yes", "Answer: yes"),
-        ("data.system_prompt=[a", "[a"),
         ("data.system_prompt=~", None),
         ("data.system_prompt='12'", "12"),
         ("data.train=2024", "2024"),
-        ("data.eval=2024", "2024"),
         ("data.eval={path: p.jsonl}", "p.jsonl"),
+        *(
+            ("data.system_prompt=" + text, yaml.safe_load(text))
+            for text in ("a#b", "'a # b'", "|\n  a # b", "\n  a\n  b")
+        ),
         ("run.steps=0x10", 16),
         ("run.steps=1_0", 10),
         ("trainer.lr=.5", 0.5),
@@ -204,38 +164,16 @@ def test_values_typed_on_the_command_line_by_the_type_of_their_field(write, over
     assert getattr(found, "path", found) == (value if not hasattr(found, "path") else str(Path.cwd() / value))
 
 
-@pytest.mark.parametrize(
-    ("number", "read"), [("010", 8), ("-010", -8), ("0_10", 8), ("12:30:45", 45045), ("1:30.5", 90.5)]
-)
+@pytest.mark.parametrize(("number", "read"), [("-010", -8), ("0_10", 8), ("12:30:45", 45045), ("1:30.5", 90.5)])
 @pytest.mark.parametrize("key", ["run.steps", "trainer.lr", "data.chat_template.x"])
 def test_numbers_that_yaml_reads_otherwise_than_anybody_are_refused(write, number, read, key):
-    expected = (
-        f"{re.escape(number)} in line .*which YAML reads as {read}: write {read}, or '{re.escape(number)}' as text"
-    )
-    base = write("s.yaml", BASE)
-    child = write("child.yaml", "defaults: own.yaml\n")
+    text = re.escape(number)
     *above, last = key.split(".")
-    own = write(
-        "own.yaml",
-        f"defaults: s.yaml\n{''.join(f'{name}: {{' for name in above)}{last}: [{number}]{'}' * len(above)}\n",
-    )
-    for path, overrides in ((base, [f"{key}={number}"]), (base, [f"{key}=[1, {number}]"]), (own, []), (child, [])):
-        with pytest.raises(UserError, match=expected):
+    base, child = write("s.yaml", BASE), write("child.yaml", "defaults: own.yaml\n")
+    write("own.yaml", f"{''.join(f'{name}: {{' for name in above)}{last}: [{number}]{'}' * len(above)}\n")
+    for path, overrides in ((base, [f"{key}={number}"]), (base, [f"{key}=[1, {number}]"]), (child, [])):
+        with pytest.raises(UserError, match=f"{text} in line .*which YAML reads as {read}: write {read}, or '{text}'"):
             load_experiment(path, overrides)
-
-
-def test_a_text_in_a_file_that_yaml_reads_as_another_value_is_told_to_be_quoted(write):
-    for name in ("no", "12345", "1e5"):
-        path = write("own.yaml", f"defaults: s.yaml\nrun: {{name: {name}}}\n")
-        write("s.yaml", BASE)
-        with pytest.raises(UserError, match=r"run.name: found .*, expected text. Write it in quotes"):
-            load_experiment(path)
-
-
-def test_lists_are_replaced_by_overrides(write):
-    write("s.yaml", BASE)
-    spec = load_experiment("s.yaml", ["gates=[{metric: eval/accuracy, below: 0.5, for_steps: 2}]"])
-    assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("eval/accuracy", None, 0.5, 2)]
 
 
 def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):
@@ -262,15 +200,21 @@ def test_a_path_may_begin_with_the_home_directory(write, tmp_path, monkeypatch):
         run: {dir: ~/runs}
         data: {train: [~/a.jsonl, {path: ~/b.jsonl}], eval: ~/c.jsonl}
         eval: {sets: [{name: d, path: ~/d.jsonl}]}
-        rewards: [{function: "~/r.py:right"}]
         adapter: {start: ~/adapter}
+        algorithm: {name: opd}
+        teacher: {path: ../teacher}
+        rewards: [{function: "~/r.py:right"}, {function: model, kwargs: {url: u, tokenizer: rm}}]
         """,
     )
     spec = load_experiment("~/s.yaml", ["model.path=~/m", "data.eval=~/e.jsonl"])
     assert (spec.run.dir, spec.model.path, spec.adapter.start) == (f"{home}/runs", f"{home}/m", f"{home}/adapter")
     assert [each.path for each in spec.data.train] == [f"{home}/a.jsonl", f"{home}/b.jsonl"]
     assert (spec.data.eval.path, spec.eval.sets[0].path) == (f"{home}/e.jsonl", f"{home}/d.jsonl")
-    assert spec.rewards.functions[0].function == f"{home}/r.py:right"
+    assert spec.teacher.path == f"{tmp_path}/teacher"
+    assert [each.kwargs.get("tokenizer", each.function) for each in spec.rewards.functions] == [
+        f"{home}/r.py:right",
+        f"{home}/rm",
+    ]
     assert spec.environment.function == f"{home}/e.py:play"
     harness = "environment={function: harness, harness: {command: [~/agent, -v], directory: '~'}}"
     assert load_experiment(path, [harness]).environment.harness.command == (f"{home}/agent", "-v")
@@ -296,12 +240,7 @@ def test_data_may_be_a_path_a_source_or_several(write, tmp_path):
     )
     spec = load_experiment(path, ["data.eval={path: held}"])
     one, two = spec.data.training
-    assert (one.path, one.key, one.question, one.answer) == (
-        str(tmp_path / "sub/one.jsonl"),
-        "data.train.0",
-        "prompt",
-        "answer",
-    )
+    assert (one.path, one.key, one.question) == (str(tmp_path / "sub/one.jsonl"), "data.train.0", "prompt")
     assert (one.system_prompt, one.chat_template) == ("Think.", {"a": 1, "b": 1})
     assert (two.path, two.question, two.answer, two.system_prompt) == (str(tmp_path / "sub/two"), "prompt", "gold", "")
     assert two.chat_template == {"a": 1, "b": 2} and spec.data.train[1].weight == 3.0
@@ -328,95 +267,41 @@ def test_resolved_spec_round_trips(write):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"data": {"train": []}}, "data.train: found []"),
     ({"data": {"train": ["/t", {"path": "/u", "weight": 0.0}]}}, "data.train.1.weight: found 0.0"),
-    ({"data": {"train": {"path": "/t", "split": 3}}}, "data.train.0.split: found 3"),
     ({"data": {"train": {"path": ""}}}, "data.train.0.path: found '', expected at least 1 character. Correct it"),
-    ({"data": {"train": 3}}, "data.train"),
-    ({"data": {"train": {"path": "/t", "weigth": 2.0}}}, "Did you mean data.train.weight?"),
     ({"data": {"train": "/t", "keys": {"anser": "gold"}}}, "Did you mean data.keys.answer?"),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4}]}}, "a temperature above 0"),
-    (
-        {"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [1, 8]}]}},
-        "found pass_at 8 with samples=4",
-    ),
+    ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [8]}]}}, "pass_at 8"),
     ({"eval": {"sets": [{"name": "a", "path": "/t", "min_p": 0.1}]}}, "found min_p=0.1 with temperature=0"),
     ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
-    ({"eval": {"sets": [{"name": "a/b", "path": "/t"}]}}, "eval.sets.0.name: found 'a/b'"),
-    ({"rewards": [{"function": "integer", "wieght": 1}]}, "Did you mean rewards.functions.weight?"),
-    ({"rewards": []}, "expected a list of at least 1. "),
     ({"trainr": {}}, "trainr: found an unknown key with value {}, expected one of run, "),
     ({"trainer": {"learning_rate": 1}}, "Did you mean trainer.lr? "),
-    ({"trainer": {"tensor_parallel": 1}}, "Did you mean trainer.tp? "),
     ({"rollout": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),
-    ({"trainer": {"warmup_step": 1}}, "Did you mean trainer.warmup_steps? "),
-    ({"rollout": {"lr": 1}}, "Did you mean trainer.lr? "),
     ({"steps": 3}, "Did you mean run.steps? "),
-    ({"tracking": {"wandb": {"projet": "x"}}}, "Did you mean tracking.wandb.project? "),
-    ({"algorithm": {"name": "grpo", "clip_hi": 1}}, "Did you mean algorithm.clip_high? "),
     ({"algorithm": {"name": "sft", "batchsize": 1}}, "Did you mean algorithm.batch_size? "),
-    ({"numerics": {"weight": {"scales": "fp32"}}}, "Did you mean numerics.weight.scale? "),
     ({"gates": [{"metric": "train/loss", "above": 1.0, "abov": 1.0}]}, "Did you mean gates.above? "),
-    ({"trainer": {"fnord": 1}}, "hung_after_s. Correct or remove trainer.fnord."),
-    (
-        {"algorithm": {"name": "sft", "clip_low": 0.2}},
-        "expected one of the keys of sft: name, batch_size. That key belongs to cispo, dapo,",
-    ),
-    (
-        {"algorithm": {"name": "grpo", "critic": {"lr": 1e-3}}},
-        "That key belongs to ppo. Correct or remove algorithm.cr",
-    ),
+    ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "of sft: name, batch_size. That key belongs to cispo, dapo,"),
     ({"run": {"steps": 0}}, "run.steps: found 0, expected a number greater than or equal to 1"),
     ({"run": {"steps": True}}, "run.steps: found True, expected a valid integer"),
-    ({"run": {"steps": "3"}}, "valid integer"),
     ({"run": {"name": "../x"}}, "text that matches"),
     ({"trainer": {"lr": float("nan")}}, "finite number"),
     ({"trainer": {"lr": 1e-5, "min_lr": 1e-4}}, "trainer: found min_lr=0.0001, expected at most lr=1e-05"),
-    ({"trainer": {"decay": "exponential"}}, "'linear'"),
-    ({"trainer": {"recompute": "all"}}, "'none', 'attention', 'experts' or 'layer'"),
-    ({"trainer": {"head_chunk_tokens": 0}}, "greater than or equal to 1"),
-    ({"rollout": {"top_p": 1.2}}, "less than or equal to 1"),
-    ({"rollout": {"top_k": -3}}, "-1"),
     ({"rollout": {"top_k": 1}}, "2 or more, or -1 for all"),
-    ({"rollout": {"temperature": 0.0}}, "greater than 0"),
-    ({"numerics": {"preset": "int4"}}, "fp8_block_pow2"),
     ({"numerics": {"preset": "bf16"}}, "numerics.trainer=bf16"),
-    ({"numerics": {"mode": "fast"}}, "'exact' or 'native'"),
-    ({"numerics": {"last_layers_bf16": -1}}, "numerics.last_layers_bf16"),
-    ({"numerics": {"weight": {"fixed": 0}}}, "greater than 0"),
-    ({"numerics": {"gradient": {"rounding": "up"}}}, "'nearest' or 'stochastic'"),
     ({"numerics": {"preset": "mxfp8", "mode": "native"}}, "set numerics.rollout to bf16"),
-    ({"numerics": {"router_replay": "on"}}, "'off', 'record' or 'replay'"),
-    ({"numerics": {"weight": {"scale": "decimal"}}}, "numerics.weight.scale: found 'decimal', expected 'fp32', 'pow2'"),
     ({"numerics": {"weight": {"format": "bf16"}}}, "quantize both or neither"),
-    ({"numerics": {"weight": {"format": "e5m2"}}}, "e4m3 in block"),
-    ({"numerics": {"weight": {"granularity": "channel"}}}, "e4m3 in block"),
     ({"numerics": {"activation": {"granularity": "tensor"}}}, "token_group or channel"),
     ({"numerics": {"scope": ["q_proj", "k_proj", "v_proj"]}}, "the engine quantizes"),
     ({"numerics": {"scope": ["q_proj"], "rollout": "bf16"}}, "name all of them or none"),
-    ({"numerics": {"scope": ["router"], "rollout": "bf16"}}, "'router'"),
     ({"numerics": {"scope": [], "rollout": "bf16"}}, "quantizes nothing"),
     ({"numerics": {"kv": "fp8", "mode": "native"}}, "numerics.kv: found 'fp8' in native mode"),
-    ({"numerics": {"kv": "fp8", "key_scale": 3}}, "numerics.key_scale: found 3"),
     ({"algorithm": {"name": "none"}}, " or ".join(map(repr, sorted(ALGORITHMS)))),
     ({"algorithm": {"name": "gsop"}}, "Did you mean gspo? Set it in"),
-    ({"algorithm": {"name": "grpo", "tis_cap": 0.5}}, "greater than or equal to 1"),
-    (
-        {"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}},
-        "algorithm.kl.loss.estimator: found k1, expected k2 or k3",
-    ),
-    (
-        {"algorithm": {"name": "rloo", "kl": {"reward": {"coefficient": 0.1}}}},
-        "algorithm: found kl.reward.coefficient=0.1 with rloo, expected 0",
-    ),
-    ({"sync": {"transport": "rdma"}}, "'disk'"),
-    ({"tracking": {"wandb": {"mode": "on"}}}, "'offline'"),
-    ({"checkpoint": None}, "a mapping"),
+    ({"algorithm": {"name": "grpo", "kl": {"loss": {"estimator": "k1"}}}}, "estimator: found k1, expected k2"),
+    ({"algorithm": {"name": "rloo", "kl": {"reward": {"coefficient": 0.1}}}}, "kl.reward.coefficient=0.1 with rloo"),
     ({"gates": {}}, "a list"),
-    ({"gates": [{"metric": "mismatch/k3_kl"}]}, "exactly one of above and below"),
     ({"gates": [{"metric": "mismatch/k3_kl", "above": 1.0, "below": 0.0}]}, "exactly one of above and below"),
     ({"gates": [{"metric": "mismatch/tis_clipfraq", "above": 1.0}]}, "Did you mean mismatch/tis_clipfrac?"),
-    ({"gates": [{"metric": "eval/acc", "above": 1.0}]}, "gates.0.metric: found 'eval/acc'"),
 ]
 
 
@@ -425,33 +310,3 @@ def test_a_spec_that_cannot_be_meant_is_refused_in_one_line(values, expected):
     text = message(values)
     assert text.startswith(next(iter(values))) and expected in text and "\n" not in text
     assert text.endswith((".", "?")) and not text.endswith("..")
-
-
-def test_every_wrong_key_gets_its_own_line():
-    assert len(message({"run": {"steps": 0, "sede": 1}, "sync": {"bucket_mib": 0}}).splitlines()) == 3
-
-
-def test_a_spec_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        parse_experiment(MINIMAL).run.steps = 3
-
-
-def test_numerics_follow_the_spec():
-    spec = parse_experiment({**MINIMAL, "trainer": {"tp": 2}, "numerics": {"weight": {"scale": "fp32"}}})
-    config = spec.numerics_config()
-    assert (config.mode, config.trainer, config.rollout, config.k_splits) == ("exact", "fp8", "fp8", 2)
-    plain = parse_experiment(MINIMAL).numerics_config()
-    assert config.spec.digest() != plain.spec.digest()
-    assert config.spec.weight.scale != plain.spec.weight.scale
-    assert config.spec.activation == plain.spec.activation
-    assert not parse_experiment({**MINIMAL, "numerics": yaml.safe_load(BF16)}).numerics.quantizes
-
-
-def test_a_scope_and_bf16_layers_reach_both_sides():
-    scope = {"scope": ["experts.gate_proj", "experts.up_proj"], "rollout": "bf16"}
-    quant = parse_experiment({**MINIMAL, "numerics": scope}).numerics_config().trainer_spec
-    assert quant.quantizes("experts.up_proj") and not quant.quantizes("experts.down_proj")
-    layers = {"first_layers_bf16": 1, "last_layers_bf16": 2}
-    numerics = parse_experiment({**MINIMAL, "numerics": layers}).numerics_config()
-    in_bf16 = [layer for layer in range(8) if not numerics.spec.of_layer(layer, 8).quantized]
-    assert numerics.trainer_spec == numerics.rollout_spec and in_bf16 == [0, 6, 7]

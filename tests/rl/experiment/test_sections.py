@@ -1,4 +1,4 @@
-"""Adapters, gates, staleness and a teacher, as a spec may ask for them."""
+"""Sections of a spec: what they refuse, and what of one stays where a later layer names another member of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment import load_experiment
+from fp8rl.rl.experiment import Experiment, load_experiment
 from tests.support.experiments import experiment
 
-ADAPTER = {"rank": 4, "alpha": 8.0}
 TAUGHT: dict[str, Any] = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t"}}
 
 
@@ -22,15 +22,9 @@ def gate(metric: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adapter": {"rank": 0}}, "adapter.rank: found 0"),
-        ({"adapter": {"targets": []}}, "adapter.targets"),
-        ({"adapter": {"dora": True}}, "adapter.dora"),
-        ({"adapter": {"mode": "both"}}, "adapter.mode: found 'both'"),
         (gate("train/loss", action="restart"), "gates.0.action: found 'restart', expected .*checkpoint_and_stop"),
         (gate("train/loss", recover=1.1), "gates.0: found recover=1.1 .* expected at most above"),
         (gate("train/loss", tis_cap=1.5), "gates.0: found tis_cap=1.5.*Remove tis_cap"),
-        (gate("train/loss", action="tighten_tis", tis_cap=0.5), "gates.0.tis_cap: found 0.5"),
-        (gate("train/loss", cooldown=3), "Did you mean gates.cooldown_steps"),
         (gate("train/update_survival"), "train/update_survival with adapter.mode=None"),
         (gate("rollout/turns_mean"), "rollout/turns_mean with environment=single_turn', expected an environment"),
         (gate("train/rejected_tokens"), "rejection=None', expected algorithm.rejection or algorithm.veto"),
@@ -43,12 +37,8 @@ def gate(metric: str, **fields: Any) -> dict[str, Any]:
         ({"rollout": {"speculation": {"drafts": 2}}}, "rollout.speculation: found .*No engine drafts tokens any more"),
         ({"rollout": {"in_flight": True}}, "found in_flight=true with staleness=0, expected false"),
         ({"rollout": {"staleness": 2, "in_flight": False}}, "found in_flight=false with staleness=2, expected true"),
-        ({"rollout": {"staleness": -1}}, "rollout.staleness: found -1"),
         ({"rollout": {"oversample": 1.5}}, "found oversample=1.5 with staleness=0 and in_flight=false"),
         ({"rollout": {"oversample": 1.5, "staleness": 1}}, "rollout.in_flight=true"),
-        ({**TAUGHT, "teacher": {"path": "/t", "engines": 0}}, "teacher.engines: found 0"),
-        ({**TAUGHT, "teacher": {"path": "/t", "precision": "fp4"}}, "teacher.precision: found 'fp4'"),
-        ({**TAUGHT, "teacher": {"pth": "/t"}}, "Did you mean teacher.path"),
     ],
 )
 def test_a_section_that_cannot_be_meant_is_refused(changes: Any, message: str) -> None:
@@ -56,26 +46,15 @@ def test_a_section_that_cannot_be_meant_is_refused(changes: Any, message: str) -
         experiment(**changes)
 
 
-def test_adapters_have_defaults_and_separate_ones_share_their_base() -> None:
-    assert experiment().adapter is None and not experiment().sync.shared_base
-    given = experiment(adapter={"rank": 8, "targets": ["q_proj"]}).adapter
-    assert given is not None and (given.mode, given.experts, given.scale) == ("separate", "per_expert", 4.0)
-    assert experiment(adapter=ADAPTER, sync={"shared_base": True}).sync.shared_base
-
-
 @pytest.mark.parametrize(
     ("rollout", "in_flight", "ratio"),
     [
-        ({}, False, "recompute"),
-        ({"staleness": 1}, False, "bypass"),
         ({"staleness": 1, "in_flight": True}, True, "bypass"),
         ({"staleness": 2}, True, "bypass"),
         ({"staleness": 0, "in_flight": False}, False, "recompute"),
     ],
 )
-def test_updates_land_in_flight_where_asked_and_always_beyond_one_step(
-    rollout: Any, in_flight: bool, ratio: str
-) -> None:
+def test_updates_land_in_flight_where_asked_and_beyond_one_step(rollout: Any, in_flight: bool, ratio: str) -> None:
     """The resolved spec says where the ratio of older tokens comes from."""
     spec = experiment(rollout=rollout)
     assert spec.rollout.updates_in_flight is in_flight and spec.to_dict()["algorithm"]["ratio"] == ratio
@@ -83,7 +62,6 @@ def test_updates_land_in_flight_where_asked_and_always_beyond_one_step(
 
 def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> None:
     spec = experiment(**TAUGHT | {"rollout": {"engines": 3, "context_length": 100, "hung_after_s": 7.0, "port": 2000}})
-    assert spec.teacher is not None
     engine = spec.teacher.engine(spec.rollout)
     assert (engine.engines, engine.context_length, engine.hung_after_s, engine.port) == (1, 106, 7.0, None)
     assert spec.engine_ranks == (1, 1, 1, 1)
@@ -92,8 +70,6 @@ def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> N
 @pytest.mark.parametrize(
     ("sections", "rollout", "k_splits"),
     [
-        ({}, "fp8", 1),
-        ({"numerics": {"rollout": "bf16"}}, "bf16", 1),
         ({"teacher": {"path": "/t", "precision": "bf16"}}, "bf16", 1),
         ({"trainer": {"tp": 2}}, "fp8", 2),
         ({"teacher": {"path": "/t", "tp": 4}, "trainer": {"tp": 2}}, "fp8", 4),
@@ -103,16 +79,84 @@ def test_a_teachers_engines_are_the_policys_but_for_their_number_and_room() -> N
 )
 def test_a_teacher_computes_as_the_runs_engines_do(sections: Any, rollout: str, k_splits: int) -> None:
     spec = experiment(**TAUGHT | sections)
-    assert spec.teacher is not None
     numerics = spec.teacher.numerics(spec.numerics, spec.numerics_config().k_splits)
     assert (numerics.rollout, numerics.k_splits, numerics.router_replay) == (rollout, k_splits, "off")
     assert numerics.mode == spec.numerics.mode and numerics.spec == spec.numerics.quant_spec()
     assert (numerics.kv, numerics.value_scale) == ("bf16", 1.0), "whose scales are the policy's"
 
 
-def test_a_teachers_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text(
-        "model: {path: m}\ndata: {train: d}\nalgorithm: {name: opd}\nteacher: {path: ../teacher}\n"
-    )
-    found = load_experiment(tmp_path / "spec.yaml").teacher
-    assert found is not None and found.path == str(tmp_path.parent / "teacher")
+VALUES = {"model": {"path": "/m"}, "data": {"train": "/t"}}
+GRPO = {"name": "grpo", "clip_high": 0.4, "kl": {"loss": {"coefficient": 0.01}}}
+GUESS = {"function": "guess", "timeout_s": 9.0, "kwargs": {"tries": 5}}
+EVAL = {"train": "/t", "eval": {"path": "/d", "split": "test", "keys": {"question": "q"}}}
+SEVERAL = {"train": ["/t", {"path": "/u", "weight": 2.0}]}
+
+
+def loaded(folder: Path, sections: dict[str, Any], *overrides: str) -> tuple[Experiment, list[str]]:
+    said: list[str] = []
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(VALUES | sections, sort_keys=False))
+    return load_experiment(path, overrides, said.append), said
+
+
+@pytest.mark.parametrize(
+    ("sections", "overrides", "same", "said"),
+    [
+        (
+            {"algorithm": GRPO},
+            ["algorithm.updates_per_batch=2", "algorithm.name=rloo"],
+            {"algorithm": {"name": "rloo", "updates_per_batch": 2}},
+            ["algorithm: settings of grpo are left out: clip_high, kl"],
+        ),
+        (
+            {"algorithm": {"name": "/gone.py:Class", "own": 1}},
+            ["algorithm.name=sft"],
+            {"algorithm": {"name": "sft"}},
+            ["algorithm: settings of /gone.py:Class are left out: own"],
+        ),
+        (
+            {"algorithm": {"name": "grpo", "rejection": {"name": "icepop", "low": 0.4}}},
+            ["algorithm.rejection.name=mis"],
+            {"algorithm": {"name": "grpo", "rejection": {"name": "mis"}}},
+            ["algorithm.rejection: settings of icepop are left out: low"],
+        ),
+        (
+            {"environment": GUESS},
+            ["environment=calculator"],
+            {"environment": "calculator"},
+            ["environment: settings of guess are left out: timeout_s, kwargs"],
+        ),
+        ({"environment": "guess"}, ["environment.timeout_s=9.0"], {"environment": GUESS | {"kwargs": {}}}, []),
+        # `rewards: [...]` and then `rewards.workers=4` was a run by the default reward.
+        (
+            {"rewards": [{"function": "math"}]},
+            ["rewards.workers=4"],
+            {"rewards": {"functions": [{"function": "math"}], "workers": 4}},
+            [],
+        ),
+        ({}, ["data.train.weight=2.0"], {"data": {"train": {"path": "/t", "weight": 2.0}}}, []),
+        (
+            {"data": EVAL},
+            ["data.eval=/other"],
+            {"data": {"train": "/t", "eval": "/other"}},
+            ["data.eval: settings of /d are left out: split, keys"],
+        ),
+        ({"data": EVAL}, ["data.eval.path=/o"], {"data": EVAL | {"eval": EVAL["eval"] | {"path": "/o"}}}, []),  # type: ignore[operator]
+        (
+            {"data": SEVERAL},
+            ["data.train.path=/other"],
+            {"data": {"train": "/other"}},
+            ["data.train: settings of /u are left out: weight"],
+        ),
+    ],
+)
+def test_another_member_replaces_the_section_and_the_settings_that_go_are_said(
+    tmp_path: Path, sections: dict[str, Any], overrides: list[str], same: dict[str, Any], said: list[str]
+) -> None:
+    assert loaded(tmp_path, sections, *overrides) == (loaded(tmp_path, same)[0], said)
+
+
+@pytest.mark.parametrize("name", ["grp", "absent.py:Class", "3"])
+def test_a_name_of_nothing_is_refused_by_its_own_message(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="algorithm.name: found"):
+        loaded(tmp_path, {"algorithm": GRPO}, f"algorithm.name={name}")

@@ -1,4 +1,4 @@
-"""Drift of older tokens, apart from what is fresh, on cases worked by hand."""
+"""Drift of older tokens, apart from what is fresh, on cases worked by hand; and answers drawn again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from fp8rl.rl.guard.scored_batch import NOT_DRAWN, redraw_metrics
 from fp8rl.rl.mismatch.drift import drift_metrics, tokens_by_age
 
 LN2 = math.log(2)
@@ -36,12 +37,6 @@ def test_by_hand() -> None:
     }
 
 
-def test_very_old_tokens_share_one_name() -> None:
-    found = drift([1.0, 3.0, 4.0], [92, 3, 99], 100)
-    assert found["drift/tokens_age_8"] == 2 and found["drift/abs_diff_mean_age_8"] == 2.0
-    assert found["drift/tokens_age_1"] == 1
-
-
 def test_without_older_tokens_there_is_no_drift() -> None:
     assert drift([1.0, math.nan], [7, 6], 7) == {}
 
@@ -54,3 +49,16 @@ def test_prompts_do_not_drift() -> None:
 
 def test_tokens_are_counted_by_age() -> None:
     assert tokens_by_age(torch.tensor([5, 5, 3, -40]), 5) == {0: 2, 2: 1, 8: 1}
+
+
+TOKENS = torch.tensor([[9, 4, 5, 6], [9, 9, 7, 8], [9, 1, 2, 3]])
+MASK = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 0]]).bool()
+
+
+def test_the_fraction_is_over_the_sampled_tokens_that_were_drawn_again() -> None:
+    draws = torch.tensor([[NOT_DRAWN, 4, 5, 0], [NOT_DRAWN, 3, 7, 8], [NOT_DRAWN] * 4])
+    assert redraw_metrics(draws, TOKENS, MASK) == {"mismatch/redraw_frac": 0.8, "mismatch/redraw_tokens": 5.0}
+
+
+def test_without_a_draw_there_is_no_metric() -> None:
+    assert redraw_metrics(torch.full_like(TOKENS, NOT_DRAWN), TOKENS, MASK) == {}

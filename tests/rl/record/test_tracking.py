@@ -1,15 +1,26 @@
-"""The record of a run: rows of metrics and files of rollouts."""
+"""The record of a run: rows, rollouts, events, sessions and its log."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import json
+import logging
 import threading
+import time
+import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 
+from fp8rl.rl.record.console import StepConsole
+from fp8rl.rl.record.events import Event, append_event, cut_events, read_events
+from fp8rl.rl.record.log import run_log
 from fp8rl.rl.record.metrics_log import read_metrics
 from fp8rl.rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from fp8rl.rl.record.run_dir import RunDir
+from fp8rl.rl.record.sessions import append_session, sessions_found, this_session
 from tests.support.paths import new_run
 from tests.support.tracked import RECORDS, tracking
 
@@ -52,3 +63,91 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
     assert run.metrics.read_text().count("\n") == 2
     with pytest.raises(OSError, match="no room"), tracking(run, resume_step=2) as tracker:
         tracker.log(3, {}, failing)
+
+
+EVENTS = [
+    Event(2, "mismatch/exact_frac", 0.5, "below 1.0", "resync", "capsules/step_2", "resync: ..."),
+    Event(2, "train/loss", None, "not finite", "skip_step", None, "skip_step: ..."),
+    Event(5, "gates/stale_resyncs", 1.0, "above 0", "resync", None, "é"),
+]
+
+
+def test_events_are_read_as_written_and_a_torn_line_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == []
+    for event in EVENTS:
+        append_event(path, event)
+    with path.open("a") as file:
+        file.write('{"step": 6, "met')
+    assert read_events(path) == EVENTS
+
+
+def test_a_resumed_run_forgets_events_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    cut_events(path, 3)
+    assert not path.exists()
+    for event in EVENTS:
+        append_event(path, event)
+    cut_events(path, 3)
+    append_event(path, dataclasses.replace(EVENTS[2], step=4))
+    assert [event.step for event in read_events(path)] == [2, 2, 4]
+
+
+def test_a_session_knows_machine_versions_and_code() -> None:
+    session = this_session()
+    assert abs(session.started - time.time()) < 60 and session.seconds is None
+    assert session.versions["sglang"] == importlib.metadata.version("sglang")
+    assert f"{psutil.virtual_memory().total / 2**30:.0f} GiB" in session.machine and "cores of" in session.machine
+
+
+def test_the_last_line_of_a_session_counts_and_a_killed_one_has_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.jsonl"
+    killed = this_session()
+    whole = dataclasses.replace(killed, started=killed.started + 10)
+    ended = dataclasses.replace(whole, ended=whole.started + 2.5, why="a gate")
+    for session in (killed, whole, ended):
+        append_session(path, session)
+    with path.open("a") as file:
+        file.write('{"started": "yesterday"}\n')
+    found, bad = sessions_found(path)
+    assert found == [killed, ended] and found[1].seconds == 2.5
+    assert [line.number for line in bad] == [4]
+    assert all("started" in json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_what_no_session_can_have_been_is_a_bad_line(tmp_path: Path) -> None:
+    sound = dataclasses.asdict(this_session())
+    wrong = ({"started": 1e300}, {"started": "now"}, {"ended": -1.0}, {"machine": 3}, {"versions": 1}, {"why": 2})
+    lines = [json.dumps(sound | change) for change in wrong] + [json.dumps(sound)]
+    (tmp_path / "sessions.jsonl").write_text("\n".join(lines) + "\n")
+    found, bad = sessions_found(tmp_path / "sessions.jsonl")
+    assert len(found) == 1 and [line.number for line in bad] == [1, 2, 3, 4, 5, 6]
+
+
+def test_it_has_the_console_s_lines_warnings_and_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.txt"
+    with pytest.raises(RuntimeError), run_log(path), StepConsole(2) as console:
+        console.note("engine [up]")
+        logging.getLogger("some.library").info("chatter")
+        logging.getLogger("some.library").warning("low on disk")
+        warnings.warn("old name", stacklevel=1)
+        raise RuntimeError("out of luck")
+    text = path.read_text()
+    for part in ("fp8rl.console: engine [up]", "WARNING some.library: low on disk", "old name", "the run failed"):
+        assert part in text
+    assert text.rstrip().endswith("RuntimeError: out of luck")
+    assert "chatter" not in text
+    assert capsys.readouterr().out == "engine [up]\n"
+
+
+def test_it_is_appended_to_and_let_go(tmp_path: Path) -> None:
+    path, handlers = tmp_path / "log.txt", list(logging.getLogger().handlers)
+    for line in ("first run", "resumed run"):
+        with run_log(path), StepConsole(1) as console:
+            console.note(line)
+    with pytest.raises(KeyboardInterrupt), run_log(path):
+        raise KeyboardInterrupt
+    logging.getLogger("late").warning("after the end")
+    lines = path.read_text().splitlines()
+    assert [line.split(": ", 1)[1] for line in lines] == ["first run", "resumed run", "interrupted"]
+    assert logging.getLogger().handlers == handlers

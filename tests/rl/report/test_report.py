@@ -14,7 +14,7 @@ from fp8rl.rl.record.events import Event, append_event
 from fp8rl.rl.record.metrics_log import MetricsLog
 from fp8rl.rl.record.run_dir import RunDir
 from fp8rl.rl.record.sessions import Session, append_session
-from fp8rl.rl.report.charts import overlaid, sections
+from fp8rl.rl.report.charts import sections
 from fp8rl.rl.report.page import Charts, Section
 from fp8rl.rl.report.report import write_report
 from tests.support.paths import new_run
@@ -60,21 +60,9 @@ def make_run(
 
 
 def sample(text: str, group: int = 0) -> dict[str, Any]:
-    return {
-        "prompt": "2+2=?",
-        "text": text,
-        "reward": 1.0,
-        "abs_diff_mean": 0.0,
-        "group": group,
-        "seed": 1,
-        "finished": True,
-        "prompt_ids": [1],
-        "token_ids": [2],
-        "weight_versions": [0],
-        "advantage": 0.0,
-        "rollout_logprobs": [-1.0],
-        "train_logprobs": [-1.0],
-    }
+    record = {"prompt": "2+2=?", "text": text, "reward": 1.0, "abs_diff_mean": 0.0, "group": group, "seed": 1}
+    tokens = {"prompt_ids": [1], "token_ids": [2], "weight_versions": [0], "rollout_logprobs": [-1.0]}
+    return record | tokens | {"finished": True, "advantage": 0.0, "train_logprobs": [-1.0]}
 
 
 def page_of(run: RunDir) -> str:
@@ -90,7 +78,6 @@ def page_of(run: RunDir) -> str:
 
 def charts_of(page: str) -> dict[str, dict[str, Any]]:
     data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)
-    assert data is not None
     assert "<" not in data[1], "a script element must not see markup in its JSON"
     charts = json.loads(data[1])
     assert len(charts) == len(re.findall(r'id="chart-\d+"', page))
@@ -125,6 +112,9 @@ def test_curves_hold_the_logged_numbers(tmp_path: Path) -> None:
     stack = {trace["name"]: trace["y"][0] for trace in charts["Time per step"]["traces"]}
     assert stack == {"rollout": 1.5, "train": 1.0, "sync": 0.25, "other": 0.25}
     assert "Held-out accuracy" not in charts and "Entropy" not in charts
+    rows = [{"step": step, **step_metrics(step, value)} for step, value in enumerate([0.5, 0.0], start=1)]
+    (chart,) = (chart for chart in drawn(sections(rows)) if chart["title"] == "Mismatch |d|")
+    assert chart["traces"][2]["y"] == [0.5, 0.0] and chart["y"]["type"] == "log"
 
 
 def test_text_of_the_model_cannot_become_markup(tmp_path: Path) -> None:
@@ -133,18 +123,6 @@ def test_text_of_the_model_cannot_become_markup(tmp_path: Path) -> None:
     assert "<script>alert(1)" not in page
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
     assert "&lt;b&gt;data&lt;/b&gt;.jsonl" in page
-
-
-def test_first_middle_and_last_samples_are_shown(tmp_path: Path) -> None:
-    samples = {step: [sample(f"answer of step {step}")] for step in (1, 2, 3, 4, 5)}
-    page = page_of(make_run(tmp_path, {1: step_metrics(1)}, samples))
-    assert re.findall(r"answer of step \d", page) == ["answer of step 1", "answer of step 3", "answer of step 5"]
-
-
-def test_metrics_are_explained(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path, {1: step_metrics(1) | {"custom/thing": 1.5}}))
-    assert "Fraction of tokens with d == 0." in page
-    assert "custom/thing" in page
 
 
 def test_charts_that_are_as_they_should_be_are_one_line(tmp_path: Path) -> None:
@@ -161,6 +139,7 @@ def test_charts_that_are_as_they_should_be_are_one_line(tmp_path: Path) -> None:
     rows[1] |= {"mismatch/exact_frac": 0.5, "sync/verified_tensors": 11}
     del rows[2]["mismatch/ess"]
     page = page_of(make_run(tmp_path / "differs", rows))
+    assert charts_of(page)["Exact tokens"]["traces"][0]["y"] == [0.5, 1.0]
     assert {"Exact tokens", "Effective sample size", "Tensors"} <= charts_of(page).keys()
     assert "In all 2 steps: Mismatch |d| 0; Tokens outside" in page
 
@@ -188,34 +167,6 @@ def test_answers_are_spread_out_and_can_be_filtered(tmp_path: Path) -> None:
         assert f'value="{word}"' in page and f"[value={word}]:checked) tr[class]:not(.{word})" in page
 
 
-def test_tokens_per_second_are_a_headline(tmp_path: Path) -> None:
-    rates = [{"perf/rollout_tokens_per_second": 1000.0 * n, "perf/train_tokens_per_second": 3e3 * n} for n in (1, 3, 2)]
-    page = page_of(make_run(tmp_path, {step: step_metrics(step) | rate for step, rate in enumerate(rates, 1)}))
-    assert re.search(
-        r"Tokens per second</div>\s*<div class=\"value\">2,000</div>\s*.*2,000 sampled, 6,000 trained: medians", page
-    )
-
-
-@pytest.mark.parametrize("largest", [[0.0, 0.02], [0.5, 0.02]])
-def test_differences_have_a_logarithmic_axis(largest: list[float]) -> None:
-    rows = [{"step": step, **step_metrics(step, value)} for step, value in enumerate(largest, start=1)]
-    (chart,) = (chart for chart in drawn(sections(rows)) if chart["title"] == "Mismatch |d|")
-    assert chart["traces"][2]["y"] == largest and chart["y"]["type"] == "log"
-
-
-def test_a_supervised_run_has_a_report_too(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path, {1: {"train/loss": 2.0}, 2: {"train/loss": 1.5}}))
-    assert list(charts_of(page)) == ["Loss"]
-
-
-def test_writing_again_replaces_the_report(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {1: step_metrics(1)})
-    write_report(run.path)
-    MetricsLog(run.metrics, resume_step=1).append(2, step_metrics(2))
-    assert "in 2 steps" in page_of(run)
-    assert not list(run.path.glob(".report*"))
-
-
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found no spec\.yaml"):
         write_report(tmp_path)
@@ -228,6 +179,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
     run = make_run(tmp_path, {1: step_metrics(1)})
     assert "Interventions" not in page_of(run)
+    append_event(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
     append_event(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
     page = page_of(run)
     assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
@@ -252,35 +204,6 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
     _, *others = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text("".join(["junk\n", *others]))
     assert "It ended" not in write_report(run.path)[0].read_text(), "a damaged line is no missing step"
-
-
-def test_a_resume_is_no_intervention(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {step: step_metrics(step) for step in (1, 2)})
-    append_event(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
-    assert "1 intervention" not in page_of(run)
-
-
-def test_the_share_of_groups_that_teach_nothing_is_shown(tmp_path: Path) -> None:
-    rows = {
-        step: {**step_metrics(step), "rollout/equal_reward_groups": share} for step, share in ((1, 0.75), (2, 0.25))
-    }
-    text = write_report(make_run(tmp_path, rows).path)[0].read_text()
-    assert re.search(r"Groups of equal rewards</div>\s*<div class=\"value\">50", text)
-
-
-def test_a_slow_first_sync_leaves_the_others_readable() -> None:
-    rows = [{"step": step, "sync/seconds": 9.0 if step == 0 else 0.5} for step in range(4)]
-    charts = {chart["title"]: chart for chart in drawn(sections(rows))}
-    assert charts["Duration"]["traces"][0]["x"] == [1, 2, 3] and "The first took 9.00 s" in charts["Duration"]["note"]
-
-
-def test_curves_of_two_runs_lie_over_each_other() -> None:
-    runs = {"a": [{"step": 1, **step_metrics(1)}], "b": [{"step": 1, **step_metrics(1, 0.5)}]}
-    charts = {chart["title"]: chart for chart in drawn(overlaid(runs))}
-    assert [(t["name"], t["y"]) for t in charts["Time per step"]["traces"]] == [("a", [3.0]), ("b", [3.0])]
-    largest = [(t["name"], t["color"], t["dash"]) for t in charts["Mismatch |d|"]["traces"]]
-    assert len(largest) == 6 and {name.partition(", ")[2] for name, _, _ in largest} == {"a", "b"}
-    assert len({(color, dash) for _, color, dash in largest}) == 6, "a colour for the curve, a dash for the run"
 
 
 def test_samples_stand_beside_their_reference_and_the_parts_of_their_reward(tmp_path: Path) -> None:

@@ -9,15 +9,7 @@ from fp8rl.rollout.types import Trajectory
 
 
 def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -> Trajectory:
-    return Trajectory(
-        prompt_ids=prompt,
-        token_ids=generated,
-        logprobs=logprobs,
-        finished=True,
-        weight_versions=[0] * len(generated),
-        group=0,
-        seed=5,
-    )
+    return Trajectory(prompt, generated, logprobs, True, [0] * len(generated), 0, 5)
 
 
 def test_trajectories_become_rows_of_prompt_and_generation() -> None:
@@ -40,18 +32,11 @@ def test_what_an_environment_says_is_context() -> None:
     assert batch.fields["rollout_logprobs"].tolist() == [[0, -0.5, 0, 0, -0.25, -2.0]]
 
 
-def test_logprobs_arrive_bit_for_bit() -> None:
-    values = torch.tensor([-0.1, -1.2345678, -17.25], dtype=torch.float32)
-    batch = batch_from_trajectories([trajectory([1], [2, 3, 4], values.tolist())], 1.0)
-    assert torch.equal(batch.fields["rollout_logprobs"][0, 1:], values)
-
-
-def test_nonfinite_logprobs_and_empty_generations_are_kept_as_they_are() -> None:
-    rows = [trajectory([1, 2], [], []), trajectory([3], [4, 5], [math.nan, -math.inf])]
-    batch = batch_from_trajectories(rows, 1.0)
-    assert batch.lengths.tolist() == [2, 3]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 0], [0, 1, 1]]
-    assert batch.fields["rollout_logprobs"][1, 1].isnan() and batch.fields["rollout_logprobs"][1, 2] == -math.inf
+def test_logprobs_arrive_bit_for_bit_and_nonfinite_ones_and_empty_generations_too() -> None:
+    values = torch.tensor([-0.1, -1.2345678, -math.inf], dtype=torch.float32)
+    batch = batch_from_trajectories([trajectory([1, 2], [], []), trajectory([1], [2, 3, 4], values.tolist())], 1.0)
+    assert torch.equal(batch.fields["rollout_logprobs"][1, 1:], values)
+    assert batch.lengths.tolist() == [2, 4] and batch.loss_mask.int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]
 
 
 def test_examples_become_rows_without_fields() -> None:
@@ -63,13 +48,18 @@ def test_examples_become_rows_without_fields() -> None:
 
 
 def test_input_that_does_not_fit_is_refused() -> None:
-    good = trajectory([1], [2], [-1.0])
-    with pytest.raises(ValueError, match="trajectory 1: found 1 logprobs, expected 2"):
-        batch_from_trajectories([good, trajectory([1], [2, 3], [-1.0])], 1.0)
-    with pytest.raises(ValueError, match="sequence 0: found an empty prompt"):
-        batch_from_trajectories([trajectory([], [2], [-1.0])], 1.0)
-    with pytest.raises(ValueError, match="empty batch"):
-        batch_from_trajectories([], 1.0)
+    good, routed = trajectory([1], [2], [-1.0]), trajectory([11, 12], [13, 14], [-0.5, -0.25])
+    known, cut = (replace(routed, routed_experts=torch.zeros(n, 1, 2, dtype=torch.int16)) for n in (3, 2))
+    for rows, replay, said in (
+        ([good, trajectory([1], [2, 3], [-1.0])], False, "trajectory 1: found 1 logprobs, expected 2"),
+        ([trajectory([], [2], [-1.0])], False, "sequence 0: found an empty prompt"),
+        ([], False, "empty batch"),
+        ([known, routed], False, "trajectory 1: found none for its routes, expected those of 3 tokens"),
+        ([cut], False, "trajectory 0: found those of 2 tokens for its routes"),
+        ([good], True, "replay: found True without routes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            batch_from_trajectories(rows, 1.0, replay=replay)
     with pytest.raises(ValueError, match="example 0: found no target"):
         batch_from_examples([SftExample([1], [])])
 
@@ -86,16 +76,3 @@ def test_routes_end_before_the_last_token() -> None:
     assert batch.routes.tolist() == [[[[0, 1]], [[2, 3]], [[4, 5]], none], [[[6, 7]], none, none, none]]
     assert not batch.replay
     assert batch_from_trajectories([long, short], 1.0, replay=True).replay
-
-
-def test_routes_of_other_tokens_are_refused() -> None:
-    plain = trajectory([11, 12], [13, 14], [-0.5, -0.25])
-    routed = replace(plain, routed_experts=torch.zeros(3, 1, 2, dtype=torch.int16))
-    assert batch_from_trajectories([plain], 1.0).routes is None
-    with pytest.raises(ValueError, match="trajectory 1: found none for its routes, expected those of 3 tokens"):
-        batch_from_trajectories([routed, plain], 1.0)
-    cut = replace(plain, routed_experts=torch.zeros(2, 1, 2, dtype=torch.int16))
-    with pytest.raises(ValueError, match="trajectory 0: found those of 2 tokens for its routes"):
-        batch_from_trajectories([cut], 1.0)
-    with pytest.raises(ValueError, match="replay: found True without routes"):
-        batch_from_trajectories([plain], 1.0, replay=True)

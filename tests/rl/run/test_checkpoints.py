@@ -9,15 +9,7 @@ from fp8rl.rl.experiment.contents import Content
 from fp8rl.rl.guard.gates import RuleState
 from fp8rl.rl.guard.guard import GateState
 from fp8rl.rl.record.run_dir import RunDir
-from fp8rl.rl.run.checkpoints import (
-    Checkpoints,
-    begins_anew,
-    changes,
-    check_contents,
-    check_resumable,
-    is_due,
-    with_older,
-)
+from fp8rl.rl.run.checkpoints import Checkpoints, begins_anew, changes, check_contents, check_resumable, with_older
 from fp8rl.rollout.types import EngineError
 from fp8rl.trainer.actor import TrainerDiedError
 from fp8rl.trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
@@ -27,11 +19,6 @@ from tests.support.experiments import experiment
 
 def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
-
-
-def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
-    settings = experiment(run={"steps": 7}, checkpoint={"every": 3})
-    assert [step for step in range(1, 8) if is_due(settings, step)] == [3, 6, 7]
 
 
 def test_a_checkpoint_counts_once_it_is_written_and_recorded_and_the_newest_stay(tmp_path: Path) -> None:
@@ -67,9 +54,7 @@ def test_what_goes_wrong_while_a_checkpoint_is_written_is_raised_after_a_step(tm
 @pytest.mark.parametrize(
     ("error", "kept"), [(KeyboardInterrupt(), []), (TrainerDiedError("rank 1"), []), (EngineError("its port"), [2])]
 )
-def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
-    tmp_path: Path, error: BaseException, kept: list[int]
-) -> None:
+def test_a_run_that_fails_keeps_what_is_being_written(tmp_path: Path, error: BaseException, kept: list[int]) -> None:
     run, settings, trainer = RunDir(tmp_path), experiment(), Describing()
     with pytest.raises(type(error)), Checkpoints(run, settings) as checkpoints:
         checkpoints.begin(trainer, GateState(), 2, NOTHING)
@@ -78,14 +63,6 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
             trainer.may_write.set()
         raise error
     assert run.checkpoint_steps() == kept
-
-
-def test_a_checkpoint_of_weights_alone_says_what_begins_anew(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    save(run, experiment(), 2)
-    save(run, experiment(checkpoint={"content": "weights"}), 4)
-    assert begins_anew(run, 2) == ""
-    assert "weights alone (checkpoint.content): Adam and the FP32 master weights begin anew" in begins_anew(run, 4)
 
 
 def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
@@ -105,8 +82,6 @@ def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) 
     [
         ({"a": 3}, r"standing: rules\.a"),
         ({"a": {"beyond": -1}}, r"standing: rules\.a\.beyond: found -1"),
-        ({"a": {"tripped": "perhaps"}}, r"standing: rules\.a\.tripped: found 'perhaps'"),
-        ({"a": {"quiet_until": 1.5}}, r"standing: rules\.a\.quiet_until: found 1\.5"),
         ({"a": {"unheard": 1}}, r"standing: rules\.a\.unheard: found 1"),
     ],
 )
@@ -140,7 +115,9 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
     run, settings = RunDir(tmp_path), experiment(run={"steps": 6})
     with pytest.raises(UserError, match="--resume: found 'no checkpoint.*--overwrite"):
         check_resumable(run, settings)
+    save(run, experiment(checkpoint={"content": "weights"}), 4)
     save(run, settings, 6)
+    assert begins_anew(run, 6) == "" and "weights alone (checkpoint.content): Adam and" in begins_anew(run, 4)
     check_resumable(run, settings)
     with pytest.raises(UserError, match=r"run\.steps: found 5, expected at least 6"):
         check_resumable(run, experiment(run={"steps": 5}))
@@ -149,20 +126,12 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        (
-            "numerics.preset",
-            "fp8_block_fp32",
-            "numerics: found 'spec digest .*, by numerics.preset=fp8_block_fp32 .was ",
-        ),
+        ("numerics.preset", "fp8_block_fp32", "numerics: found 'spec digest .*, by numerics.preset=fp8_block_fp"),
         ("numerics.first_layers_bf16", 1, "by numerics.first_layers_bf16=1 .was 0.*as in the checkpoint of step 6"),
         ("adapter.rank", 8, "adapter: found .*'rank': 8.*, expected None, as in the checkpoint of step 6"),
-        ("numerics.mode", "native", "numerics.mode: found 'native', expected 'exact'"),
-        ("numerics.trainer", "bf16", "numerics.trainer: found 'bf16', expected 'fp8'"),
         ("numerics.kv", "fp8", "numerics.kv: found 'fp8, scales 1 and 1', expected None"),
-        ("numerics.rollout", "bf16", "numerics.rollout: found 'bf16', expected 'fp8'"),
         ("algorithm.name", "sft", "algorithm.name: found 'sft', expected 'grpo'"),
         ("run.seed", 3, "run.seed: found 3, expected 0"),
-        ("eval.problems", 5, "eval.problems: found 5"),
     ],
 )
 def test_a_run_keeps_what_makes_it_one_experiment(tmp_path: Path, key: str, value: Any, said: str) -> None:
@@ -182,13 +151,7 @@ def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
     said = changes(run, after)
     assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
     assert said[2] == "trainer.lr=0.001 (was 0.0001)"
-
-
-@pytest.mark.parametrize("key", ["tp", "pp", "ep", "dp"])
-def test_another_layout_is_said_with_what_it_means(tmp_path: Path, key: str) -> None:
-    run = RunDir(tmp_path)
-    run.experiment.write_text(experiment().to_yaml())
-    changed, meaning = changes(run, experiment(trainer={"dp": 2, key: 2}))[-2:]
+    changed, meaning = changes(run, experiment(trainer={"dp": 2, "tp": 2}))[-2:]
     assert changed.startswith("trainer.") and "bits may differ from here on" in meaning
 
 

@@ -51,14 +51,6 @@ def test_a_signal_is_known_before_the_main_thread_gets_to_handle_it(signum: int)
     assert known == [False, True]
 
 
-def test_other_signals_do_not_end_it() -> None:
-    with interruptible():
-        former = signal.signal(signal.SIGUSR1, lambda *unused: None)
-        signal.raise_signal(signal.SIGUSR1)
-        assert not is_ending()
-        signal.signal(signal.SIGUSR1, former)
-
-
 def test_a_burst_interrupts_once_and_a_swallowed_interrupt_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
@@ -159,11 +151,10 @@ def stuck(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", SIGNALS)
-def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int) -> None:
+def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not() -> None:
+    signum = signal.SIGTERM
     with stuck("100", "wait") as process:
         process.send_signal(signum)
-        assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         for _ in range(3):
             process.send_signal(signum)
@@ -184,7 +175,6 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int
 def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
     """No handler of Python's has its turn there."""
     with stuck("100", "library") as process:
-        assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         time.sleep(0.5)  # until it stands there
         for _ in range(2):
@@ -201,7 +191,6 @@ def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
 @pytest.mark.slow
 def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -> None:
     with stuck("3", "end") as process:
-        assert process.stdout is not None
         child = int(process.stdout.readline())  # communicate() does not see what was read ahead with the line before
         _, wrong = process.communicate(timeout=20)
     assert process.returncode == 3 and not psutil.pid_exists(child)
@@ -249,9 +238,3 @@ except KeyboardInterrupt:
 def test_an_interrupt_in_a_finalizer_is_raised_again() -> None:
     done = subprocess.run([sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_a_moved_closing_is_as_deaf() -> None:
-    with ShutdownStack() as closing:
-        moved = closing.pop_all()
-    assert type(moved) is ShutdownStack

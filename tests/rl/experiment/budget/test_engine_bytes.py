@@ -45,9 +45,7 @@ def job(model: str, tp: int = 1, kv: str = "bf16") -> Job:
 @pytest.mark.parametrize(
     ("model", "tp", "kv"), [("moonlight_16b_a3b", 1, "bf16"), ("glm_4_7_flash", 1, "fp8"), ("deepseek_v3", 8, "bf16")]
 )
-def test_what_is_planned_beside_the_weights_is_what_sglang_allocates(
-    model: str, tp: int, kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_allocates_what_is_planned(model: str, tp: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sglang")
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from fp8rl.numerics.core.errors import UserError
-from fp8rl.rl.experiment import load_experiment, parse_experiment
+from fp8rl.rl.experiment import parse_experiment
 from fp8rl.rl.experiment.preconditions import check, data
 from fp8rl.rl.experiment.preconditions.tokenizer import load_tokenizer
 from fp8rl.rollout.tasks.data import Source, load_problems
-from tests.support.paths import EXAMPLES
 from tests.support.preconditions import merged, refusal, write_lines
 
 
@@ -40,25 +39,10 @@ def test_a_line_of_megabytes_is_refused_untokenized(values, tmp_path, monkeypatc
     assert max(tokenized) < 100
 
 
-def test_a_reference_that_math_verify_cannot_read_is_named_by_its_line(values, tmp_path):
-    write_lines(tmp_path / "train.jsonl", [("q", "#### 3"), ("q", r"#### \frac{1}{2}"), ("q", "so #### $$ ")])
-    text = refusal(values, rewards={"functions": [{"function": "math"}]})
-    assert text.startswith("data.train: line 3: answer") and "math-verify" in text
-
-
-def test_answers_need_not_be_integers_for_the_math_reward_or_for_sft(values, tmp_path):
-    write_lines(tmp_path / "train.jsonl", [("half of one?", r"$\frac{1}{2}$")])
-    check(parse_experiment(merged(values, rewards={"functions": [{"function": "math"}]})))
-    check(parse_experiment(merged(values, algorithm={"name": "sft"})))
-
-
 def test_evaluation_needs_enough_held_out_problems(values):
     assert "at most the 2 problems" in refusal(values, eval={"problems": 3})
     assert refusal(values, data={"eval": None}).startswith("data.eval")
     check(parse_experiment(merged(values, data={"eval": None}, eval={"problems": 0})))
-
-
-def test_by_default_evaluation_takes_at_most_what_there_is(values):
     check(parse_experiment({name: section for name, section in values.items() if name != "eval"}))
 
 
@@ -86,12 +70,9 @@ def test_what_a_template_writes_beside_the_content_counts_as_length(values, mode
     )
     (model / "chat_template.jinja").write_text(template)
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "1" * 900}}}
+    roles = ("user", "assistant", "tool")
     for beside in ({"tool_calls": [call]}, {"reasoning_content": "1" * 900}):
-        turns = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", **beside},
-            {"role": "tool", "content": "3"},
-        ]
+        turns = [{"role": role, "content": "q", **(beside if role == "assistant" else {})} for role in roles]
         (tmp_path / "train.jsonl").write_text(json.dumps({"question": turns, "answer": "#### 1"}))
         check(parse_experiment(merged(values, rollout={"context_length": 1024})))
         assert refusal(values, rollout={"context_length": 800}).startswith("data.train: line 1: found 'a prompt of ")
@@ -180,34 +161,14 @@ TEMPLATE = (
         ({"system_prompt": "S"}, "data.train: system_prompt: found 'S', expected none"),
     ],
 )
-def test_arguments_that_the_chat_template_does_not_take_are_refused(values, model, section, expected):
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+@pytest.mark.parametrize("mark", ["{}", "{{% generation %}}{}{{% endgeneration %}}"])
+def test_arguments_that_the_chat_template_does_not_take_are_refused(values, model, section, expected, mark):
+    said = "{{ m.content }}"
+    (model / "chat_template.jinja").write_text(TEMPLATE.replace(said, mark.format(said)))
     if expected is None:
         check(parse_experiment(merged(values, eval={"problems": 0}, data=section)))
     else:
         assert expected in refusal(values, eval={"problems": 0}, data=section)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("{% generation %}", "{% endgeneration %}"), ("{%- generation -%}", "{%- endgeneration %}")]
-)
-def test_arguments_are_checked_in_templates_that_mark_what_the_model_writes(values, model, before, after):
-    marked = TEMPLATE.replace("{{ m.content }}", before + "{{ m.content }}" + after)
-    assert marked != TEMPLATE
-    (model / "chat_template.jinja").write_text(marked)
-    check(parse_experiment(merged(values, eval={"problems": 0}, data={"chat_template": {"style": "loud"}})))
-    text = refusal(values, eval={"problems": 0}, data={"chat_template": {"stile": "loud"}})
-    assert "found 'stile', expected what the chat template of model.path reads: style, systems." in text
-
-
-def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path):
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    turns = [{"role": "user", "content": "q"}, {"role": "tool", "content": "3"}]
-    lines = [{"question": "q", "answer": "#### 1"}, {"question": turns, "answer": "#### 1"}]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert refusal(values).startswith(
-        "data.train: line 2: found 'turns of user, tool, at which the chat template fails"
-    )
 
 
 @pytest.mark.parametrize(
@@ -231,10 +192,7 @@ def test_roles_and_thoughts_that_the_chat_template_leaves_out_are_named(values, 
     assert refusal(values, algorithm={"name": algorithm}).startswith(f"data.train: line 2: {said}")
 
 
-@pytest.mark.parametrize("other", [{"tool_calls": [{"id": "1"}]}, {"tool_calls": "f"}])
-def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(
-    values, model, tmp_path, other
-):
+def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_equal_roles(values, model, tmp_path):
     template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
     )
@@ -244,20 +202,17 @@ def test_calls_that_the_chat_template_cannot_write_are_named_behind_others_of_eq
         asked, answered = {"role": "user", "content": "q"}, {"role": "tool", "content": "3"}
         return [asked, {"role": "assistant", "content": "", **calls}, answered]
 
-    calls = [turns({"tool_calls": [{"function": {"name": name}}]}) for name in "fg"] + [turns(other)]
+    calls = [turns({"tool_calls": [{"function": {"name": name}}]}) for name in "fg"] + [
+        turns({"tool_calls": [{"id": "1"}]})
+    ]
     lines = [json.dumps({"question": question, "answer": "#### 1"}) for question in calls]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    assert refusal(values).startswith(
-        'data.train: line 3: found "turns of user, assistant, tool, at which the chat template fails'
-    )
+    assert refusal(values).startswith('data.train: line 3: found "turns of user, assistant, tool, at which the')
 
 
-def test_a_tokenizer_that_loses_text_is_said(values, tmp_path, monkeypatch):
+def test_a_tokenizer_that_loses_text_is_said(tmp_path):
     """A file of whole characters, which transformers loads as byte-level pieces because of the model's type."""
     write_lines(tmp_path / "train.jsonl", [("1+1=?", "1+1=2\n#### 2")])
-    said = []
-    check(parse_experiment(values), said.append)
-    assert not any("keep text" in text for text in said)
     loaded = data._lost_text(LosesBlanks(), load_problems(Source(tmp_path / "train.jsonl")))
     assert loaded.startswith("data: the tokenizer of model.path does not keep text: the answer of line 1, ")
     assert "'1+1=2\\n#### 2', comes back as '1+1=2####2'" in loaded
@@ -285,34 +240,12 @@ class LosesBlanks:
         return "".join(ids)
 
 
-def test_the_examples_tokenizers_keep_text():
-    text = "".join(map(chr, range(32, 127))) + "\n#### 10\n\n  x"
-    for directory in sorted((EXAMPLES / "models").iterdir()):
-        tokenizer = load_tokenizer(directory, "model.path")
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text, directory.name
-
-
 def entry(**kwargs):
     return [{"function": "integer"}, {"function": "model", "kwargs": {"url": "http://127.0.0.1:1", **kwargs}}]
 
 
 def test_a_reward_models_tokenizer_is_read_at_the_start(values, model, tmp_path):
+    assert "kwargs give no tokenizer" in refusal({**values, "rewards": entry()})
     found = {**values, "rewards": entry(tokenizer=str(tmp_path))}
     assert refusal(found).startswith(f"rewards.functions.1.kwargs.tokenizer: found '{tmp_path} without tokenizer.json'")
     check(parse_experiment(merged(values) | {"rewards": entry(tokenizer=str(model))}))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "said"),
-    [({}, "kwargs give no tokenizer"), ({"tokenizer": "x", "urls": 1}, "rewards.functions.1.kwargs: found 'urls'")],
-)
-def test_its_arguments_are_checked(values, kwargs, said):
-    assert said in refusal({**values, "rewards": entry(**kwargs)})
-
-
-def test_its_directory_is_relative_to_the_file_that_names_it(tmp_path):
-    (tmp_path / "spec.yaml").write_text(
-        "model: {path: m}\ndata: {train: d}\nrewards: [{function: model, kwargs: {url: u, tokenizer: rm}}]\n"
-    )
-    (config,) = load_experiment(tmp_path / "spec.yaml").rewards.functions
-    assert config.kwargs == {"url": "u", "tokenizer": str(tmp_path / "rm")}

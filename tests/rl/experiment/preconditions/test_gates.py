@@ -1,4 +1,4 @@
-"""Gates on what a spec names: refused at the start where the spec names no such thing."""
+"""Arguments of our own functions, and gates on what a spec names, are refused at the start."""
 
 from __future__ import annotations
 
@@ -56,16 +56,34 @@ def test_of_an_own_set_every_metric_may_have_a_gate_and_no_other(values: Any, se
         assert f"found '{metric}', expected one of eval/accuracy, eval/problems, eval/hard/accuracy" in text
 
 
+def test_a_metric_that_the_run_has(values: Any) -> None:
+    judged = {"rewards": {"functions": [*TWO["functions"], {"function": "http", "kwargs": {"url": "http://a"}}]}}
+    for metric in ("rollout/reward/short", "rollout/reward/http/style", "eval/accuracy"):
+        check(parse_experiment(merged({**values, "gates": gated(metric)}, **judged)))
+
+
 @pytest.mark.parametrize(
-    ("metric", "sections"),
+    ("function", "kwargs", "expected"),
     [
-        ("rollout/reward/short", {"rewards": TWO}),
-        (
-            "rollout/reward/http/style",
-            {"rewards": {"functions": [{"function": "http", "kwargs": {"url": "http://a"}}]}},
-        ),
-        ("eval/accuracy", {}),
+        ("length", {"free": 0}, "free: found 0, expected a number greater than or equal to 1"),
+        ("length", {"free": None}, "free: found None, expected a valid integer"),
+        ("format", {"pattern": "("}, "pattern: found '(', expected a regular expression; this one has missing ), unt"),
+        ("http", {"url": "localhost:80"}, "url: found 'localhost:80', expected text that matches ^https?://"),
+        ("model", {"url": "http://a", "tokenizer": 3}, "tokenizer: found 3, expected a valid string"),
+        ("model", {"url": "http://a", "tokenizer": "t", "label": -1}, "label: found -1, expected a number greater"),
     ],
 )
-def test_a_metric_that_the_run_has(values: Any, metric: str, sections: Any) -> None:
-    check(parse_experiment(merged({**values, "gates": gated(metric)}, **sections)))
+def test_values_that_a_reward_of_ours_cannot_use(values: Any, function: str, kwargs: Any, expected: str) -> None:
+    functions = [{"function": "integer"}, {"function": function, "kwargs": kwargs}]
+    text = refusal(values, rewards={"functions": functions})
+    assert text.startswith(f"rewards.functions.1.kwargs.{expected}")
+
+
+def test_values_that_they_can_use(values: Any) -> None:
+    rewards = [
+        {"function": "integer"},
+        {"function": "length", "kwargs": {"free": 40}},
+        {"function": "format", "kwargs": {"pattern": ".*#### -?[0-9]+"}},
+        {"function": "http", "kwargs": {"url": "https://service/judge"}},
+    ]
+    check(parse_experiment(merged(values, rewards={"functions": rewards})))

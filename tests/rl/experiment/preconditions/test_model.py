@@ -8,15 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8rl.rl.experiment import parse_experiment
-from fp8rl.rl.experiment.preconditions import check, read_model
+from fp8rl.rl.experiment.preconditions import check
 from tests.support.preconditions import edit_config, merged, refusal
 from tests.support.tiny_model import TinyModel, write_tiny_model
-
-
-def test_a_good_spec_passes_and_its_model_is_read(values):
-    sizes = check(parse_experiment(values)).sizes
-    assert (sizes.layers, sizes.hidden_size, sizes.heads, sizes.kv_heads, sizes.head_dim) == (2, 128, 4, 2, 128)
-    assert (sizes.experts, sizes.top_k, sizes.expert_size) == (8, 2, 128)
 
 
 @pytest.mark.parametrize(
@@ -33,18 +27,6 @@ def test_keys_of_a_rate_that_does_not_decay_are_said(values, sections, expected)
     assert [text.partition(" changes nothing")[0] for text in said if "changes nothing" in text] == expected
 
 
-def test_a_dense_model_passes(values, models):
-    sizes = check(parse_experiment(merged(values, model={"path": str(models / "dense")}))).sizes
-    assert not sizes.moe and sizes.ffn_size == 384
-
-
-def test_either_spelling_of_the_expert_count_is_read(values, model):
-    edit_config(model, num_experts=None)
-    assert check(parse_experiment(values)).sizes.experts == 8
-    edit_config(model, num_experts=4, num_local_experts=None)
-    assert read_model(model).sizes.experts == 4
-
-
 def test_a_gate_on_a_layer_that_the_model_has_not_is_refused(values):
     """A gate whose metric never comes would never fire."""
 
@@ -55,19 +37,6 @@ def test_a_gate_on_a_layer_that_the_model_has_not_is_refused(values):
     check(parse_experiment(sections(1)))
     text = refusal(sections(2))
     assert text.startswith("gates.0.metric: found 'mismatch/router_agreement_layer_2', expected a layer below 2")
-
-
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        ("config.json", "without config.json"),
-        ("model.safetensors", "safetensors weights"),
-        ("tokenizer.json", "tokenizer"),
-    ],
-)
-def test_a_model_directory_with_a_missing_file_is_refused(values, model, file, expected):
-    (model / file).unlink()
-    assert expected in refusal(values)
 
 
 def test_broken_model_files_are_refused(values, model, tmp_path):
@@ -84,6 +53,8 @@ def test_broken_model_files_are_refused(values, model, tmp_path):
     assert "whole safetensors file" in refusal(values)
     (model / "config.json").write_text("{")
     assert "valid JSON" in refusal(values)
+    (model / "config.json").unlink()
+    assert "without config.json" in refusal(values)
     text = refusal(values, model={"path": str(tmp_path / "absent")})
     assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
     assert text.endswith("`fp8rl init DIR` writes a small model, DIR/model.")
@@ -101,20 +72,10 @@ def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_wou
     ("key", "value"),
     [
         ("architectures", ["PhiForCausalLM"]),
-        ("architectures", []),
-        ("architectures", None),
         ("hidden_size", None),
-        ("num_hidden_layers", "2"),
-        ("vocab_size", 0),
         ("quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
-        ("attention_bias", True),
-        ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention"]),
-        ("mlp_only_layers", [0]),
-        ("decoder_sparse_step", 2),
-        ("hidden_act", "gelu"),
         ("rms_norm_eps", 0.0),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
     ],
 )
 def test_what_the_trainer_would_refuse_is_refused_before(values, model, key, value):
@@ -187,7 +148,9 @@ def test_another_vocabulary_is_refused(taught, teacher, model):
 def test_a_teacher_without_room_for_the_longest_answer_is_refused(taught, teacher):
     text = refusal(taught, teacher={"context_length": 1029})
     assert text.startswith("teacher.context_length: found 1029, expected at least 1030: rollout.context_length = 1024")
-    assert refusal(taught, teacher={"max_total_tokens": 1029}).startswith("teacher.max_total_tokens: found 1029")
+    for tokens in (1029, 2**40):  # too few for an answer; too many for the memory
+        said = f"teacher.max_total_tokens: found {tokens}"
+        assert refusal(taught, teacher={"max_total_tokens": tokens}).startswith(said)
     edit_config(teacher, max_position_embeddings=1029)
     text = refusal(taught)
     assert text.startswith("teacher.context_length: found 1030, expected at most 1029, the max_position_embeddings of")
@@ -201,9 +164,3 @@ def test_what_is_wrong_with_its_directory_is_said_of_it(taught, teacher):
     name = next(iter(weights))
     save_file({key: value for key, value in weights.items() if key != name}, teacher / "model.safetensors")
     assert refusal(taught).startswith("teacher.path") and name in refusal(taught)
-
-
-def test_its_kv_cache_counts(taught):
-    assert refusal(taught, teacher={"max_total_tokens": 2**40}).startswith(
-        "teacher.max_total_tokens: found 1099511627776"
-    )

@@ -93,23 +93,11 @@ def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypa
     ("name", "key"),
     [
         ("H100", "h100"),
-        ("NVIDIA H100 80GB", "h100"),
-        ("rtx_pro_6000", "rtx pro 6000"),
-        ("RTX-PRO-6000", "rtx pro 6000"),
-        ("pro6000", "rtx pro 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx pro 6000"),
         ("rtx4090", "4090"),
-        ("RTX 4090", "4090"),
         ("NVIDIA GeForce RTX 4090", "4090"),
-        ("geforce_rtx_4090", "4090"),
-        ("L40S", "l40s"),
         ("a100-sxm4-80gb", "a100"),
     ],
 )
 def test_a_gpu_is_found_by_the_names_that_people_write(name: str, key: str) -> None:
     assert gpu_named(name) is GPUS[key]
-
-
-def test_a_name_of_several_words_without_quotes_is_answered_with_how_to_write_it() -> None:
-    with pytest.raises(UserError, match="--gpu rtx-pro-6000"):
-        gpu_named("rtx")

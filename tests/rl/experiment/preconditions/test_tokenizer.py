@@ -33,12 +33,9 @@ def test_a_tokenizer_that_cannot_render_or_end_is_refused(values, model, key, na
     [
         ("{% for message in messages", "TemplateSyntaxError"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content.no.such }}", "UndefinedError"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than"),
-        ("{{ 'x'.center(3000000000) }}", "it took more than 1024 MiB"),
         ("{{ '%3000000000d' % 1 }}{{ messages[0].content }}", "it took more than 1024 MiB"),
         ("{{ messages[0].content * 20000000 }}", "100000000 characters"),
-        ("a fixed prompt", "renders two questions alike"),
         ("{{ nothing_of_this_name }}", "renders two questions alike"),
     ],
 )
@@ -83,29 +80,29 @@ def test_nothing_is_said_of_a_template_that_continues_what_it_wrote(tokenizer: A
     assert remarks(tokenizer, KINDS[name].template) == []
 
 
-def test_thoughts_that_a_template_drops_are_named(tokenizer: Any) -> None:
-    template = (
-        "{% for m in messages %}\n"
-        "{% set said = m.content if loop.last else m.content.split('</think>')[-1] %}\n"
-        "{{ '<|im_start|>' + m.role }}\n"
-        "{{ said + '<|im_end|>' }}\n"
-        "{% endfor %}"
-    )
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "{% for m in messages %}\n"
+            "{% set said = m.content if loop.last else m.content.split('</think>')[-1] %}\n"
+            "{{ '<|im_start|>' + m.role }}\n{{ said + '<|im_end|>' }}\n{% endfor %}",
+            "leaves thoughts out of earlier turns",
+        ),
+        (
+            "{% for m in messages %}\n{{ '<|im_start|>' }}\n{{ messages | length }}\n{{ m.content }}\n{% endfor %}",
+            "changes what was said before",
+        ),
+        (
+            "{% if messages | length > 1 %}{{ raise_exception('one question') }}{% endif %}{{ messages[0].content }}",
+            "data.train: the chat template has no user message after the model's turn: one question",
+        ),
+    ],
+)
+def test_what_a_template_does_to_earlier_turns_is_said(tokenizer: Any, template: str, expected: str) -> None:
     (said,) = remarks(tokenizer, template)
-    assert "leaves thoughts out of earlier turns" in said
-    assert remarks(tokenizer, template, several_turns=False) == []
-
-
-def test_a_template_that_rewrites_what_was_said_is_named(tokenizer: Any) -> None:
-    template = "{% for m in messages %}\n{{ '<|im_start|>' }}\n{{ messages | length }}\n{{ m.content }}\n{% endfor %}"
-    (said,) = remarks(tokenizer, template)
-    assert "changes what was said before" in said
-
-
-def test_a_template_without_a_second_question_says_why(tokenizer: Any) -> None:
-    template = "{% if messages | length > 1 %}{{ raise_exception('one question') }}{% endif %}{{ messages[0].content }}"
-    (said,) = remarks(tokenizer, template)
-    assert said == "data.train: the chat template has no user message after the model's turn: one question"
+    assert expected in said
+    assert "thoughts" not in said or remarks(tokenizer, template, several_turns=False) == []
 
 
 def test_the_date_that_prompts_have_is_said(tokenizer: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,6 @@ def test_wandb_gets_rows_in_groups_rare_tables_and_alerts(run: RunDir) -> None:
     ("config", "key", "said"),
     [
         (WandbSection(project="a/b"), None, "tracking.wandb.project: found 'a/b'"),
-        (WandbSection(project="x" * 200), None, "tracking.wandb.project: found 'xxx"),
         (WandbSection(mode="online"), None, "tracking.wandb.mode: found 'online with no key'"),
         (WandbSection(mode="online"), "short", "tracking.wandb.mode: found 'online with WANDB_API_KEY invalid"),
     ],
@@ -162,19 +161,7 @@ def uploaded(run: RunDir, server: WandbServer) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: WandbServer) -> None:
-    with tracking(run, "wandb", online=True, last_step=2) as tracker:
-        tracker.log(1, {"train/loss": 0.5})
-        tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
-    assert uploaded(run, online) == [1, 2] and "CreateArtifact" in online.calls, "the table too"
-    with tracking(run, "wandb", online=True, resume_step=2) as tracker:
-        tracker.log(3, {"train/loss": 0.125})
-    assert uploaded(run, online) == [1, 2, 3], "rows of before stay"
-
-
-def test_a_server_that_stalls_costs_no_step_and_no_row(
-    run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_stalls_costs_no_row(run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_wandb, "_UPLOAD_SECONDS", 5.0)
     said: list[str] = []
     steps = list(range(1, 22))
@@ -270,20 +257,15 @@ def test_a_wandb_that_hangs_is_given_up_at_the_end(run: RunDir, monkeypatch: pyt
     assert [row["step"] for row in read_metrics(run.metrics)] == [*range(1, 30)]
 
 
-@pytest.mark.parametrize("fault", ["raises", "fills"])
-def test_a_tracker_that_raises_or_is_too_slow_is_said_once(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_tracker_that_is_too_slow_is_said_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, go_on, log = threading.Event(), threading.Event(), to_wandb.Wandb.log
 
-    def wrong(tracker: to_wandb.Wandb, step: int, metrics: Mapping[str, float]) -> None:
+    def slow(*row: Any) -> None:
         taken.set()
-        if fault == "raises":
-            raise RuntimeError("no server")
         assert go_on.wait(60)
-        log(tracker, step, metrics)
+        log(*row)
 
-    monkeypatch.setattr(to_wandb.Wandb, "log", wrong)
+    monkeypatch.setattr(to_wandb.Wandb, "log", slow)
     monkeypatch.setattr(background, "_RECORDS", 3)
     said: list[str] = []
     with tracking(run, "wandb", lost=said.append) as tracker:
@@ -291,14 +273,8 @@ def test_a_tracker_that_raises_or_is_too_slow_is_said_once(
         assert taken.wait(60)
         for step in range(2, 9):
             tracker.log(step, {"train/loss": 1.0 / step})
-            assert fault == "fills" or wait_until(lambda: said != [], 60)
         go_on.set()
-    assert said == [
-        "wandb is lost: RuntimeError: no server; metrics.jsonl and the report are kept"
-        if fault == "raises"
-        else "trackers lack 4 records, as the queue was full; metrics.jsonl has every row"
-    ]
+    assert said == ["trackers lack 4 records, as the queue was full; metrics.jsonl has every row"]
     assert [row["step"] for row in read_metrics(run.metrics)] == [*range(1, 9)]
-    if fault == "fills":
-        rows = [record["item"]["step"] for record in of_type(wandb_records(run), "history")]
-        assert rows == [1, 2, 3, 4]
+    rows = [record["item"]["step"] for record in of_type(wandb_records(run), "history")]
+    assert rows == [1, 2, 3, 4]

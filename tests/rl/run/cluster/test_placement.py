@@ -19,31 +19,19 @@ def nodes(*gpus: int | None, **names: str) -> list[Node]:
     ]
 
 
-def placed_as(
-    cluster: list[Node],
-    ranks: int = 1,
-    engines: int = 1,
-    tp: int = 1,
-    transport: str = "tensor",
-    mode: str = "exact",
-    **where: Any,
-) -> str:
+def placed_as(given: list[Node], ranks: int = 1, engines: int = 1, tp: int = 1, **sections: Any) -> str:
     """Ranks, then engines: the node of each, with the rank that an engine shares a GPU with, such as "aa b0"."""
-    spec = experiment(
-        numerics={"mode": mode},
-        trainer={"dp": ranks},
-        rollout={"engines": engines, "tp": tp},
-        sync={"transport": transport},
-        cluster=where,
-    )
-    whole = place(cluster, spec)
+    spec = experiment(trainer={"dp": ranks}, rollout={"engines": engines, "tp": tp}, **sections)
+    whole = place(given, spec)
     shares = ["" if each.shares is None else str(each.shares) for each in whole.engines]
     placed = [each.node.id + share for each, share in zip(whole.engines, shares, strict=True)]
     return " ".join(["".join(node.id for node in whole.ranks), *placed])
 
 
-SPREAD = {"placement": "spread"}
-APART = {"trainer_nodes": "left", "engine_nodes": "side=right"}
+NATIVE: dict[str, Any] = {"numerics": {"mode": "native"}}
+DISK, DISTRIBUTED = ({"sync": {"transport": name}} for name in ("disk", "distributed"))
+SPREAD = {"cluster": {"placement": "spread"}}
+APART = {"cluster": {"trainer_nodes": "left", "engine_nodes": "side=right"}}
 
 
 @pytest.mark.parametrize(
@@ -51,22 +39,18 @@ APART = {"trainer_nodes": "left", "engine_nodes": "side=right"}
     [
         # CPUs: any number fits anywhere, the driver's node is the first choice.
         (nodes(None), {"ranks": 2, "engines": 3}, "aa a a a"),
-        (nodes(None, None), {"ranks": 2, "engines": 2}, "aa a a"),
-        (nodes(None, None), {"ranks": 2, "engines": 3, "transport": "disk", **SPREAD}, "ab a b a"),
-        (nodes(None, None, b="left", a="side=right"), {"transport": "distributed", **APART}, "b a"),
-        (nodes(None, None), {"transport": "disk", "engine_nodes": "10.0.0.2"}, "a b"),
+        (nodes(None, None), {"ranks": 2, "engines": 3, **DISK, **SPREAD}, "ab a b a"),
+        (nodes(None, None, b="left", a="side=right"), {**DISTRIBUTED, **APART}, "b a"),
+        (nodes(None, None), {**DISK, "cluster": {"engine_nodes": "10.0.0.2"}}, "a b"),
         # GPUs: one for each, of the node with the most; where none is left, engines share the trainer's.
         (nodes(1), {}, "a a0"),
-        (nodes(8), {"ranks": 4, "engines": 3}, "aaaa a a a"),
         (nodes(6), {"ranks": 4, "engines": 4}, "aaaa a a a0 a1"),
-        (nodes(8), {"ranks": 4, "engines": 4, "transport": "distributed"}, "aaaa a a a a"),
         (nodes(2, 8), {"ranks": 4, "engines": 5}, "bbbb b b b b b0"),
-        (nodes(2, 8), {"ranks": 4, "engines": 5, "transport": "distributed"}, "bbbb b b b b a"),
-        (nodes(4, 4), {"ranks": 6, "engines": 2, "transport": "distributed"}, "aaaabb b b"),
-        (nodes(4, 4), {"ranks": 2, "engines": 2, "transport": "distributed", **SPREAD}, "ab a b"),
+        (nodes(2, 8), {"ranks": 4, "engines": 5, **DISTRIBUTED}, "bbbb b b b b a"),
+        (nodes(4, 4), {"ranks": 6, "engines": 2, **DISTRIBUTED}, "aaaabb b b"),
         # An engine of two ranks takes two GPUs of one node.
-        (nodes(8), {"ranks": 4, "engines": 2, "tp": 2, "mode": "native"}, "aaaa a a"),
-        (nodes(3, 4), {"ranks": 2, "engines": 2, "tp": 2, "transport": "distributed", "mode": "native"}, "bb b a"),
+        (nodes(8), {"ranks": 4, "engines": 2, "tp": 2, **NATIVE}, "aaaa a a"),
+        (nodes(3, 4), {"ranks": 2, "engines": 2, "tp": 2, **DISTRIBUTED, **NATIVE}, "bb b a"),
         (nodes(None), {"engines": 2, "tp": 2}, "a a a"),
         # A head without GPUs only drives.
         (nodes(None, 2), {"engines": 1}, "b b"),
@@ -79,33 +63,17 @@ def test_by_hand(cluster: list[Node], settings: dict[str, Any], expected: str) -
 @pytest.mark.parametrize(
     ("cluster", "settings", "message"),
     [
-        (
-            nodes(2, 1),
-            {"ranks": 4},
-            r"trainer: found 'tp \* pp \* dp \* cp = 4 ranks', expected at most the 3 free GPUs of",
-        ),
-        (
-            nodes(2),
-            {"engines": 3},
-            "rollout.engines: found 3, expected at most 2, for which 10.0.0.1 have GPUs: 1 for each",
-        ),
-        (nodes(1), {"transport": "distributed"}, "rollout.engines: found 1, expected at most 0, .* none that"),
-        (
-            nodes(4),
-            {"engines": 2, "tp": 2, "mode": "native"},
-            "rollout.engines: found 2, expected at most 1, .* 2 for each",
-        ),
+        (nodes(2, 1), {"ranks": 4}, r"trainer: found 'tp \* pp \* dp \* cp = 4 ranks', expected at most the 3 free"),
+        (nodes(2), {"engines": 3}, "rollout.engines: found 3, expected at most 2, for which 10.0.0.1 have GPUs: 1"),
         (nodes(8), {"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
-        (nodes(None), {"tp": 2, "mode": "native"}, "rollout.tp: found '2 with numerics.mode=native on CPUs', expected"),
-        (nodes(None, None), {"trainer_nodes": "h200"}, "cluster.trainer_nodes: found 'h200', .* 10.0.0.1; 10.0.0.2"),
-        (nodes(None, 2, a="cpu"), {"engine_nodes": "cpu"}, "cluster.engine_nodes: found 'cpu, .*a node with GPUs"),
+        (nodes(None), {"tp": 2, **NATIVE}, "rollout.tp: found '2 with numerics.mode=native on CPUs', expected"),
         (
             nodes(None, None),
-            SPREAD,
-            "sync.transport: found 'tensor, with the trainer on 10.0.0.1 and engines on 10.0.0.2'",
+            {"cluster": {"trainer_nodes": "h200"}},
+            "trainer_nodes: found 'h200', .* 10.0.0.1; 10.0.0.2",
         ),
-        (nodes(4, 4, b="far"), {"engine_nodes": "far"}, "sync.transport: found 'tensor.* on one node"),
-        (nodes(1, 1), {"ranks": 2}, "sync.transport: found 'tensor"),
+        (nodes(None, 2, a="cpu"), {"cluster": {"engine_nodes": "cpu"}}, "engine_nodes: found 'cpu, .*a node with GPU"),
+        (nodes(None, None), SPREAD, "sync.transport: found 'tensor, with the trainer on 10.0.0.1 and engines on 10.0"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(cluster: list[Node], settings: dict[str, Any], message: str) -> None:
@@ -115,7 +83,7 @@ def test_what_does_not_fit_is_refused_by_name(cluster: list[Node], settings: dic
 
 def test_a_run_that_samples_nothing_is_placed_without_engines() -> None:
     spec = experiment(
-        algorithm={"name": "sft"}, eval={"problems": 0}, trainer={"dp": 2}, cluster=SPREAD, rollout={"engines": 9}
+        algorithm={"name": "sft"}, eval={"problems": 0}, trainer={"dp": 2}, **SPREAD, rollout={"engines": 9}
     )
     assert [node.id for node in place(nodes(1, 1), spec).ranks] == ["a", "b"]
 
@@ -132,17 +100,17 @@ def test_a_teachers_engines_are_placed_behind_the_policys_and_need_not_share_its
     assert [each.shares for each in place(nodes(1), one).engines] == [0, 0], "both on the one GPU"
     two = experiment(algorithm={"name": "opd"}, teacher={"path": "/t"}, trainer={"dp": 2})
     assert [each.shares for each in place(nodes(2), two).engines] == [0, 1], "where nobody else is"
-    apart = experiment(algorithm={"name": "opd"}, teacher={"path": "/t"}, sync={"transport": "distributed"})
+    apart = experiment(algorithm={"name": "opd"}, teacher={"path": "/t"}, **DISTRIBUTED)
     with pytest.raises(UserError, match="found 2, expected at most 1"):
         place(nodes(2), apart)
-    wide = experiment(**taught | {"teacher": {"path": "/t", "tp": 2}, "numerics": {"mode": "native"}})
+    wide = experiment(**taught | {"teacher": {"path": "/t", "tp": 2}, **NATIVE})
     assert [each.node.id for each in place(nodes(4), wide).engines] == ["a", "a"]
     with pytest.raises(UserError, match="teacher.tp: found '2 with numerics.mode=native on CPUs'"):
         place(nodes(None), wide)
 
 
 def test_an_engine_that_lost_its_node_goes_where_room_is() -> None:
-    spec = experiment(rollout={"engines": 2}, sync={"transport": "distributed"}, cluster=SPREAD)
+    spec = experiment(rollout={"engines": 2}, **DISTRIBUTED, **SPREAD)
     one, _, three = nodes(0, 1, 1)
     assert place_engine([one, three], spec, [one], [EnginePlacement(one)], 1) == EnginePlacement(three)
     with pytest.raises(UserError, match="rollout.engines: found 2, expected at most 1, for which 10.0.0.1"):

@@ -78,9 +78,7 @@ def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster
     assert wait_until(lambda: nodes_up()[0].gpus == 2, 10)
 
 
-def test_sides_on_two_nodes_use_addresses_and_move_when_one_leaves(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_move_when_a_node_leaves(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations_module, "_ROOM_SECONDS", 0.0)
     leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
     here, far = nodes_up()

@@ -1,13 +1,12 @@
 """Rewards beside the loop: ours and users', plain and async, of answers and of groups, and those that misbehave."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,10 +16,8 @@ from transformers import AutoTokenizer
 from fp8rl.rl.run.engines.teacher import Teacher
 from fp8rl.rl.run.failures import TooManyFailuresError
 from fp8rl.rl.run.feed.judging import Judge, JudgedAnswer, RewardError
-from fp8rl.rollout import deadlines
 from fp8rl.rollout.tasks.rewards import RewardsSection
 from fp8rl.rollout.types import EngineError, Problem, Prompt, Trajectory
-from tests.rollout.tasks.rewards.test_ours import service
 from tests.support.paths import EXAMPLES
 from tests.support.servers import group_members, wait_until
 
@@ -41,29 +38,11 @@ async def changes(answer, turns, outcome, fields):
     outcome["won"] = fields["level"] = 100.0
     return 1.0
 
-async def sleeps(answer):
-    await asyncio.sleep(0.2)
-    return 1.0
-
-async def stubborn(answer):
-    until = time.monotonic() + 3.0
-    while time.monotonic() < until:
-        try:
-            await asyncio.sleep(0.05)
-        except asyncio.CancelledError:
-            pass
-    return 1.0
-
 def large(answer):
     return 3e38
 
 async def blocks(answer):
     time.sleep(1000)
-
-def hangs(answer):
-    if "7" in answer:
-        time.sleep(1000)
-    return 1.0
 
 def stuck(answer):
     import re
@@ -71,9 +50,6 @@ def stuck(answer):
 
 def raises(answer):
     raise KeyError("no such thing")
-
-def leaves(answer):
-    sys.exit(4)
 
 def dies(answer):
     os._exit(4)
@@ -164,28 +140,7 @@ def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: An
     (answer,) = judged(judge, tokenizer, "3")
     assert answer.reward == 0.0 and answer.parts == {"large": 3e38, "again": 3e38}
     (message,) = judge.failures.new_messages()
-    assert (
-        "the reward sum has failed, which counts as 0: found 4.5" in message
-        and "expected a finite number in FP32" in message
-    )
-
-
-@pytest.mark.slow
-def test_a_function_that_swallows_its_cancellation_keeps_nobody(
-    make: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deadlines, "end", partial(deadlines.end, seconds=0.2))
-    judge = make({"function": "mine:stubborn", "timeout_s": 0.2})
-    began = time.monotonic()
-    (answer,) = judged(judge, tokenizer, "3")
-    assert answer.reward == 0.0 and time.monotonic() - began < 2.5
-    assert "it took more than 0.2 s" in judge.failures.new_messages()[0]
-
-
-def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer: Any) -> None:
-    judge = make("mine:levelled", "mine:ranked")
-    (answer,) = judge.begin(*group(tokenizer, "3", level=4)).result(timeout=60)
-    assert answer.parts == {"levelled": 4.0, "ranked": 0.0}
+    assert "the reward sum has failed, which counts as 0: found 4.5" in message and "finite number in FP32" in message
 
 
 def test_what_a_function_does_to_its_arguments_reaches_nobody(make: Make, tokenizer: Any) -> None:
@@ -199,9 +154,7 @@ def test_what_a_function_does_to_its_arguments_reaches_nobody(make: Make, tokeni
     assert prompt.problem.fields == {"level": 1.0}
 
 
-def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_sees_it(
-    make: Make, tokenizer: Any
-) -> None:
+def test_an_answer_whose_environment_failed_is_worth_nothing_and_not_judged(make: Make, tokenizer: Any) -> None:
     prompt, answers = group(tokenizer, "3\n#### 3", "1", "2")
     judge = make("mine:ranked", "integer")
     verdicts = judge.begin(prompt, [answers[0], replace(answers[1], failed=True), answers[2]]).result(timeout=60)
@@ -210,58 +163,12 @@ def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_see
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
-    with service() as url:
-        judge = make({"function": "http", "kwargs": {"url": url}})
-        (answer,) = judge.begin(*group(tokenizer, "1,2", level=7)).result(timeout=60)
-        assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0, "http/level": 7.0}
-    (answer,) = judged(judge, tokenizer, "1")
-    assert answer.reward == 0.0 and "ConnectError" in judge.failures.new_messages()[0]
-
-
-class Pool:
-    """Scores sequences after 0.2 s: the n-th token of one is as likely as e^-n."""
-
-    def __init__(self, value: float | None = None) -> None:
-        self.value, self.asked, self.began = value, [0], 0.0
-
-    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
-        self.asked, self.began = [*self.asked, *map(len, sequences)], time.monotonic()
-        scores: Future[list[list[float]]] = Future()
-        found = [[-float(n) if self.value is None else self.value for n in range(1, len(s))] for s in sequences]
-        threading.Timer(0.2, scores.set_result, [found]).start()
-        return scores
-
-
-def test_a_teacher_is_asked_beside_the_rewards_about_what_is_trained_on(make: Make, tokenizer: Any) -> None:
-    judge, pool = make("mine:sleeps"), Pool()
-    judge._teacher = Teacher(pool)  # type: ignore[arg-type]
-    assert [each.teacher_logprobs for each in judged(judge, tokenizer, "1", "2")] == [None] * 2 and pool.asked == [0]
-    prompt, answers = group(tokenizer, "12", "3")
-    prompt, answers = Prompt(prompt.problem, [1, 1, 1]), [replace(a, prompt_ids=[1, 1, 1]) for a in answers]
-    began = time.monotonic()
-    first, second = judge.wait(judge.begin(prompt, answers, taught=True))
-    assert pool.began - began < 0.2 <= time.monotonic() - began, "asked before the rewards are there"
-    assert (first.teacher_logprobs, second.teacher_logprobs) == ([-3.0, -4.0, -5.0], [-3.0, -4.0])
-    assert first.reward == 1.0
-
-
 def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
-    judge = make("integer")
-    judge._teacher = Teacher(Pool(math.nan))  # type: ignore[arg-type]
-    with pytest.raises(
-        EngineError, match=r"found 2 log-probabilities of the teacher that are not finite.*teacher.path"
-    ):
+    judge, scores = make("integer"), Future[list[list[float]]]()
+    scores.set_result([[math.nan, math.nan]])
+    judge._teacher = Teacher(SimpleNamespace(score=lambda sequences: scores))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="found 2 log-probabilities of the teacher that are not finite.*teacher.path"):
         judge.wait(judge.begin(*group(tokenizer, "1"), taught=True))
-
-
-def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> None:
-    judge = make("mine:sleeps")
-    began = time.monotonic()
-    waiting = [judge.begin(*group(tokenizer, *["1"] * 8)) for _ in range(32)]
-    assert all(answer.reward == 1.0 for each in waiting for answer in each.result(timeout=60))
-    assert time.monotonic() - began < 0.2 * 256 / 10  # one after the other they take 51 s
 
 
 @pytest.mark.slow
@@ -270,16 +177,13 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
     [
         ("stuck", "it took more than 1 s"),
         ("raises", "KeyError: 'no such thing'"),
-        ("leaves", "SystemExit: 4"),
         ("dies", "it ended its process"),
         ("eats", "MemoryError"),
         ("text", "found str '1.0', expected a number or named numbers"),
         ("whole", "expected a list of 2 rewards, one per answer"),
     ],
 )
-def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
-    make: Make, tokenizer: Any, function: str, expected: str
-) -> None:
+def test_a_function_that_fails_is_explained_once(make: Make, tokenizer: Any, function: str, expected: str) -> None:
     seconds = 1.0 if function == "stuck" else 30.0
     judge = make({"function": f"mine:{function}", "timeout_s": seconds}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
@@ -291,14 +195,6 @@ def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
 
 
 @pytest.mark.slow
-def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
-    judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
-    rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
-    assert rewards == [1.0, 0.0, 1.0, 1.0]
-    assert len(judge.failures.new_messages()) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("function", ["forks", "prints", "reads", "leaves_children"])
 def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenizer: Any, function: str) -> None:
     judge = make({"function": f"mine:{function}", "timeout_s": 20.0}, workers=1)
@@ -306,20 +202,11 @@ def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenize
         rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "2")]
         assert rewards == [0.0 if function == "reads" else 1.0] * 2
     (worker,) = judge._workers._all
-    assert worker._process is not None
     left = 5 if function == "leaves_children" else 1
     assert wait_until(lambda: len(group_members(worker._process.pid)) == left, 10)  # type: ignore[union-attr]
     processes = group_members(worker._process.pid)
     judge.close()
     assert not psutil.wait_procs(processes, timeout=10)[1]
-
-
-@pytest.mark.slow
-def test_answers_that_break_math_are_wrong_and_no_failures(make: Make, tokenizer: Any) -> None:
-    judge = make({"function": "math", "timeout_s": 60.0}, workers=1, max_failures=0)
-    answers = judged(judge, tokenizer, r"\boxed{10000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{3}")
-    assert [answer.parts for answer in answers] == [{"math": 0.0}, {"math": 0.0}, {"math": 1.0}]
-    assert not judge.failures.new_messages()
 
 
 def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:

@@ -24,20 +24,6 @@ def test_every_item_is_seen_once_before_any_is_seen_again(items: int, count: int
         assert Counter(seen[epoch * items : (epoch + 1) * items]) == Counter(range(items))
 
 
-def test_a_step_depends_on_seed_and_step_alone() -> None:
-    def of_step(step: int, seed: int) -> list[int]:
-        return stream(range(1000), seed=seed).of_step(step, 32)
-
-    assert of_step(7, seed=0) == of_step(7, seed=0)
-    assert of_step(7, seed=0) != of_step(7, seed=1)
-    assert not set(of_step(7, seed=0)) & set(of_step(8, seed=0))
-
-
-def test_each_epoch_has_its_own_order() -> None:
-    first, second = (stream(range(100)).of_step(epoch, 100) for epoch in (1, 2))
-    assert first != second and sorted(first) == sorted(second)
-
-
 def test_the_order_of_one_source_is_that_of_published_results() -> None:
     for epoch in range(3):
         expected = torch.randperm(7, generator=torch.Generator().manual_seed(5 * 1_000_003 + epoch)).tolist()
