@@ -85,8 +85,14 @@ def op(definition: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def composed(definition: Callable[P, R]) -> Callable[P, R]:
+    """Mark the definition of an op that is made of other ops: it runs as it is where kernels run, too."""
+    register_kernel(definition)
+    return op(definition)
+
+
 def register_kernel(kernel: Callable[..., Any]) -> None:
-    """Make the kernel of a user's op known in this process, by its name. It runs where kernels run."""
+    """Make a kernel from outside of `numerics.kernels` known in this process, by its op's name."""
     _registered[kernel.__name__] = kernel
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +15,12 @@ from fp8rl.numerics.spec import TensorSpec
 _BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`numerics.ops.swiglu`."""
-    return _SwiGlu.apply(gate_up)
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """`numerics.ops.swiglu.swiglu_forward`."""
+    flat = as_rows(gate_up)
+    out = torch.empty(len(flat), flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
+    _forward(flat, out, None)
+    return out.view(*gate_up.shape[:-1], out.shape[1])
 
 
 def swiglu_quantize(gate_up: Tensor, spec: TensorSpec) -> QuantizedTensor:
@@ -30,7 +31,7 @@ def swiglu_quantize(gate_up: Tensor, spec: TensorSpec) -> QuantizedTensor:
 
 
 def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
+    """`numerics.ops.swiglu.swiglu_backward`."""
     features = dy.shape[-1]
     flat, dy = as_rows(gate_up), as_rows(dy)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -39,20 +40,6 @@ def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
             flat, dy, out, len(flat), features, flat.stride(0), dy.stride(0), **_BLOCK
         )
     return out.view(gate_up.shape)
-
-
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        flat = as_rows(gate_up)
-        out = torch.empty(len(flat), flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
-        _forward(flat, out, None)
-        return out.view(*gate_up.shape[:-1], out.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return swiglu_backward(ctx.saved_tensors[0], grads[0])
 
 
 def _forward(gate_up: Tensor, out: Tensor, quantized: QuantizedTensor | None) -> None:

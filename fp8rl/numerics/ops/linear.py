@@ -42,8 +42,8 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
 
 
 def dense(operand: Any) -> Tensor:
-    """Return the factor of a product: the operand itself, or a frozen weight, dequantized anew."""
-    made: Tensor = operand.dequantized() if isinstance(operand, Frozen) else operand
+    """Return the factor of a product: the operand itself, or what codes dequantize to, anew."""
+    made: Tensor = operand if isinstance(operand, Tensor) else operand.dequantized()
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from fp8rl.numerics.kernels.norm import rms_norm_backward, rms_norm_forward, rms_norm_quantize
 from fp8rl.numerics.kernels.products.gemm import gemm
 from fp8rl.numerics.kernels.quantize import (
     quantize_both_ways,
@@ -166,7 +166,7 @@ class _Fp8Linear(torch.autograd.Function):
         spec: QuantSpec = ctx.spec
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.dtype)
         trained = ctx.needs_input_grad[2]
-        inputs = rms_norm(rows, norm_weight, ctx.eps) if trained and norm_weight is not None else rows
+        inputs = rms_norm_forward(rows, norm_weight, ctx.eps)[0] if trained and norm_weight is not None else rows
         dw = dnorm = None
         if ctx.backward == "fp8":
             if trained:

@@ -77,6 +77,11 @@ class Tiles:
     """128 where a product sums over the tokens: their groups are the tiles."""
 
 
+def spans(counts: Tensor, x: Tensor) -> Tiles:
+    """`numerics.ops.grouped.spans`, without a wait for the host."""
+    return make_tiles(counts.to(x.device), len(x))
+
+
 def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     """Return the tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be
     0.
