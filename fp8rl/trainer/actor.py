@@ -18,8 +18,7 @@ from fp8rl.models import load_architecture
 from fp8rl.numerics.backend.implementation import BOUNDED_MEMORY
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.trainer.checkpoint.files import discard
-from fp8rl.trainer.config import TrainerSection, TrainerSpec
-from fp8rl.trainer.placement import ActorPlacement
+from fp8rl.trainer.config import ActorPlacement, TrainerSection, TrainerSpec
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch
 from fp8rl.trainer.step.objective import Objective, OffloadReport, PassResult, Scored
 

@@ -22,9 +22,9 @@ from fp8rl.models.shared_base import SharedBase, base_bytes
 from fp8rl.numerics.core.process import all_gathered, rank, together
 from fp8rl.numerics.core.shared_memory import Shared, mapped, share
 from fp8rl.numerics.digest import tensor_digests
-from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
+from fp8rl.numerics.weight_cache import frozen_of
 from fp8rl.rollout.engine.protocol import ADAPTER_SCALE
 from fp8rl.rollout.engine.server.client import EngineClient
 from fp8rl.rollout.types import Endpoint

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from fp8rl.models.checkpoint.reading import read_tensors
 from fp8rl.models.shared_base import SharedBase
 from fp8rl.models.tensors import TensorRow, TensorTable
-from fp8rl.numerics.frozen import Frozen, freeze
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
+from fp8rl.numerics.weight_cache import Frozen, freeze
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 
@@ -129,7 +129,7 @@ def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> lis
 
 # A frozen parameter of the trainer, read from a base in the engine's layout.
 #
-# What products take in FP8 is multiplied from the base's codes (`numerics.frozen`); Megatron's order of rows and a
+# What products take in FP8 is multiplied from the base's codes (`weight_cache.Frozen`); Megatron's order of rows and a
 # rank's part are taken in each call. What is not quantized becomes a view of the base where it stands there as here,
 # and stays the trainer's own where it does not: a fused q|k|v in BF16, a part of a row-parallel weight, another
 # dtype.

@@ -23,10 +23,9 @@ from fp8rl.models.tensors import TensorRow
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.core.memory import own_memory
 from fp8rl.numerics.core.process import all_gathered, exhaust, rank, together
-from fp8rl.numerics.frozen import frozen_of
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.weight_cache import WeightCache
+from fp8rl.numerics.weight_cache import WeightCache, frozen_of
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import te_runtime
 from fp8rl.trainer.modules.weights import beside, is_adapter, matrices, named_weights

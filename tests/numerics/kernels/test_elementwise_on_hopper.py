@@ -10,8 +10,8 @@ SCRIPT = """
 import torch
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels import combine, digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
-from fp8rl.numerics.kernels.products import gather
+from fp8rl.numerics.kernels import digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
+from fp8rl.numerics.kernels.products import pairs
 from fp8rl.numerics.ops import HeadNorms, NewSlots
 from tests.support.hopper import compiled_only
 
@@ -39,10 +39,10 @@ with compiled_only() as found:
     q, k, v = tensor(64, 40, 128).detach().split((32, 4, 4), 1)
     cache = NewSlots(*torch.zeros(2, 1000, 4, 128, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64), v)
     rope.rope_heads(q, k, torch.zeros(64).long(), 1e6, norms=HeadNorms(v[0, 0], v[0, 0], 1e-6), cache=cache)
-    gather.gather_by_expert(quantized, torch.zeros(64, 8).int(), 128, 64)
-    gather.gather_by_expert(quantized, torch.zeros(4096, 8).int(), 128, 128)
+    pairs.gather_by_expert(quantized, torch.zeros(64, 8).int(), 128, 64)
+    pairs.gather_by_expert(quantized, torch.zeros(4096, 8).int(), 128, 128)
     probs = tensor(1024, 8, dtype=torch.float32)
-    combine.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
+    pairs.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
     digest.chunk_sums([torch.empty(8 * CHUNK, dtype=torch.int32, device="meta")])
     embedding.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
     numbers = torch.zeros(64, dtype=torch.int64)

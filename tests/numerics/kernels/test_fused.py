@@ -7,7 +7,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
 from fp8rl.numerics.kernels import norm, rope
 from fp8rl.numerics.kernels.products.experts import routed_experts
-from fp8rl.numerics.kernels.products.gather import gather_by_expert
+from fp8rl.numerics.kernels.products.pairs import gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import make_tiles
 from fp8rl.numerics.kernels.quantize import quantize, quantize_rows
 from fp8rl.numerics.ops import ExpertWeights, HeadNorms, NewSlots

@@ -33,7 +33,7 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
     from fp8rl.trainer.distributed.optimizer import wrap
     from fp8rl.trainer.megatron.lowering import Lowering
     from fp8rl.trainer.megatron.model import build_model
-    from fp8rl.trainer.modules import dispatch
+    from fp8rl.trainer.modules import router
     from fp8rl.trainer.modules.precision import Precision
 
     config = TrainerSection(ep=ep, dp=ep)
@@ -54,7 +54,7 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
         assert sizes.shape == (2, ep) and rows == pairs
         return [[pairs // ep] * ep] * 2
 
-    dispatch.on_host = on_host
+    router.on_host = on_host
     tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
     model.post_process = False  # its head is none of the layers
     with using("triton"), interpreted_launches(run_kernels=False):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8rl.numerics.kernels.combine import combine_rows
-from fp8rl.numerics.kernels.products.gather import gather_by_expert
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.linear import WeightOperand
+from fp8rl.numerics.kernels.products.pairs import combine_rows, gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from fp8rl.numerics.kernels.swiglu import swiglu_backward, swiglu_forward, swiglu_quantize
