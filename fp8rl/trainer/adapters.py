@@ -61,12 +61,9 @@ def attach(
         if not any(config.adapts(row) for row in weights.rows_of(names[0])):
             continue
         if not hasattr(type(module), "adapter"):
-            raise user_error(
-                "adapter",
-                found=f"{names[0]} in a {type(module).__name__}, which computes no adapter",
-                expected="products by the shared ops",
-                remedy="Set numerics.mode=exact, or leave this matrix out of adapter.targets.",
-            )
+            found = f"{names[0]} in a {type(module).__name__}, which computes no adapter"
+            remedy = "Set numerics.mode=exact, or leave this matrix out of adapter.targets."
+            raise user_error("adapter", found, "products by the shared ops", remedy)
         adapter = _made(held, names, weights, config, seed, model.config.sequence_parallel, start)
         module.register_parameter("lora_a", adapter.a)
         module.register_parameter("lora_b", adapter.b)

@@ -240,17 +240,11 @@ def check_row_invariance(deepgemm: bool | None = False, kv: KVFormat = BF16_CACH
     have to run on DeepGEMM, and cannot. None: they run on it where they can. kv: the format of keys and values."""
     choose_tiles(device.current())
     if (reason := choose_deepgemm(device.current(), deepgemm)) is not None:
-        raise user_error(
-            "numerics.deepgemm",
-            found=f"true, and {reason}",
-            expected="a Hopper GPU on which DeepGEMM gives the bits of our kernels",
-            remedy="Set numerics.deepgemm=false: products run on our kernels, with the same results.",
-        )
+        expected = "a Hopper GPU on which DeepGEMM gives the bits of our kernels"
+        remedy = "Set numerics.deepgemm=false: products run on our kernels, with the same results."
+        raise user_error("numerics.deepgemm", f"true, and {reason}", expected, remedy)
     variant = row_variant_ops(device.current(), kv)
     if variant:
-        raise user_error(
-            "numerics.mode",
-            found=f"exact on a machine where these depend on the batch, or on how they are fused: {', '.join(variant)}",
-            expected="row-invariant ops",
-            remedy="Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16.",
-        )
+        found = f"exact on a machine where these depend on the batch, or on how they are fused: {', '.join(variant)}"
+        remedy = "Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16."
+        raise user_error("numerics.mode", found, "row-invariant ops", remedy)

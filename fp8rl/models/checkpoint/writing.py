@@ -37,9 +37,7 @@ def open_tensors(file: Path, key: str) -> Any:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         expected = "a whole safetensors file"
-        raise user_error(
-            f"{key}: {file}", found=reason(error), expected=expected, remedy="Copy the file again."
-        ) from None
+        raise user_error(f"{key}: {file}", reason(error), expected, "Copy the file again.") from None
 
 
 INDEX = "model.safetensors.index.json"

@@ -128,9 +128,7 @@ def check_file(path: Path, key: str, expected: str) -> None:
             raise OSError("a directory")
         open_regular(path).close()
     except OSError as error:
-        raise user_error(
-            key, found=f"{path}: {reason(error)}", expected=expected, remedy="Correct the path."
-        ) from error
+        raise user_error(key, f"{path}: {reason(error)}", expected, "Correct the path.") from error
 
 
 def check_regular(directory: Path, key: str) -> None:
@@ -208,9 +206,7 @@ def parsed(path: Path, key: str, parse: Callable[[dict[str, Any]], T], remedy: s
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         found = f"{type(error).__name__}: {error}"
-        raise user_error(
-            f"{key}: {path}", found=found, expected="the keys and values that fp8rl writes", remedy=remedy
-        ) from error
+        raise user_error(f"{key}: {path}", found, "the keys and values that fp8rl writes", remedy) from error
 
 
 @dataclass(frozen=True)
@@ -254,12 +250,8 @@ def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T])
     not."""
     good, bad = json_lines(path, key, parse)
     if bad:
-        raise user_error(
-            f"{key}: line {bad[0].number} of {path}",
-            found=bad[0].found,
-            expected="a line as fp8rl writes it",
-            remedy=f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}.",
-        )
+        remedy = f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}."
+        raise user_error(f"{key}: line {bad[0].number} of {path}", bad[0].found, "a line as fp8rl writes it", remedy)
     return good
 
 

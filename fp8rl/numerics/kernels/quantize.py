@@ -52,13 +52,11 @@ def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) ->
 
 def _check_supported(spec: TensorSpec) -> None:
     if not supports(spec):
-        raise user_error(
-            "quantization spec",
-            found=spec,
-            expected=f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
-            "kernels run",
-            remedy="Use a preset, or a CPU.",
+        expected = (
+            f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
+            "kernels run"
         )
+        raise user_error("quantization spec", spec, expected, "Use a preset, or a CPU.")
 
 
 def quantize_rows(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:

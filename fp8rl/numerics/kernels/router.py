@@ -148,9 +148,7 @@ def _room(logits: Tensor, top_k: int, given: Tensor | None, ids: torch.dtype) ->
 
 def _checked(top_k: int, x: Tensor) -> int:
     if not 1 <= top_k <= x.shape[1]:
-        raise user_error(
-            "top_k", found=top_k, expected=f"1 to {x.shape[1]}, the experts", remedy="Check the model's config."
-        )
+        raise user_error("top_k", top_k, f"1 to {x.shape[1]}, the experts", "Check the model's config.")
     return top_k
 
 

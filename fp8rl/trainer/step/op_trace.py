@@ -35,19 +35,13 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
         UserError: the trainer has several ranks, each of which sees a part of an op, or TransformerEngine's layers.
     """
     if trainer.config.world_size > 1:
-        raise user_error(
-            "trainer",
-            found=f"{trainer.config.world_size} ranks",
-            expected="1: with several, no rank sees a whole op",
-            remedy="Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp.",
-        )
+        expected = "1: with several, no rank sees a whole op"
+        remedy = "Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp."
+        raise user_error("trainer", f"{trainer.config.world_size} ranks", expected, remedy)
     if trainer.lowering.transformer_engine:
-        raise user_error(
-            "numerics.mode",
-            found="native, on TransformerEngine",
-            expected="layers of which every op can be seen: TransformerEngine's fuse some",
-            remedy="Attribute with numerics.mode=exact, or on a machine without a GPU.",
-        )
+        expected = "layers of which every op can be seen: TransformerEngine's fuse some"
+        remedy = "Attribute with numerics.mode=exact, or on a machine without a GPU."
+        raise user_error("numerics.mode", "native, on TransformerEngine", expected, remedy)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for row in range(batch.rows):
         tokens = batch.tokens[row : row + 1, : int(batch.lengths[row])].to(device.current())

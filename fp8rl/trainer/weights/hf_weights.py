@@ -64,12 +64,8 @@ class HFWeights:
     def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
         """Fill the model, or the parameters named, from the directory's safetensors files."""
         if not any(self.path.glob("*.safetensors")):
-            raise user_error(
-                "model.path",
-                found=str(self.path),
-                expected="a model directory with *.safetensors weights",
-                remedy="Download the weights, or convert them to safetensors.",
-            )
+            remedy = "Download the weights, or convert them to safetensors."
+            raise user_error("model.path", str(self.path), "a model directory with *.safetensors weights", remedy)
         to_fill = {name: held for name, held in self._held(model) if names is None or name in names}
         quantized = {name: p for name, p in to_fill.items() if te_runtime.is_quantized(p)}
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}

@@ -107,12 +107,9 @@ def _check(q: Tensor, rows: Tensor, rank: int, kept: torch.dtype = torch.bfloat1
     tail = rows.shape[-1] - rank
     known = 16 <= rank <= 512 and 16 <= tail <= 128 and not rank & (rank - 1) and not tail & (tail - 1)
     if not known or q.shape[-1] != rows.shape[-1]:
-        raise user_error(
-            "latent attention",
-            found=f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value",
-            expected="queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it",
-            remedy="Run the ops on torch.",
-        )
+        found = f"queries of {q.shape[-1]} channels, rows of {rows.shape[-1]}, {rank} of them the value"
+        expected = "queries as wide as rows; powers of two: a value of 16 to 512 channels, 16 to 128 behind it"
+        raise user_error("latent attention", found, expected, "Run the ops on torch.")
 
 
 # The gradient of attention over latent rows (`latent`), by two kernels, without atomics.

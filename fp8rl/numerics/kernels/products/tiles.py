@@ -90,12 +90,8 @@ def make_tiles(counts: Tensor, rows: int, height: int = TALL) -> Tiles:
     `rows` rows may fill. The counts must sum to `rows` or less.
     """
     if counts.dim() != 1 or counts.is_floating_point():
-        raise user_error(
-            "counts",
-            found=f"{counts.dtype} {list(counts.shape)}",
-            expected="an integer tensor [experts]",
-            remedy="Pass the number of rows of each expert.",
-        )
+        remedy = "Pass the number of rows of each expert."
+        raise user_error("counts", f"{counts.dtype} {list(counts.shape)}", "an integer tensor [experts]", remedy)
     experts = counts.numel()
     tiles = room_for_tiles(experts, rows, height, counts.device)
     most = tiles.expert.numel()

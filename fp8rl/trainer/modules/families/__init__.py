@@ -113,12 +113,9 @@ def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) 
         builds = megatron_family(family).layer
         if library not in builds:
             mode = "exact" if library == "exact" else f"native, on {library}"
-            raise user_error(
-                "numerics.mode",
-                found=f"{mode}, with a model of {family.name} {family.part}",
-                expected=f"what the family's modules in the trainer are for: {', '.join(builds) or 'nothing'}",
-                remedy="Set the other mode, or add modules to the family's `MegatronFamily.layer`.",
-            )
+            expected = f"what the family's modules in the trainer are for: {', '.join(builds) or 'nothing'}"
+            remedy = "Set the other mode, or add modules to the family's `MegatronFamily.layer`."
+            raise user_error("numerics.mode", f"{mode}, with a model of {family.name} {family.part}", expected, remedy)
         found |= builds[library](layer)
     return found
 
