@@ -13,8 +13,7 @@ from typing import Any, Literal
 import fp8rl.models.architectures as ours
 from fp8rl.models.adapters import AdapterSection, adapter_rows, check_adapter
 from fp8rl.models.config_file import ConfigFile
-from fp8rl.models.families import Family, families_of_layer
-from fp8rl.models.families.ends import FIRST_OPS, LAST_OPS, first_tensors, last_tensors
+from fp8rl.models.families import FIRST_OPS, LAST_OPS, Family, families_of_layer, first_tensors, last_tensors
 from fp8rl.models.multimodal import Multimodal
 from fp8rl.models.shape import Shape
 from fp8rl.models.sizes import ModelSizes

@@ -1,4 +1,4 @@
-"""The gradient of an embedding: `numerics.ops.embedding`, in place, without atomics and without a wait for the host.
+"""The gradient of an embedding: `numerics.ops.add_by_token`, in place, without atomics and without a wait for the host.
 
 Rows are sorted by token. The program at a token's first row adds all of them, in their order; the others have nothing
 to do. Nothing of the vocabulary's size is made, and no row of `total` is touched that has no token.

@@ -13,8 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from fp8rl.models import Model
-from fp8rl.models.forms import LOGPROBS, OpForm
-from fp8rl.models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
+from fp8rl.models.trace import EACH, LENGTHS, LOGPROBS, TARGETS, TOKENS, Forward, OpForm, OpSite, OpTrace, recorded
 from fp8rl.numerics import ops
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device

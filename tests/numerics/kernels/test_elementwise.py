@@ -5,7 +5,7 @@ import torch
 
 from fp8rl.numerics import ops
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.kernels import norm, swiglu
+from fp8rl.numerics.kernels import gates, norm
 from fp8rl.numerics.ops.experts import route
 from fp8rl.numerics.ops.rope import Llama3
 from fp8rl.numerics.quantize import quantize
@@ -70,7 +70,7 @@ def test_swiglu():
 def test_swiglu_that_quantizes_gives_the_codes_of_the_two_steps():
     spec, gate_up = TensorSpec(), random(13, 2 * 640, scale=4)
     gate_up[3] = 0
-    found, expected = swiglu.swiglu_quantize(gate_up, spec), quantize(swiglu.swiglu_forward(gate_up), spec)
+    found, expected = gates.swiglu_quantize(gate_up, spec), quantize(gates.swiglu_forward(gate_up), spec)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(found.scale_inv, expected.scale_inv)
 

@@ -10,7 +10,7 @@ SCRIPT = """
 import torch
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels import digest, draw, embedding, logprobs, norm, quantize, rope, router, swiglu
+from fp8rl.numerics.kernels import digest, draw, embedding, gates, logprobs, norm, quantize, rope, router
 from fp8rl.numerics.kernels.products import pairs
 from fp8rl.numerics.ops import HeadNorms, NewSlots
 from tests.support.hopper import compiled_only
@@ -31,8 +31,8 @@ with compiled_only() as found:
     wide = tensor(512, 7168)
     norm.rms_norm_backward(wide, wide, tensor(7168), norm.rms_norm_forward(wide, tensor(7168), 1e-6)[1])
     norm.rms_norm_quantize(x, x[0], 1e-6, TensorSpec(fixed=224.0))
-    swiglu.swiglu_backward(x, swiglu.swiglu_forward(x))
-    swiglu.swiglu_quantize(x, spec)
+    gates.swiglu_backward(x, gates.swiglu_forward(x))
+    gates.swiglu_quantize(x, spec)
     rope.rotated(tensor(1, 4096, 32, 128), torch.zeros(1, 4096, dtype=torch.int64), 1e6, 128, None, False)
     rows = tensor(1024 * 8, 2048)
     quantized = norm.norm_rows(x.detach(), x.detach(), x[0].detach(), 1e-6, spec)[2]

@@ -132,7 +132,7 @@ def test_a_kernel_s_key_does_not_depend_on_what_was_launched_before_it() -> None
 WAITS = """
 import os, sys, time
 import torch
-from fp8rl.numerics.kernels import cache, swiglu
+from fp8rl.numerics.kernels import cache, gates
 from tests.support.hopper import compiled_only
 from tests.support.launches import META, address
 import logging
@@ -142,7 +142,7 @@ torch.Tensor.data_ptr = address
 print("ready", flush=True)
 sys.stdin.readline()
 with compiled_only():
-    swiglu.swiglu_forward(torch.empty(64, 256, dtype=torch.bfloat16, device=META))
+    gates.swiglu_forward(torch.empty(64, 256, dtype=torch.bfloat16, device=META))
 """
 
 

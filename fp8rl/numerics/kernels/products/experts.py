@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8rl.numerics.kernels.gates import swiglu_backward, swiglu_forward, swiglu_quantize
 from fp8rl.numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from fp8rl.numerics.kernels.products.linear import WeightOperand
 from fp8rl.numerics.kernels.products.pairs import combine_rows, gather_by_expert
 from fp8rl.numerics.kernels.products.tiles import Tiles, make_tiles, tile_height
 from fp8rl.numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
-from fp8rl.numerics.kernels.swiglu import swiglu_backward, swiglu_forward, swiglu_quantize
 from fp8rl.numerics.ops.experts import ExpertWeights, adapted_grouped_linear, routed_in_steps
+from fp8rl.numerics.ops.gates import swiglu
 from fp8rl.numerics.ops.grouped import Gradients, given_to_autograd
 from fp8rl.numerics.ops.linear import Backward
-from fp8rl.numerics.ops.swiglu import swiglu
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import QuantSpec
 

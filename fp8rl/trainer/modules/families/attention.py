@@ -23,8 +23,7 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.ops.rope import Scaling
 from fp8rl.trainer.distributed.context_parallel import own_positions, shared_attention
 from fp8rl.trainer.modules.families import Call, Fields, Layer, MegatronFamily, MegatronSide, epsilon, output, rows_of
-from fp8rl.trainer.modules.kv import KVRounding
-from fp8rl.trainer.modules.precision import LayerPrecision
+from fp8rl.trainer.modules.precision import KVRounding, LayerPrecision
 from fp8rl.trainer.step.microbatches import PackedRows
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8rl.models.families.ends import first_tensors, last_tensors
+from fp8rl.models.families import first_tensors, last_tensors
 from fp8rl.models.families.latent import Latent, latent_attention_tensors
 from fp8rl.models.shared_base import SharedBase, base_bytes, parameter_spans
 from fp8rl.models.sizes import ModelSizes
