@@ -103,11 +103,8 @@ def _beside(weight: Location, letter: str) -> Location:
 
 
 def check_adapter(rows: Iterable[TensorRow], config: AdapterSection) -> None:
-    """Check an adapter against the rows of the model's weights.
-
-    Raises:
-        UserError: a target that the model does not have, none that gets an adapter, or a rank above a matrix's width.
-    """
+    """Check an adapter against the rows of the model's weights. Raises UserError: a target that the model does not
+    have, none that gets an adapter, or a rank above a matrix's width."""
     held = [row for row in rows if row.adaptable]
     names = list(dict.fromkeys(matrix(row) for row in held))
     adapted = [row for row in held if config.adapts(row)]

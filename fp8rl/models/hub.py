@@ -74,11 +74,8 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
 
 
 def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
-    """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched.
-
-    Raises:
-        UserError: as `model_directory` does; or it has several configurations, or none of this name.
-    """
+    """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched. Raises
+    UserError: as `model_directory` does; or it has several configurations, or none of this name."""
     if not is_hub_name(path):
         return _local(path, revision, key)
     with _explained(path, revision, "dataset", key):

@@ -181,11 +181,8 @@ class TrainerGroup:
         self._started, self.weight_version = True, 0
 
     def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
-        """The gradients of a batch, which `update` applies and another pass of that role forgets.
-
-        Raises:
-            NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply.
-        """
+        """The gradients of a batch, which `update` applies and another pass of that role forgets. Raises
+        NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply."""
         parts = self._of_reporting(role, "forward_backward", ray.put(batch), ray.put(objective))
         whole = _assembled([(part.rows, part.result) for part in parts], batch)
         return replace(parts[0].result, **vars(whole), seconds=max(part.result.seconds for part in parts))
@@ -230,11 +227,8 @@ class TrainerGroup:
         return scored
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Have every model compute in other numerics of the same mode from now on, with the same weights.
-
-        Raises:
-            UserError: the model's sizes do not fit the spec; nothing has changed then.
-        """
+        """Have every model compute in other numerics of the same mode from now on, with the same weights. Raises
+        UserError: the model's sizes do not fit the spec; nothing has changed then."""
         self._all("apply", None, "set_numerics", numerics)
         if self._begin is not None:
             self._begin = replace(self._begin, numerics=numerics)

@@ -22,11 +22,7 @@ CPU = torch.device("cpu")
 
 def start(rank: int, numerics: NumericsConfig) -> None:
     """Choose the device, the ops' implementation and TransformerEngine's environment, before a process imports
-    Megatron.
-
-    Raises:
-        UserError: TransformerEngine is here and cannot run this spec.
-    """
+    Megatron. Raises UserError: TransformerEngine is here and cannot run this spec."""
     te_runtime.prepare(lower(numerics, has_transformer_engine()))
     device = claim(rank)
     if device == CPU:

@@ -116,11 +116,8 @@ class Scorer:
         return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
-        """Compute in another precision or spec from now on, with the same weights.
-
-        Raises:
-            UserError: another mode, or the model's sizes do not fit the spec; nothing has changed then.
-        """
+        """Compute in another precision or spec from now on, with the same weights. Raises UserError: another mode, or
+        the model's sizes do not fit the spec; nothing has changed then."""
         if numerics.mode != self.numerics.mode:
             expected = f"{self.numerics.mode}, which the model was built for"
             remedy = "Keep the mode; only the spec and the precision of a live trainer can change."

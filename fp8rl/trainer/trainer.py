@@ -92,11 +92,8 @@ class Trainer(Scorer):
         self._loads: Tensor | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
-        """The gradients of the whole batch. `update` applies them; another pass forgets them.
-
-        Raises:
-            NonFiniteLossError: on all ranks; there is nothing to apply then.
-        """
+        """The gradients of the whole batch. `update` applies them; another pass forgets them. Raises
+        NonFiniteLossError: on all ranks; there is nothing to apply then."""
         start = time.perf_counter()
         self._check_width(batch)
         self._ready_norm = None
@@ -123,11 +120,8 @@ class Trainer(Scorer):
         return RankPassResult(done.rows, result)
 
     def update(self) -> float:
-        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used.
-
-        Raises:
-            RuntimeError: there are none, or they were applied already.
-        """
+        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used. Raises
+        RuntimeError: there are none, or they were applied already."""
         if self._ready_norm is None:
             raise RuntimeError("update: found no gradients, expected those of a forward_backward that succeeded")
         norm, self._ready_norm = self._ready_norm, None

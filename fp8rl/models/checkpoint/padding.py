@@ -66,11 +66,8 @@ def padded(source: Path, out: Path, key: str, check: Callable[[Model], object]) 
 
 
 def unpadded(source: Path, out: Path, key: str) -> dict[str, Any]:
-    """Write a padded model in the widths that it had before; returns them, by the keys of config.json.
-
-    Raises:
-        UserError: it was not padded, or something else than zeros stands where they were.
-    """
+    """Write a padded model in the widths that it had before; returns them, by the keys of config.json. Raises
+    UserError: it was not padded, or something else than zeros stands where they were."""
     wider, values = read_model(source, key), ConfigFile.read(source, key).values
     before = values.get(UNPADDED)
     if not isinstance(before, dict):

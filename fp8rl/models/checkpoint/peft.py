@@ -293,11 +293,8 @@ _OTHERWISE = {
 
 
 def read_peft_config(directory: Path, key: str) -> PeftConfig:
-    """Read the adapter_config.json of a directory; messages speak of the directory as `key`.
-
-    Raises:
-        UserError: it is not the file of a plain LoRA adapter.
-    """
+    """Read the adapter_config.json of a directory; messages speak of the directory as `key`. Raises UserError: it is
+    not the file of a plain LoRA adapter."""
     path = directory / CONFIG
     values = read_json(path, key, f"the {CONFIG} of PEFT", _RESTORE)
     given = {name: value for name, value in values.items() if value is not None}  # null: not set

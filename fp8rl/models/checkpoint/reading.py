@@ -148,11 +148,7 @@ def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tu
 
 
 def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
-    """Refuse a weight with values that no training could start from.
-
-    Raises:
-        UserError: some are NaN or infinite.
-    """
+    """Refuse a weight with values that no training could start from. Raises UserError: some are NaN or infinite."""
     finite = torch.isfinite(tensor)
     if not finite.all():
         found = f"{int((~finite).sum())} of {tensor.numel()} values NaN or infinite"
@@ -160,11 +156,8 @@ def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
 
 
 def weight_files(path: Path, key: str) -> list[Path]:
-    """The files that the index names, or all where there is none. Each tensor is in one of them.
-
-    Raises:
-        UserError: there are none, one is broken, or they and the index leave open which weights the model has.
-    """
+    """The files that the index names, or all where there is none. Each tensor is in one of them. Raises UserError:
+    there are none, one is broken, or they and the index leave open which weights the model has."""
     listed = _listed(path / INDEX, key)
     present = sorted(path.glob("*.safetensors"))
     files = sorted({path / name for name in listed.values()}) if listed else present

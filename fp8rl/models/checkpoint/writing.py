@@ -26,11 +26,8 @@ from fp8rl.numerics.core.reading import check_path, open_regular, reason
 
 
 def open_tensors(file: Path, key: str) -> Any:
-    """Open a safetensors file, as `safe_open` does; messages speak of it as `key`.
-
-    Raises:
-        UserError: it is missing, no regular file, or not whole.
-    """
+    """Open a safetensors file, as `safe_open` does; messages speak of it as `key`. Raises UserError: it is missing, no
+    regular file, or not whole."""
     check_path(file, key)
     try:
         open_regular(file).close()  # at a pipe, that library would wait

@@ -74,11 +74,8 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a dev
 
 
 def check_path(path: str | Path, key: str) -> None:
-    """Refuse what no file can be called: text with a NUL, that is not UTF-8 or too long.
-
-    Raises:
-        UserError: it is such text; the message speaks of it as `key`.
-    """
+    """Refuse what no file can be called: text with a NUL, that is not UTF-8 or too long. Raises UserError: it is such
+    text; the message speaks of it as `key`."""
     text = str(path)
     encoded = text.encode("utf-8", "surrogateescape")
     if "\0" in text:
@@ -117,11 +114,8 @@ def open_regular(path: Path) -> FileIO:
 
 
 def check_file(path: Path, key: str, expected: str) -> None:
-    """Refuse what is not a regular file that can be read, before a library opens it and waits.
-
-    Raises:
-        UserError: it is another thing; the message speaks of it as `key`.
-    """
+    """Refuse what is not a regular file that can be read, before a library opens it and waits. Raises UserError: it is
+    another thing; the message speaks of it as `key`."""
     check_path(path, key)
     try:
         if path.is_dir():
@@ -155,11 +149,8 @@ def check_regular(directory: Path, key: str) -> None:
 
 
 def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> bytes:
-    """Return the contents of a file; messages speak of it as `key`.
-
-    Raises:
-        UserError: it is missing, no regular file, of more than `largest` bytes, or may not be read.
-    """
+    """Return the contents of a file; messages speak of it as `key`. Raises UserError: it is missing, no regular file,
+    of more than `largest` bytes, or may not be read."""
     check_path(path, key)
     try:
         with open_regular(path) as file:

@@ -17,7 +17,6 @@ _BLOCK = 1024
 
 
 def add_by_token(total: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """`numerics.ops.add_by_token`."""
     rows = as_rows(rows)
     if not rows.numel():
         return

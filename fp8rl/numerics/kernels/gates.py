@@ -31,17 +31,14 @@ _EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """`numerics.ops.sigmoid_gate`."""
     return _SigmoidGate.apply(x, gate)
 
 
 def token_gate(x: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
-    """`numerics.ops.token_gate`."""
     return _TokenGate.apply(x, hidden, weight)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`numerics.ops.gated_rms_norm`."""
     return _GatedRmsNorm.apply(x, gate, weight, eps)
 
 
@@ -156,7 +153,6 @@ _BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """`numerics.ops.gates.swiglu_forward`."""
     flat = as_rows(gate_up)
     out = torch.empty(len(flat), flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
     _swiglu(flat, out, None)
@@ -171,7 +167,6 @@ def swiglu_quantize(gate_up: Tensor, spec: TensorSpec) -> QuantizedTensor:
 
 
 def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    """`numerics.ops.gates.swiglu_backward`."""
     features = dy.shape[-1]
     flat, dy = as_rows(gate_up), as_rows(dy)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)

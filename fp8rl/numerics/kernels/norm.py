@@ -31,7 +31,6 @@ _PROGRAMS = 256  # that share the rows in the backward: two for each multiproces
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.norm.rms_norm_forward`."""
     normed, _, inverse_rms = _launch(x, weight, eps)
     return normed, inverse_rms
 

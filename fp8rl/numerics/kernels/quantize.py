@@ -40,11 +40,8 @@ def supports(spec: TensorSpec) -> bool:
 
 
 def quantize(x: Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """`numerics.quantize.quantize`.
-
-    Raises:
-        UserError: another granularity, group, scale or rounding than these kernels have a form for.
-    """
+    """`numerics.quantize.quantize`. Raises UserError: another granularity, group, scale or rounding than these kernels
+    have a form for."""
     definitions.check_quantizable(x, spec)
     _check_supported(spec)
     return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)

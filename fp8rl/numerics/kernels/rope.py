@@ -32,7 +32,6 @@ def rotated(
     pairs: bool,
     back: bool = False,
 ) -> Tensor:
-    """`numerics.ops.rope.rotated`."""
     batch, length, heads, dim = x.shape
     tokens = batch * length
     flat = dense_rows(x).reshape(tokens, heads, dim)

@@ -52,11 +52,8 @@ class Lowering:
 
 
 def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
-    """Return the lowering of one run on a machine with or without TransformerEngine (and a GPU for it).
-
-    Raises:
-        UserError: TransformerEngine cannot run this spec.
-    """
+    """Return the lowering of one run on a machine with or without TransformerEngine (and a GPU for it). Raises
+    UserError: TransformerEngine cannot run this spec."""
     if numerics.mode == "exact" or not transformer_engine:
         return Lowering()
     # Fused kernels of Megatron and TransformerEngine for SwiGLU and the rotary embedding.

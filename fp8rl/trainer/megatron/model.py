@@ -50,12 +50,8 @@ def build_model(
     max_sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GPTModel:
-    """Build this rank's part of the model, with uninitialised weights.
-
-    Raises:
-        UserError: TransformerEngine would not quantize as `lowering` says, or a family of the model's ops has no
-            modules for this mode.
-    """
+    """Build this rank's part of the model, with uninitialised weights. Raises UserError: TransformerEngine would not
+    quantize as `lowering` says, or a family of the model's ops has no modules for this mode."""
     mode, sizes = precision.numerics.mode, definition.sizes
     library: Library = "transformer_engine" if lowering.transformer_engine else "megatron"
     library = "exact" if mode == "exact" else library

@@ -336,11 +336,8 @@ _installed = False
 
 
 def install() -> None:
-    """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist.
-
-    Raises:
-        RuntimeError: naming every target that is not as expected; nothing is changed then.
-    """
+    """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist. Raises
+    RuntimeError: naming every target that is not as expected; nothing is changed then."""
     global _installed
     if _installed:
         return

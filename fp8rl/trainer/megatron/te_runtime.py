@@ -43,11 +43,8 @@ def prepare(lowering: Lowering) -> None:
 
 
 def check(lowering: Lowering, config: TransformerConfig) -> None:
-    """Compare the recipe that Megatron makes of `config` with the lowering.
-
-    Raises:
-        UserError: TransformerEngine would compute something else.
-    """
+    """Compare the recipe that Megatron makes of `config` with the lowering. Raises UserError: TransformerEngine would
+    compute something else."""
     if lowering.recipe is None:
         return
     from megatron.core.fp8_utils import get_fp8_recipe

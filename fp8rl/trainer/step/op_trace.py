@@ -28,11 +28,8 @@ Written = dict[OpSite, tuple[Tensor, ...]]
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
-    """Run the sequences of `batch` forward, each by itself, and record every op.
-
-    Raises:
-        UserError: the trainer has several ranks, each of which sees a part of an op, or TransformerEngine's layers.
-    """
+    """Run the sequences of `batch` forward, each by itself, and record every op. Raises UserError: the trainer has
+    several ranks, each of which sees a part of an op, or TransformerEngine's layers."""
     if trainer.config.world_size > 1:
         expected = "1: with several, no rank sees a whole op"
         remedy = "Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp."

@@ -34,17 +34,13 @@ from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
 
 def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.latent_attention`.
-
-    Raises:
-        UserError: another dtype than BF16, or a rank or a rotated part that is no power of two.
-    """
+    """`numerics.ops.latent_attention`. Raises UserError: another dtype than BF16, or a rank or a rotated part that is
+    no power of two."""
     _check(q, rows, rank)
     return _Latent.apply(dense_rows(q), dense_rows(rows), positions, rank, scale)
 
 
 def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
-    """`numerics.ops.packed_latent_attention`."""
     _check(q, rows, rank)
     positions = positions_of(lengths, len(q))[None]
     return _Latent.apply(dense_rows(q)[None], dense_rows(rows)[None], positions, rank, scale, lengths.contiguous())[0]

@@ -17,11 +17,8 @@ from fp8rl.numerics.ops.attention import TokenTree
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, scale: float) -> Tensor:
-    """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`).
-
-    Raises:
-        UserError: as of `forward.attention`.
-    """
+    """`numerics.ops.tree_attention`, without a wait for the device (`forward.packed_attention`). Raises UserError: as
+    of `forward.attention`."""
     check(q, k, v)
     rows = (dense_rows(x)[None] for x in (q, k, v))
     return Attention.apply(*rows, places(q), scale, None, tree)[0]

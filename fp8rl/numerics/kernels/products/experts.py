@@ -91,7 +91,6 @@ def grouped_gradients(
     backward: Backward,
     gradients: Gradients,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """`numerics.ops.grouped.grouped_gradients`."""
     dy, dtype = dy.contiguous(), dy.dtype
     if spec is not None and backward == "fp8":
         if x is None:

@@ -26,7 +26,6 @@ def head_product(
     transposed: bool = False,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.ops.latent.head_product`."""
     x = dense_rows(x)
     (tokens, heads, k), rank = x.shape, weight.shape[1]
     codes, scale_inv = (weight, None) if operand is None else (operand.codes.data, operand.codes.scale_inv)

@@ -46,7 +46,6 @@ class WeightOperand:
 
 
 def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = None) -> WeightOperand:
-    """`numerics.ops.weight_operand`."""
     return WeightOperand(quantized)
 
 
@@ -64,12 +63,10 @@ def group_operand(weights: Sequence[Tensor] | Tensor, spec: TensorSpec) -> Weigh
 
 
 def linear(x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
-    """`numerics.ops.linear`."""
     return _Linear.apply(x, weight, x.dtype, k_splits, plus)
 
 
 def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
-    """`numerics.ops.linear_partial`."""
     return _Linear.apply(x, weight, torch.float32, 1, None)
 
 
@@ -82,14 +79,12 @@ def fp8_linear(
     k_splits: int = 1,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.ops.fp8_linear`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, x.dtype, k_splits, 0.0, plus)
 
 
 def fp8_linear_partial(
     x: Tensor, weight: Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward = "fp8"
 ) -> Tensor:
-    """`numerics.ops.fp8_linear_partial`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0, None)
 
 
@@ -109,7 +104,6 @@ def norm_fp8_linear(
 def rows_linear(
     rows: QuantizedTensor, operand: WeightOperand, dtype: torch.dtype, plus: Tensor | None = None
 ) -> Tensor:
-    """`numerics.ops.rows_linear`."""
     return gemm(rows, operand.codes, dtype, 1, _rows(plus, operand.codes.data))
 
 

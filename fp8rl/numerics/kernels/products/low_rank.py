@@ -21,7 +21,6 @@ _FEWEST_RANK = 16  # that an instruction multiplies
 
 
 def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Tiles | None) -> tuple[Tensor, Tensor]:
-    """`numerics.ops.low_rank.low_rank_gradients`."""
     if spans is None:
         return wide_mm(dy, b), wide_mm(dy.t(), h)
     dy = dy.contiguous()
@@ -30,7 +29,6 @@ def low_rank_gradients(dy: Tensor, h: Tensor, b: Tensor, spans: Tiles | None) ->
 
 
 def low_rank_product(h: Tensor, b: Tensor, scale: float, parts: int, spans: Tiles | None) -> Tensor:
-    """`numerics.ops.low_rank.low_rank_product`."""
     h, b = h.contiguous(), b.contiguous()
     rows, n, rank = len(h), b.shape[-2], b.shape[-1] // parts
     out = torch.empty(rows, n, dtype=h.dtype, device=h.device)

@@ -94,7 +94,6 @@ def _gather_kernel(
 
 
 def combine(outputs: Tensor, probs: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """`numerics.ops.combine`."""
     return _Combine.apply(outputs, probs, order, dtype)
 
 

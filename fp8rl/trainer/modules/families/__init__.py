@@ -103,11 +103,7 @@ def sides(model: Model) -> dict[OpForm, MegatronSide]:
 
 
 def fields_of_layer(families: Iterable[Family], layer: Layer, library: Library) -> dict[str, Any]:
-    """Return the fields of a layer, family by family.
-
-    Raises:
-        UserError: a family has no modules of this library.
-    """
+    """Return the fields of a layer, family by family. Raises UserError: a family has no modules of this library."""
     found: dict[str, Any] = {}
     for family in families_of_layer(families, layer.sizes, layer.precision.layer):
         builds = megatron_family(family).layer
