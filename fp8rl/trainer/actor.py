@@ -77,11 +77,10 @@ class TrainerActor:
 
     def start(self, host: str, port: int, spec: TrainerSpec) -> None:
         """Join the other ranks and build the models."""
-        from fp8rl.trainer import device
         from fp8rl.trainer.distributed import parallel
 
         numerics = spec.numerics
-        device.start(self.rank, numerics)
+        parallel.start(self.rank, numerics)
         if spec.architecture is not None:
             load_architecture(spec.architecture)
         from fp8rl.trainer.roles import Roles

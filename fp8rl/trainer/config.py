@@ -18,6 +18,8 @@ from fp8rl.numerics.spec import TensorSpec
 GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
 Recompute = Literal["none", "attention", "experts", "layer"]
+CHUNKS = 2
+"""Chunks of a row that each of the context-parallel ranks has that share it."""
 
 
 class RateSection(Section):

@@ -79,7 +79,7 @@ class Scorer:
         self._precision = Precision(numerics, self.cache, sizes.layers)
         with placeholders(NAN) if shared_base else nullcontext():
             self.model = build_model(
-                self.definition, config, layout, self._precision, self.lowering, max_sequence_length, dtype
+                self.definition, config, self._precision, self.lowering, max_sequence_length, dtype
             )
         spec = numerics.spec.weight
         self.weights = HFWeights(model_path, self.definition, self.model.config, spec, self.cache, layout, dtype)

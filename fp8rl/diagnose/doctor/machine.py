@@ -35,8 +35,9 @@ from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.backend.probe import allow_deepgemm, row_variant_ops
 from fp8rl.trainer import device
+from fp8rl.trainer.distributed import parallel
 numerics = NumericsConfig.from_dict(json.loads(sys.argv[1]))
-device.start(0, numerics)
+parallel.start(0, numerics)
 here = device.current()
 lacks = allow_deepgemm(here) if numerics.deepgemm else None
 print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here), lacks]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -26,7 +27,6 @@ from fp8rl.numerics import ops
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.ops.rope import frequencies
 from fp8rl.trainer.config import Recompute, TrainerSection
-from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.megatron import patches, te_runtime
 from fp8rl.trainer.megatron.lowering import Lowering
 from fp8rl.trainer.modules import exact, native
@@ -44,7 +44,6 @@ _MODULES = {
 def build_model(
     definition: Model,
     config: TrainerSection,
-    layout: Layout,
     precision: Precision,
     lowering: Lowering,
     max_sequence_length: int,
@@ -65,8 +64,8 @@ def build_model(
             _block(megatron_config, definition, precision, library),
             vocab_size=sizes.vocab_size,
             max_sequence_length=max_sequence_length,
-            pre_process=layout.first_stage,
-            post_process=layout.last_stage,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=False,
             share_embeddings_and_output_weights=sizes.tied,
             position_embedding_type="none" if mode == "exact" else "rope",

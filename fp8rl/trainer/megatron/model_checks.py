@@ -13,8 +13,7 @@ from fp8rl.models.shape import Shape, overlap
 from fp8rl.numerics.config import Mode
 from fp8rl.numerics.core.errors import UserError, refusing, user_error
 from fp8rl.numerics.spec import QuantSpec
-from fp8rl.trainer.config import TrainerSection, travels_in_fp8
-from fp8rl.trainer.distributed.context_parallel import CHUNKS
+from fp8rl.trainer.config import CHUNKS, TrainerSection, travels_in_fp8
 
 BF16_SIDES = "both sides in BF16 (numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)"
 

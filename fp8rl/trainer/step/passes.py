@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from fp8rl.numerics.core.process import all_gathered
-from fp8rl.trainer.distributed.context_parallel import CHUNKS
+from fp8rl.trainer.config import CHUNKS
 from fp8rl.trainer.distributed.layout import Layout
 from fp8rl.trainer.modules.precision import count, kv_saturated
 from fp8rl.trainer.step.batch import UNKNOWN, TokenBatch

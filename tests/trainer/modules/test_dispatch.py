@@ -38,12 +38,12 @@ def waits_in_a_step(path: Path, ep: int) -> dict[str, Any]:
 
     config = TrainerSection(ep=ep, dp=ep)
     device.collectives = lambda here: "fake"
-    layout = parallel.initialize(config, 0, FakeStore())
+    parallel.initialize(config, 0, FakeStore())
     torch.cuda.current_device = lambda: torch.device("meta")
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
     definition = read_model(path)
     precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, config, layout, precision, Lowering(), 512)
+    model = build_model(definition, config, precision, Lowering(), 512)
     experts = [p for name, p in model.named_parameters() if ".mlp.experts." in name]
     wrapped = wrap(model, Lowering(), experts)
     waits = {"forward": 0, "backward": 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,7 @@ from fp8rl.numerics.core.errors import user_error
 from fp8rl.trainer import device
 from fp8rl.trainer.modules.families import MegatronSide, sides
 from fp8rl.trainer.step.batch import TokenBatch
-
-if TYPE_CHECKING:
-    from fp8rl.trainer.trainer import Trainer
+from fp8rl.trainer.trainer import Trainer
 
 Written = dict[OpSite, tuple[Tensor, ...]]
 """The outputs of each op."""
