@@ -82,7 +82,7 @@ class Scorer:
                 self.definition, config, self._precision, self.lowering, max_sequence_length, dtype
             )
         spec = numerics.spec.weight
-        self.weights = HFWeights(model_path, self.definition, self.model.config, spec, self.cache, layout, dtype)
+        self.weights = HFWeights(model_path, self.definition, spec, self.cache, layout, dtype)
         self._waits = shared_base
         if not shared_base:
             self.weights.load(self.model)

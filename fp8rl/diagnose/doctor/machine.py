@@ -24,7 +24,7 @@ from fp8rl.numerics.config import NumericsConfig
 from fp8rl.rollout.deadlines import kill_family
 
 LIBRARIES = (
-    *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core", "mbridge"),
+    *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core"),
     *("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers", "ray", "wandb"),
     "fp8rl-cpu-stubs",
 )

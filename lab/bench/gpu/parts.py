@@ -23,7 +23,7 @@ from lab.bench.runner import Job
 REHEARSED_SLOWER = 10
 """How many times its limit a part may take on a CPU."""
 VERSIONS = ("torch", "triton", "megatron-core", "transformer_engine", "sglang", "sgl-deep-gemm", "transformers", "ray")
-_TRAINER = ("pydantic", "einops", "megatron", "mbridge", "safetensors", "tokenizers", "transformers")
+_TRAINER = ("pydantic", "einops", "megatron", "safetensors", "tokenizers", "transformers")
 _ENGINE = ("sglang", "ray", "httpx", "aiohttp")
 
 
