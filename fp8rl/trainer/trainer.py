@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from fp8rl.models.adapters import AdapterSection
 from fp8rl.models.checkpoint.peft import START, read_adapter
 from fp8rl.models.tensors import TensorRow
-from fp8rl.numerics.backend.probe import choose_deepgemm, choose_tiles, row_variant_ops
 from fp8rl.numerics.config import NumericsConfig
 from fp8rl.numerics.core.errors import user_error
 from fp8rl.numerics.delta import LastSent
 from fp8rl.numerics.kv import BF16_CACHE, KVFormat
+from fp8rl.numerics.probe import choose_deepgemm, choose_tiles, row_variant_ops
 from fp8rl.numerics.quantize import QuantizedTensor
 from fp8rl.numerics.spec import TensorSpec
 from fp8rl.trainer import device

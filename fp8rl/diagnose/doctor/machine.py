@@ -33,7 +33,7 @@ PROBE = """
 import json, sys
 from fp8rl.numerics.backend.compiler import enable_compiler
 from fp8rl.numerics.config import NumericsConfig
-from fp8rl.numerics.backend.probe import allow_deepgemm, row_variant_ops
+from fp8rl.numerics.probe import allow_deepgemm, row_variant_ops
 from fp8rl.trainer import device
 from fp8rl.trainer.distributed import parallel
 numerics = NumericsConfig.from_dict(json.loads(sys.argv[1]))

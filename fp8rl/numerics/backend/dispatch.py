@@ -3,7 +3,7 @@
 An op is a function marked with `op`. Calling it calls its definition or, once kernels are installed in the process, its
 kernel, which goes by the definition's name and has its signature. A process chooses once, at its start, by its device
 and the run's spec (`numerics.backend.implementation`). Kernels of our ops lie in `numerics.kernels`. A file of ops may
-say, as PROBES, how the start-up probe tries them (`numerics.backend.probe`). A family of ops that is not ours registers
+say, as PROBES, how the start-up probe tries them (`numerics.probe`). A family of ops that is not ours registers
 its kernels, and appends its probes.
 """
 

@@ -2,7 +2,7 @@
 
 Each is row-invariant: a token's result does not depend on the batch, the padding, or on prefill, chunk or decode around
 it. Each names its rounding points and its order of reduction. What a CPU's matrix library must do for that to hold is
-checked at start by `numerics.backend.probe`.
+checked at start by `numerics.probe`.
 """
 
 # ruff: noqa: F401

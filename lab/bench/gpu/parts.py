@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8rl.numerics.backend.implementation import using
-from fp8rl.numerics.backend.probe import choose_tiles
+from fp8rl.numerics.probe import choose_tiles
 from lab.bench.gpu.measure import Measured, Sizes, Stopwatch
 from lab.bench.runner import Job
 

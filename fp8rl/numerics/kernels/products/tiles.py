@@ -20,7 +20,7 @@ from fp8rl.numerics.core.errors import user_error
 #
 # A tile of 64 rows has one warp group, which runs the instruction that each of the two of a taller tile runs, in the
 # same order. A wide tile runs an instruction of 256 columns. That either gives a number the same bits is promised
-# nowhere. So all tiles are tall and narrow until `numerics.backend.probe.choose_tiles` has compared them on the machine
+# nowhere. So all tiles are tall and narrow until `numerics.probe.choose_tiles` has compared them on the machine
 # at hand.
 
 TALL, SHORT = 128, 64
