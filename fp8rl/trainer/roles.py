@@ -158,32 +158,19 @@ class Critic(Trainer):
     """
 
     def _read_head(self, hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
-        return read_values(hidden, head, micro)
+        """Read the value before each token but the first; a value has no entropy, and draws no tokens."""
+        values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
+        return HeadOutput(values, torch.zeros_like(values))
 
     def _is_trained_whole(self, name: str) -> bool:
-        return is_of_value_head(name)
+        """Return whether this is a parameter of the head: where others have adapters, it is trained itself."""
+        return name.startswith("output_layer.")
 
     def _finish(self, model: GPTModel) -> None:
-        give_value_head(model, self.layout)
-
-
-def read_values(hidden: Tensor, head: Head, micro: MicroBatch) -> HeadOutput:
-    """Read the value before each token but the first; a value has no entropy, and draws no tokens."""
-    values = micro.from_model(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
-    return HeadOutput(values, torch.zeros_like(values))
-
-
-def is_of_value_head(name: str) -> bool:
-    """Return whether this is a parameter of a critic's head, by its name: where others have adapters, it is trained
-    itself."""
-    return name.startswith("output_layer.")
-
-
-def give_value_head(model: GPTModel, layout: Layout) -> None:
-    """Put a value head in place of a model's output projection, which it may have shared with the embedding."""
-    model.share_embeddings_and_output_weights = False
-    if model.post_process:
-        model.output_layer = ValueHead(model.config, layout)
+        """Put a value head in place of the output projection, which the model may have shared with the embedding."""
+        model.share_embeddings_and_output_weights = False
+        if model.post_process:
+            model.output_layer = ValueHead(model.config, self.layout)
 
 
 class ValueHead(nn.Module):

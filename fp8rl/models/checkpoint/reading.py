@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,6 @@ def starting_weights(
         here = tensor.to(device)
         check_finite(name, here)
         yield name, here.to(model.tensors[name].served)
-
-
-def read_tensors(path: Path, names: Collection[str], key: str = "model.path") -> dict[str, Tensor]:
-    """These tensors, by name; in BF16 where the files have FP8."""
-    files = stored_files(path, key)
-    return {name: files.read(name) for name in names}
 
 
 def kept_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:

@@ -49,9 +49,13 @@ class _SigmoidGate(gates.SigmoidGate):
         rows, gates_of = as_rows(x), as_rows(gate)
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
         if out.numel():
-            block = _rows_and_columns(rows.shape[1])
-            _sigmoid_kernel[_grid(out.shape[0], out.shape[1], block)](
-                *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)), **block, **_EXACT
+            wide = min(1024, triton.next_power_of_2(rows.shape[1]))
+            of_program = _ELEMENTS // wide
+            _sigmoid_kernel[triton.cdiv(len(rows), of_program), triton.cdiv(rows.shape[1], wide)](
+                *(rows, gates_of, out, *rows.shape, rows.stride(0), gates_of.stride(0)),
+                ROWS=of_program,
+                COLUMNS=wide,
+                **_EXACT,
             )
         return out.view(x.shape)
 
@@ -88,15 +92,6 @@ class _GatedRmsNorm(gates.GatedRmsNorm):
             )
         ctx.save_for_backward(x, gate, weight, inverse_rms.view(*x.shape[:-1], 1))
         return out.view(x.shape)
-
-
-def _rows_and_columns(columns: int) -> dict[str, int]:
-    wide = min(1024, triton.next_power_of_2(columns))
-    return {"ROWS": _ELEMENTS // wide, "COLUMNS": wide}
-
-
-def _grid(rows: int, columns: int, block: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(rows, block["ROWS"]), triton.cdiv(columns, block["COLUMNS"])
 
 
 @triton.jit(do_not_specialize=["rows"])
