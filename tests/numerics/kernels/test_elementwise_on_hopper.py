@@ -10,7 +10,7 @@ SCRIPT = """
 import torch
 from fp8rl.numerics.digest import CHUNK
 from fp8rl.numerics.spec import TensorSpec
-from fp8rl.numerics.kernels import digest, draw, embedding, gates, logprobs, norm, quantize, rope, router
+from fp8rl.numerics.kernels import digest, draw, gates, logprobs, norm, quantize, rope, router, trees
 from fp8rl.numerics.kernels.products import pairs
 from fp8rl.numerics.ops import HeadNorms, NewSlots
 from tests.support.hopper import compiled_only
@@ -44,7 +44,7 @@ with compiled_only() as found:
     probs = tensor(1024, 8, dtype=torch.float32)
     pairs.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
     digest.chunk_sums([torch.empty(8 * CHUNK, dtype=torch.int32, device="meta")])
-    embedding.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
+    trees.add_by_token(torch.zeros(1000, 2048), x.detach(), torch.zeros(4096).long())
     numbers = torch.zeros(64, dtype=torch.int64)
     logprobs.token_logprobs(tensor(64, 151936), numbers, 1.0)[0].sum().backward()
     router.route(tensor(4096, 128), 8, True)

@@ -28,7 +28,6 @@ from fp8rl.numerics.kernels.attention.backward import (
 )
 from fp8rl.numerics.kernels.attention.chunks import find_sequence, key_slots, positions_of
 from fp8rl.numerics.kernels.attention.forward import attend, attend_paged, check_dtypes
-from fp8rl.numerics.kernels.attention.trees import places
 from fp8rl.numerics.kv import CODES
 from fp8rl.numerics.ops.attention import AttentionInputs, TokenTree
 
@@ -49,7 +48,7 @@ def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int,
 def tree_latent_attention(q: Tensor, rows: Tensor, tree: TokenTree, rank: int, scale: float) -> Tensor:
     """`numerics.ops.tree_latent_attention`, as `trees.tree_attention`."""
     _check(q, rows, rank)
-    inputs = dense_rows(q)[None], dense_rows(rows)[None], places(q)
+    inputs = dense_rows(q)[None], dense_rows(rows)[None], torch.arange(len(q), device=q.device)[None]
     return _Latent.apply(*inputs, rank, scale, None, tree)[0]
 
 
