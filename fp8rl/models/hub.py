@@ -11,14 +11,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from fp8rl.models.cards import read_configurations
-from fp8rl.numerics.core.errors import UserError, listed, user_error
+from fp8rl.numerics.core.errors import UserError, listed, shown, user_error
 from fp8rl.numerics.core.reading import check_path
 from fp8rl.numerics.core.section import Located, SpecPath, located_as
+
+if TYPE_CHECKING:
+    from fp8rl.models.downloads import Limits
 
 Kind = Literal["model", "dataset"]
 
@@ -65,9 +68,9 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
     check_path(path, key)
     if not is_hub_name(path):
         return _local(path, revision, key)
-    with _explained(path, revision, "model", key):
+    with _explained(path, revision, "model", key) as limits:
         pinned = commit(path, revision, "model", key)
-        folder = _snapshot(path, "model", pinned, [_CONFIG] if config_only else _MODEL, _NOT_OF_A_MODEL)
+        folder = _snapshot(path, "model", pinned, limits, [_CONFIG] if config_only else _MODEL, _NOT_OF_A_MODEL)
     if not (folder / _CONFIG).is_file():
         raise _refusal(key, f"{path} without {_CONFIG}", "a model of transformers", "Choose another one.")
     return folder
@@ -78,10 +81,10 @@ def data_directory(path: str, revision: str | None, name: str | None, key: str) 
     UserError: as `model_directory` does; or it has several configurations, or none of this name."""
     if not is_hub_name(path):
         return _local(path, revision, key)
-    with _explained(path, revision, "dataset", key):
+    with _explained(path, revision, "dataset", key) as limits:
         pinned = commit(path, revision, "dataset", key)
-        card = _snapshot(path, "dataset", pinned, _CARD)
-        return _snapshot(path, "dataset", pinned, _files_of(card, path, name, key))
+        card = _snapshot(path, "dataset", pinned, limits, _CARD)
+        return _snapshot(path, "dataset", pinned, limits, _files_of(card, path, name, key))
 
 
 def _local(path: str, revision: str | None, key: str) -> Path:
@@ -102,20 +105,29 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
     """
     from huggingface_hub import HfApi
 
+    from fp8rl.models.downloads import COMMIT, HubAnswerError
+
     with _explained(path, revision, kind, key):
-        return HfApi().resolve_revision(path, repo_type=kind, revision=revision).resolved
+        found = HfApi().resolve_revision(path, repo_type=kind, revision=revision).resolved
+        if not isinstance(found, str) or not COMMIT.fullmatch(found):
+            raise HubAnswerError(f"names a commit by {shown(found, 80)}, expected 40 hexadecimal digits")
+        return found
 
 
-def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwanted: list[str] | None = None) -> Path:
+def _snapshot(
+    path: str, kind: Kind, pinned: str, limits: Limits, wanted: list[str] | None, unwanted: list[str] | None = None
+) -> Path:
     """The folder of a commit with its files of these patterns; without a network, with what the cache has of them."""
     import httpx
     from huggingface_hub import HfApi, constants, errors, snapshot_download
     from huggingface_hub._tree_cache import read_tree_cache
     from huggingface_hub.file_download import repo_folder_name
 
+    from fp8rl.models.downloads import HubAnswerError
+
     repository = Path(constants.HF_HUB_CACHE).expanduser().resolve() / repo_folder_name(repo_id=path, repo_type=kind)
 
-    def snapshot(cached: bool) -> Path:
+    def snapshot(cached: bool, wanted: list[str] | None = wanted) -> Path:
         return Path(
             snapshot_download(
                 path,
@@ -127,13 +139,18 @@ def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwa
             )
         )
 
-    if read_tree_cache(str(repository), pinned) is not None:  # by which nothing may be missing there
+    if (tree := read_tree_cache(str(repository), pinned)) is not None:  # by which nothing may be missing there
+        limits.expect(tree.values())
         with suppress(errors.LocalEntryNotFoundError):
             return snapshot(cached=True)
     try:  # the downloads try again for half a minute, and side by side: this asks once
         HfApi().repo_info(path, repo_type=kind, revision=pinned)
     except (errors.OfflineModeIsEnabled, httpx.ConnectError, httpx.TimeoutException):
         return snapshot(cached=True)
+    snapshot(cached=False, wanted=["\n"])  # no file: the listing alone
+    if (tree := read_tree_cache(str(repository), pinned)) is None:
+        raise HubAnswerError(f"gives no listing of files that can be kept in {repository}")
+    limits.expect(tree.values())
     return snapshot(cached=False)
 
 
@@ -154,10 +171,12 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
 
 
 @contextmanager
-def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[None]:
+def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[Limits]:
     """Say in one message why the hub does not give a repository."""
     import httpx
     from huggingface_hub import constants, errors
+
+    from fp8rl.models.downloads import HubAnswerError, limited
 
     of = "" if revision is None else f" at revision {revision}"
     hub = constants.ENDPOINT
@@ -165,7 +184,8 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
     what = "a model" if kind == "model" else "a data set"
     local = "directory" if kind == "model" else "file or directory"
     try:
-        yield
+        with limited() as limits:
+            yield limits
     except UserError:
         raise
     except errors.GatedRepoError as error:
@@ -191,7 +211,8 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         if isinstance(error, OSError) and error.strerror:
             found = f"{path}{of}, and {error.strerror} at {constants.HF_HUB_CACHE}"
             raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
-        found = f"{path}{of} at {hub}, a hub that answers as none does ({type(error).__name__})"
+        said = str(error) if isinstance(error, HubAnswerError) else f"answers as none does ({type(error).__name__})"
+        found = f"{path}{of} at {hub}, a hub that {said}"
         remedy = f"Correct HF_ENDPOINT, or try later; {page} should open in a browser."
         raise _refusal(key, found, "what the hub's protocol has", remedy) from error
 
